@@ -1,0 +1,52 @@
+"""Shared by the tests: a job of one process, small specs, random packed rows, and spawning real multi-process jobs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPO = Path(__file__).parents[1]
+ASSETS = REPO / "tests" / "assets"
+SHARED_DATA = REPO.parent / "shared" / "data"  # real input; the tests that use it are skipped where it is not
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def world():
+    """This process as a job of one."""
+    from titan_mi100.distributed import init_distributed
+
+    return init_distributed()
+
+
+def torchrun(
+    *arguments: str, processes: int = 2, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a real job on gloo; its output is in the result, and in the failure."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    result = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=REPO,
+        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **environment},
+    )
+    if check:
+        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    return result
+
+
+def random_documents(
+    vocabulary: int, lengths: list[int], seed: int = 0, supervised_share: float = 0.5
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Documents of random tokens with random supervision."""
+    random = np.random.default_rng(seed)
+    return [(random.integers(0, vocabulary, n).astype(np.int32), random.random(n) < supervised_share) for n in lengths]

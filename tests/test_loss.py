@@ -1,0 +1,79 @@
+"""The blocked loss against the plain one in fp64."""
+
+import pytest
+import torch
+
+from titan_mi100 import loss as loss_module
+from titan_mi100.loss import IGNORE, head_loss
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = hidden.double() @ weight.double().t()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def case(dtype: torch.dtype, tokens: int = 40, vocabulary: int = 5000) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, tokens, 24, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 24, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (2, tokens), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.6] = IGNORE
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("block_elements", [1, 1 << 25], ids=["five blocks", "one block"])
+def test_loss_and_gradients_equal_fp64(block_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", block_elements)
+    hidden, weight, labels = case(torch.float32)
+    labels[1, 3], labels[1, 4] = 1023, 1024  # the last and the first of a block
+    result = head_loss(hidden, weight, labels)
+    (result / 7).sum().backward()
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = plain(h, w, labels)
+    (expected / 7).backward()
+    torch.testing.assert_close(result[0].double(), expected, rtol=1e-6, atol=0)
+    for ours, theirs in ((hidden.grad, h.grad), (weight.grad, w.grad)):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-6
+
+
+def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", 1)
+    hidden, weight, labels = case(torch.bfloat16)
+    head_loss(hidden, weight, labels).sum().backward()
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    plain(h, w, labels).backward()
+    h16, w16 = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    logits = (h16 @ w16.t()).float().flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum").backward()
+    for ours, usual, exact in ((hidden.grad, h16.grad, h.grad), (weight.grad, w16.grad, w.grad)):
+        assert (ours.double() - exact).norm() <= 1.05 * (usual.double() - exact).norm()
+
+
+def test_a_microbatch_without_supervision_is_zero_and_still_reaches_the_parameters() -> None:
+    hidden, weight, labels = case(torch.float32)
+    result = head_loss(hidden, weight, torch.full_like(labels, IGNORE))
+    result.sum().backward()
+    assert result.item() == 0
+    assert hidden.grad is not None and weight.grad is not None
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", 1)
+    hidden, weight, labels = case(torch.float32, vocabulary=9000)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape != weight.shape and out.shape != weight.t().shape:
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        head_loss(hidden, weight, labels).sum().backward()
+    supervised = int((labels != IGNORE).sum())
+    assert largest <= supervised * 1024

@@ -1,0 +1,142 @@
+"""The model against transformers' Qwen3, and the isolation of documents."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from titan_mi100.model import attention
+from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
+
+BACKENDS = ["eager", "sdpa_mask", "sdpa_documents"]
+SPECS = {
+    "tied": ModelSpec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4),
+    "untied": ModelSpec(311, 64, 96, 3, 4, 2, 16, False, rope_theta=1e6),
+    "one key head": ModelSpec(311, 48, 80, 2, 6, 1, 8, True, rope_theta=1e6),
+    "as many key heads": ModelSpec(311, 48, 80, 2, 3, 3, 16, False, rope_theta=1e6),
+    "wide heads": ModelSpec(311, 40, 64, 2, 4, 2, 32, True, rope_theta=1e6, rms_norm_eps=1e-5),
+}
+
+
+def reference(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    settings = {k: v for k, v in to_hf_config(spec).items() if k not in ("architectures", "model_type")}
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="eager")).to(dtype)
+    with torch.no_grad():  # norms of ones would hide a weight that is not applied
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def ours(spec: ModelSpec, hf: Qwen3ForCausalLM, backend: str) -> Qwen3:
+    model = Qwen3(spec, backend)
+    weights = hf.state_dict()
+    if spec.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_loss_and_every_gradient_equal_transformers(name: str, backend: str) -> None:
+    spec = SPECS[name]
+    hf = reference(spec)
+    model = ours(spec, hf, backend)
+    ids = torch.randint(0, spec.vocab_size, (2, 29), generator=torch.Generator().manual_seed(2))
+    labels = torch.randint(0, spec.vocab_size, ids.shape, generator=torch.Generator().manual_seed(3))
+    labels[0, :11] = -100
+    expected = hf(ids).logits
+    torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=0)
+
+    count = int((labels != -100).sum())
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()) * count
+    (expected_loss / count).backward()
+    loss = model(ids, labels=labels)
+    assert loss.shape == (1,)
+    (loss / count).sum().backward()
+    torch.testing.assert_close(loss[0] / count, expected_loss / count, atol=1e-5, rtol=0)
+    gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[parameter_name], atol=1e-5, rtol=0, msg=parameter_name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changing_one_document_leaves_the_others_bit_identical(backend: str) -> None:
+    spec = SPECS["tied"]
+    model = ours(spec, reference(spec), backend)
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, spec.vocab_size, (2, 40), generator=generator)
+    documents = torch.tensor([[0] * 13 + [1] * 9 + [2] * 11 + [-1] * 7, [0] * 30 + [1] * 10])
+    positions = torch.cat([torch.arange(n) for n in (13, 9, 11, 7, 30, 10)]).view(2, 40)
+    before = model(ids, positions, documents)
+    for row, start, stop in ((0, 0, 13), (0, 13, 22), (0, 22, 33), (0, 33, 40), (1, 0, 30), (1, 30, 40)):
+        for place in (start, (start + stop) // 2, stop - 1):
+            changed = ids.clone()
+            changed[row, place] = (changed[row, place] + 1) % spec.vocab_size
+            after = model(changed, positions, documents)
+            same = torch.ones_like(ids, dtype=torch.bool)
+            same[row, start:stop] = False
+            assert torch.equal(after[same], before[same])
+            assert not torch.equal(after[row, place:stop], before[row, place:stop])  # the change does arrive
+            assert torch.equal(after[row, start:place], before[row, start:place])  # and only from there on
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_documents_have_the_logits_they_have_alone(backend: str) -> None:
+    spec = SPECS["untied"]
+    model = ours(spec, reference(spec), backend)
+    lengths = (7, 1, 16)
+    ids = torch.randint(0, spec.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, positions, documents)[0]
+    alone = torch.cat([model(part[None])[0] for part in ids[0].split(list(lengths))])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+def test_documents_that_come_back_with_the_same_id_are_two() -> None:
+    ids = torch.tensor([[0, 0, 1, 0, 0]])
+    for backend in ("eager", "sdpa_documents"):
+        documents = attention.prepare(backend, ids)
+        if documents.mask is None:
+            assert documents.spans == ((0, 0, 2), (0, 2, 3), (0, 3, 5))
+        else:
+            assert documents.mask[0, 0].int().tolist() == [
+                [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]  # fmt: skip
+
+
+def test_grouped_queries_run_in_a_fused_kernel_on_cpu() -> None:
+    q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros(1, 16, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.tensor([[0] * 9 + [1] * 7])
+    for backend in ("sdpa_mask", "sdpa_documents"):
+        name = attention.kernel_name(backend, q, k, k, attention.prepare(backend, ids))
+        assert "flash_attention_for_cpu" in name
+    assert "no fused kernel" in attention.kernel_name("eager", q, k, k, attention.prepare("eager", ids))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_carry_hf_names_and_are_all_there_is(tied: bool) -> None:
+    spec = dataclasses.replace(PRESETS["debug"], tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = Qwen3(spec)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(spec)
+    assert not list(model.buffers())
+    hf_names = set(reference(spec).state_dict()) - ({"lm_head.weight"} if tied else set())
+    assert hf_names == set(parameter_shapes(spec))
+
+
+def test_initial_values_do_not_depend_on_who_draws_which_part() -> None:
+    spec, shape = PRESETS["debug"], torch.Size((3000, 8))
+    whole = initial_values(spec, 7, "w", shape, (0, 0), (3000, 8))
+    parts = [initial_values(spec, 7, "w", shape, (row, 0), (size, 8)) for row, size in ((0, 1001), (1001, 1999))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(initial_values(spec, 7, "w", shape, (1500, 2), (100, 3)), whole[1500:1600, 2:5])
+    assert abs(whole.std().item() - spec.initializer_range) < 0.02 * spec.initializer_range
+    assert not torch.equal(initial_values(spec, 8, "w", shape, (0, 0), (3000, 8)), whole)
+    assert not torch.equal(initial_values(spec, 7, "v", shape, (0, 0), (3000, 8)), whole)
+    assert not torch.equal(whole[:1024], whole[1024:2048])

@@ -1,0 +1,373 @@
+"""What the shell scripts promise, without network and training: stand-ins answer for Python, pip and torchrun."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# A python3 that writes down what it is asked to do. STUB_* variables say how it answers.
+STUB = f"""\
+#!{sys.executable} -S
+import json, os, signal, sys, time
+
+def log(kind, args):
+    with open(os.environ["STUB_LOG"], "a") as file:
+        keep = ("WORLD_SIZE", "OMP_NUM_THREADS", "TITAN_LAUNCH_ID")
+        print(json.dumps([kind, args, {{key: os.environ.get(key) for key in keep}}]), file=file)
+
+def run_state(launch_id, code):
+    with open(os.path.join(os.environ["STUB_FOLDER"], "run_state.json"), "w") as file:
+        json.dump({{"state": "stub", "exit_code": code, "launch_id": launch_id}}, file)
+
+argv = sys.argv[1:]
+if argv[0] == "-c" and "find_spec" in argv[1]:  # the search for an environment
+    print(sys.argv[0], "/prefix", os.environ.get("STUB_VERDICT", "ok"), sep="\\n")
+elif argv[0] == "-c" and "print(sys.executable)" in argv[1]:  # the search for an interpreter to make one with
+    print(sys.argv[0])
+elif argv[0] in ("-c", "-"):
+    os.execv(sys.executable, [sys.executable, *argv])
+elif argv[1] == "titan_mi100.hardware":
+    log("hardware", argv[2:])
+    print(3)
+elif argv[1] == "titan_mi100.config":
+    log("config", argv[2:])
+    code = int(os.environ.get("STUB_CONFIG_CODE", "0"))
+    print("bad key" if code else os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)
+    sys.exit(code)
+elif argv[1] == "torch.distributed.run":
+    if os.environ.get("STUB_WAIT"):  # until a signal comes, as torchrun does, whose worker saves and leaves with 3
+        def leave(number, frame):
+            run_state(os.environ["TITAN_LAUNCH_ID"], 3)
+            log("signal", [number])
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+    log("torchrun", argv[2:])
+    if os.environ.get("STUB_WAIT"):
+        time.sleep(30)
+    if "STUB_STATE_CODE" in os.environ:
+        run_state(os.environ.get("STUB_LAUNCH_ID") or os.environ["TITAN_LAUNCH_ID"], int(os.environ["STUB_STATE_CODE"]))
+    sys.exit(int(os.environ.get("STUB_TORCHRUN_CODE", "0")))
+elif argv[1] == "venv":
+    log("venv", argv[2:])
+    folder = os.path.join(argv[-1], "bin")
+    os.makedirs(folder, exist_ok=True)
+    os.symlink(sys.argv[0], os.path.join(folder, "python"))
+elif argv[1] == "pip" and "install" in argv:
+    log("pip", argv[2:])
+    sys.exit(int(os.environ.get("STUB_PIP_CODE", "0")))
+"""
+
+
+def write_executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+class Checkout:
+    """A copy of the scripts, an empty package, and a PATH whose python3 is the stub."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkout"
+        self.elsewhere = folder / "elsewhere"
+        self.run_folder = folder / "run"
+        self.log_file = folder / "log"
+        for name in ("scripts/setup_env.sh", "run_train.sh", "pyproject.toml", "constraints.txt"):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, self.folder / name)
+        make_package(self.folder)
+        self.elsewhere.mkdir()
+        self.run_folder.mkdir()
+        for name in ("python3", "python"):
+            write_executable(folder / "bin" / name, STUB)
+        hidden = ("TITAN_", "STUB_", "NGPU", "OMP_", "PYTHON", "VIRTUAL_ENV")
+        self.environ = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+        self.environ |= {
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "STUB_LOG": str(self.log_file),
+            "STUB_FOLDER": str(self.run_folder),
+        }
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=self.environ | variables, cwd=cwd or self.elsewhere, capture_output=True, text=True, timeout=30
+        )
+
+    def train(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.folder / "run_train.sh"), *arguments, **variables)
+
+    def set_up(self, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        script = (
+            f'set -euo pipefail; source "{self.folder}/scripts/setup_env.sh"; echo "$PYTHON"; pwd; command -v python'
+        )
+        return self.run("bash", "-c", script, cwd=cwd, **variables)
+
+    def calls(self, kind: str) -> list[tuple[list[str], dict[str, str | None]]]:
+        lines = self.log_file.read_text().splitlines() if self.log_file.exists() else []
+        return [(args, environ) for name, args, environ in map(json.loads, lines) if name == kind]
+
+
+def make_package(folder: Path, name: str = "titan_mi100") -> None:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").touch()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+@pytest.fixture
+def real_python(checkout: Checkout, tmp_path: Path) -> Path:
+    """Puts a real, nearly empty environment in front, where no other can be made. Returns its folder of packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "active"], check=True)
+    real = tmp_path / "active" / "bin" / "python3"
+    wrapper = f"""\
+#!/bin/sh
+case "$*" in
+  *"print(sys.executable)"*) echo "$0" ;;
+  "-m venv"*) exit 1 ;;
+  *) exec {real} "$@" ;;
+esac
+"""
+    write_executable(tmp_path / "bin" / "python3", wrapper)
+    (packages,) = (tmp_path / "active" / "lib").glob("python3*/site-packages")
+    make_package(packages, "torch")
+    return packages
+
+
+def torchrun_arguments(checkout: Checkout) -> tuple[list[str], list[str]]:
+    """Arguments of torchrun, and of the trainer, in the one launch that happened."""
+    ((arguments, _),) = checkout.calls("torchrun")
+    split = arguments.index("-m")
+    assert arguments[split + 1] == "titan_mi100.train"
+    return arguments[:split], arguments[split + 2 :]
+
+
+# setup_env.sh
+
+
+def test_an_active_environment_with_torch_and_this_checkout_is_used(checkout: Checkout, real_python: Path) -> None:
+    (real_python / "titan.pth").write_text(f"{checkout.folder}\n")
+    result = checkout.set_up()
+    assert result.returncode == 0, result.stderr
+    python, cwd, first = result.stdout.splitlines()
+    assert Path(python).parent == real_python.parents[2] / "bin" == Path(first).parent
+    assert cwd == str(checkout.elsewhere)
+    assert result.stderr == ""
+
+
+def test_standing_in_the_checkout_does_not_count_as_having_it_installed(checkout: Checkout, real_python: Path) -> None:
+    result = checkout.set_up(cwd=checkout.folder)
+    assert result.returncode == 1
+    assert "Setting up .venv" in result.stderr
+    assert "cannot make a virtual environment" in result.stderr
+
+
+def test_an_environment_with_another_checkout_is_not_used_and_said(
+    checkout: Checkout, real_python: Path, tmp_path: Path
+) -> None:
+    make_package(tmp_path / "other")
+    (real_python / "titan.pth").write_text(f"{tmp_path / 'other'}\n")
+    result = checkout.set_up()
+    assert result.returncode == 1
+    assert f"another checkout, {tmp_path / 'other'}" in result.stderr
+
+
+def test_an_active_environment_without_the_test_tools_is_left_alone_with_the_remedy(
+    checkout: Checkout, real_python: Path
+) -> None:
+    (real_python / "titan.pth").write_text(f"{checkout.folder}\n")
+    result = checkout.set_up(TITAN_EXTRAS="dev")
+    assert result.returncode == 1
+    assert "pip install -c" in result.stderr
+    assert "pytest" in result.stderr
+    assert not (checkout.folder / ".venv").exists()
+
+
+def test_the_environment_is_made_once_and_again_when_a_pin_or_the_extras_change(checkout: Checkout) -> None:
+    def installs(**variables: str) -> list[list[str]]:
+        before = len(checkout.calls("pip"))
+        result = checkout.set_up(STUB_VERDICT="no torch", **variables)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[0] == str(checkout.folder / ".venv" / "bin" / "python")
+        return [arguments for arguments, _ in checkout.calls("pip")[before:]]
+
+    torch, package = installs()
+    assert torch[-1].startswith("torch==") or "--index-url" in torch
+    assert package[-1] == str(checkout.folder)
+    assert installs() == []
+    assert installs(TITAN_EXTRAS="dev")[1][-1] == f"{checkout.folder}[dev]"
+    assert installs(TITAN_EXTRAS="dev") == installs() == []
+    with (checkout.folder / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    assert installs()[1][-1] == f"{checkout.folder}[dev]"  # what was there stays there
+    assert len(checkout.calls("venv")) == 1
+
+
+def test_a_half_made_environment_is_completed_and_not_taken_for_a_good_one(checkout: Checkout) -> None:
+    broken = checkout.set_up(STUB_VERDICT="no torch", STUB_PIP_CODE="1")
+    assert broken.returncode == 1
+    assert "pip could not install" in broken.stderr
+    assert checkout.set_up(STUB_VERDICT="no torch").returncode == 0
+    assert len(checkout.calls("venv")) == 1
+    assert len(checkout.calls("pip")) == 3  # torch failed; torch, package
+
+
+def test_an_environment_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -> None:
+    (checkout.folder / ".venv").mkdir()
+    (checkout.folder / ".venv" / "precious").touch()
+    result = checkout.set_up(STUB_VERDICT="no torch")
+    assert result.returncode == 1
+    assert "left alone" in result.stderr
+    assert (checkout.folder / ".venv" / "precious").exists()
+
+
+def test_a_python_that_is_missing_is_named(checkout: Checkout) -> None:
+    result = checkout.set_up(TITAN_PYTHON="/no/such/python3.12")
+    assert result.returncode == 1
+    assert "/no/such/python3.12" in result.stderr
+
+
+# run_train.sh
+
+
+def test_without_a_config_the_debug_one_is_trained_on_the_processes_found(checkout: Checkout) -> None:
+    result = checkout.train("--training.steps", "4")
+    assert result.returncode == 0, result.stderr
+    torchrun, trainer = torchrun_arguments(checkout)
+    config = ["--job.config_file", f"{checkout.folder}/train_configs/debug.toml", "--training.steps", "4"]
+    assert torchrun[-2:] == ["--nproc_per_node", "3"]
+    assert trainer == [*config, "--job.run_folder", str(checkout.run_folder)]
+    ((arguments, environ),) = checkout.calls("config")
+    assert arguments == config
+    assert environ["WORLD_SIZE"] == "3"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nproc_per_node", "5", "--job.config_file", "x y.toml"],
+        ["--nproc_per_node=5", "--job.config_file=x y.toml"],
+        ["--job.config_file", "x y.toml", "--nproc_per_node", "5"],
+    ],
+)
+def test_both_spellings_of_processes_and_config_file_are_understood(checkout: Checkout, arguments: list[str]) -> None:
+    assert checkout.train(*arguments, NGPU="7").returncode == 0
+    torchrun, trainer = torchrun_arguments(checkout)
+    assert torchrun[-2:] == ["--nproc_per_node", "5"]
+    assert trainer == [*(a for a in arguments if "nproc" not in a and a != "5"), "--job.run_folder", trainer[-1]]
+    assert checkout.calls("hardware") == []
+
+
+def test_ngpu_sets_the_processes_and_a_given_thread_count_stays(checkout: Checkout) -> None:
+    assert checkout.train(NGPU="4", OMP_NUM_THREADS="9").returncode == 0
+    ((arguments, environ),) = checkout.calls("torchrun")
+    assert arguments[arguments.index("--nproc_per_node") + 1] == "4"
+    assert environ["OMP_NUM_THREADS"] == "9"
+
+
+@pytest.mark.parametrize("processes", ["0", "two", "-1", ""])
+def test_a_senseless_number_of_processes_is_refused(checkout: Checkout, processes: str) -> None:
+    result = checkout.train(f"--nproc_per_node={processes}", NGPU="")
+    if processes:
+        assert result.returncode == 2
+        assert "--nproc_per_node" in result.stderr
+        assert checkout.calls("torchrun") == []
+    else:  # empty is unset
+        assert torchrun_arguments(checkout)[0][-1] == "3"
+
+
+def test_a_config_error_starts_nothing_and_keeps_its_code(checkout: Checkout) -> None:
+    result = checkout.train(STUB_CONFIG_CODE="2")
+    assert result.returncode == 2
+    assert "bad key" in result.stderr
+    assert checkout.calls("torchrun") == []
+
+
+def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
+    assert checkout.train("--nproc_per_node", "2", "-h").returncode == 0
+    assert [arguments for arguments, _ in checkout.calls("config")] == [["--help"]]
+    assert checkout.calls("torchrun") == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [
+        ({"STUB_TORCHRUN_CODE": "1"}, 1),
+        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4"}, 4),
+        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "0"}, 1),
+        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4", "STUB_LAUNCH_ID": "an earlier launch"}, 1),
+        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "0"}, 0),
+    ],
+    ids=["no state", "state", "state says done, torchrun does not", "stale state", "done"],
+)
+def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
+    checkout: Checkout, variables: dict[str, str], code: int
+) -> None:
+    result = checkout.train(**variables)
+    assert result.returncode == code, result.stderr
+    if code:
+        last = result.stderr.splitlines()[-1]
+        assert f"exit code {code}" in last
+        assert str(checkout.run_folder) in last
+    else:
+        assert result.stderr == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_torchrun_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
+    process = subprocess.Popen(
+        [checkout.folder / "run_train.sh"],
+        env=checkout.environ | {"STUB_WAIT": "1"},
+        cwd=checkout.elsewhere,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + 20
+    while not checkout.calls("torchrun") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 3, errors
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [[number]]
+    assert "goes on" in errors.splitlines()[-1]
+
+
+def test_what_a_killed_torchrun_leaves_behind_is_ended(checkout: Checkout, tmp_path: Path) -> None:
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("processes are found through /proc")
+    pid_file = tmp_path / "pid"
+    leave_a_worker = f"""
+    import subprocess
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    open({str(pid_file)!r}, "w").write(str(worker.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    launch = 'elif argv[1] == "torch.distributed.run":'
+    stub = STUB.replace(launch, launch + leave_a_worker)
+    write_executable(tmp_path / "bin" / "python3", stub)
+    assert checkout.train().returncode == 1
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and is_running(pid):
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,653 @@
+import json
+import pickle
+import random
+import shutil
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+
+from titan_mi100.errors import UserError
+from titan_mi100.tokenizer import Tokenizer, find_inexact_merge
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+QWEN3 = DATA / "qwen3_tokenizer"
+needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT: dict[str, Any] = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+# What has divided regex engines or Unicode versions before: spaces, case folding, combining marks of several classes,
+# composition exclusions, Hangul, marks that only newer Unicode knows, the characters that special tokens are made of.
+ODD = (
+    " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u200b\u2028\u2029\u202f\u205f\u3000\ufeff'sStTrReEvVmMlLdD"
+    "\u017f\u212a\u212b\u00e9e\u0301\u0316\u0327\u0338\u0345\u0334\u0958\u2126\u1100\u1161\u11a8\uac00\u3042\u3099"
+    "\u08ca\u1df6\u0898\U00011935\U00011930\U000105d2\u0307\U00010d69\U0001e4ec\U0001f600\U0001f1e6\u200d\ufb06"
+    "<|>/_aim12!?.-\u0663\u00b2\u2167\u4e00\U00020000\U000e0100\x00\x7f\u07fd"
+)
+odd_text = st.lists(
+    st.one_of(
+        st.sampled_from(ODD),
+        st.sampled_from([*SPECIALS, "<|im_", "'ll", "'S", "\r\n", "    ", "\n\n", "the ", " of", "thinking", "1234"]),
+        st.characters(exclude_categories=["Cs"]),
+    ),
+    max_size=40,
+).map("".join)
+fuzz = settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def byte_characters() -> dict[int, str]:
+    """The stand-in of each byte, asked of the library itself: a text of one UTF-8 character at a time."""
+    stand_ins: dict[int, str] = {}
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for code in [*range(0x800), *range(0x800, 0x10000, 0x40), *range(0x10000, 0x110000, 0x1000)]:
+        if not 0xD800 <= code < 0xE000:
+            (piece, _), *_ = byte_level.pre_tokenize_str(chr(code))
+            stand_ins.update(zip(chr(code).encode(), piece, strict=True))
+    spare = iter(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(stand_ins.values())))
+    return {byte: stand_ins.get(byte) or next(spare) for byte in range(256)}
+
+
+BYTES = byte_characters()
+
+
+def definition(merges: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
+    """A minimal tokenizer.json: all bytes, these merges of ASCII letters, Qwen2's splitting, no normalizer."""
+    vocab = {character: byte for byte, character in BYTES.items()}
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    model = {"type": "BPE", "vocab": vocab, "merges": [list(merge) for merge in merges], **changes.pop("model", {})}
+    added = [added_token(len(vocab), "<eos>", special=True)]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": QWEN2_SPLIT,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": model,
+        **changes,
+    }
+
+
+def added_token(token_id: int, content: str, **flags: bool) -> dict[str, Any]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    return {"id": token_id, "content": content, **plain, **flags}
+
+
+def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **config}), encoding="utf-8")
+    return folder
+
+
+def both(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    return Tokenizer.from_folder(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def assert_same_ids(ours: Tokenizer, theirs: tokenizers.Tokenizer, texts: list[str]) -> None:
+    for text, expected in zip(texts, theirs.encode_batch_fast(texts), strict=True):
+        assert ours.encode(text) == expected.ids, ascii(text[:500])
+
+
+def invented_lines() -> list[str]:
+    rng = random.Random(0)
+    subjects = ["The engineer", "A cat", "Nobody", "Ein Mädchen", "Le garçon", "子供", "Кошка", "I'll say he", "We've"]
+    verbs = ["reads", "doesn't read", "wrote", "liest", "écrit", "読む", "читает", "was thinking of", "RAN"]
+    objects = [
+        "12 books.",
+        "the  manual!\n",
+        "nothing;\t\tnothing",
+        "3.14 * (x + y)",
+        "été",
+        "本を 2 冊",
+        "книгу",
+        "\n\n    pass",
+    ]
+    return [f"{rng.choice(subjects)} {rng.choice(verbs)} {rng.choice(objects)}" for _ in range(400)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer built as Qwen3's is, and trained by the library."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        invented_lines(), trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_tokens([AddedToken(content, special=True, normalized=False) for content in SPECIALS])
+    folder = tmp_path_factory.mktemp("trained")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "tokenizer_class": "Qwen2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_both(trained: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    return both(trained)
+
+
+@pytest.fixture(scope="module")
+def qwen3_both() -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    return both(QWEN3)
+
+
+def as_vocab_and_merges(source: Path, target: Path) -> Path:
+    """The same tokenizer in the older files: vocab.json, merges.txt, and added tokens in the config."""
+    data = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["added_tokens_decoder"] = {
+        str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in data["added_tokens"]
+    }
+    merges = "#version: 0.2\n" + "".join(" ".join(merge) + "\n" for merge in data["model"]["merges"])
+    (target / "vocab.json").write_text(json.dumps(data["model"]["vocab"]), encoding="utf-8")
+    (target / "merges.txt").write_text(merges, encoding="utf-8")
+    (target / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return target
+
+
+# -- the same ids --
+
+
+@fuzz
+@given(text=odd_text)
+def test_any_text_gets_the_ids_that_hf_gives(trained_both: tuple[Tokenizer, tokenizers.Tokenizer], text: str) -> None:
+    ours, theirs = trained_both
+    ids, ends = ours.encode_with_offsets(text)
+    assert ours.encode(text) == ids.tolist() == theirs.encode(text).ids
+    assert ids.dtype == np.int32 and ends.dtype == np.int64
+    normalized = ours.normalize(text)
+    assert ours.decode(ids) == normalized
+    assert not ids.size or ends[-1] == len(normalized.encode())
+    boundaries = [int(end) for end in ends]
+    for token_id, start, end in zip(ids, [0, *boundaries], boundaries, strict=False):
+        spelled = normalized.encode()[start:end]
+        assert ours.decode([token_id]) == spelled.decode(errors="replace")
+
+
+@needs_qwen3
+@settings(fuzz, max_examples=1500)
+@given(text=odd_text)
+def test_any_text_gets_the_ids_that_hf_gives_with_qwen3(
+    qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer], text: str
+) -> None:
+    ours, theirs = qwen3_both
+    assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_invented_prose_gets_the_ids_that_hf_gives(trained_both: tuple[Tokenizer, tokenizers.Tokenizer]) -> None:
+    assert_same_ids(*trained_both, [*invented_lines(), "".join(invented_lines()), "".join(SPECIALS), ""])
+
+
+@needs_qwen3
+def test_all_shared_data_gets_the_ids_that_hf_gives(qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer]) -> None:
+    rows = [json.loads(line) for line in (DATA / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    files = sorted(file for file in DATA.rglob("*") if file.is_file() and file.suffix != ".jsonl")
+    assert len(files) >= 6
+    texts = [f"<|im_start|>user\n{row['question']}<|im_end|>\n{row['answer']}" for row in rows]
+    texts += [file.read_text(encoding="utf-8")[:1_200_000] for file in files]
+    assert_same_ids(*qwen3_both, texts)
+
+
+CLASS_SAMPLES = [
+    *range(0x80, 0x3400, 1),
+    *range(0xA000, 0xAC00),
+    *range(0xF900, 0x10000, 3),
+    *range(0x10000, 0x12600),
+    *range(0x16A00, 0x17000),
+    *range(0x1CC00, 0x1F000, 2),
+    *range(0x31000, 0x34000, 64),
+]
+
+
+@pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
+@pytest.mark.parametrize("before", ["a", "!", " "])
+def test_both_regex_engines_see_the_same_letters_numbers_and_spaces(tmp_path: Path, split: Any, before: str) -> None:
+    # A vocabulary in which `before` and the character after it are one token, if and only if they are in one piece.
+    first = BYTES[ord(before)]
+    merges: dict[tuple[str, str], None] = {}
+    for code in CLASS_SAMPLES:
+        so_far = first
+        for byte in chr(code).encode():
+            merges[so_far, BYTES[byte]] = None
+            so_far += BYTES[byte]
+    data = definition(sorted(merges, key=lambda merge: len(merge[0])), pre_tokenizer=split)
+    ours, theirs = both(write(tmp_path, data))
+    assert_same_ids(ours, theirs, [before + chr(code) for code in CLASS_SAMPLES])
+
+
+@pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    "normalizer", [None, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}], ids=["raw", "nfc"]
+)
+@settings(fuzz, max_examples=60)
+@given(text=odd_text)
+def test_each_accepted_splitting_and_normalizer_gets_the_ids_that_hf_gives(
+    tmp_path: Path, split: Any, normalizer: Any, text: str
+) -> None:
+    space = BYTES[32]
+    merges = [("'", "s"), ("t", "h"), (space, "a"), (space, space), ("1", "2"), ("a", "'"), ("!", "!"), ("Ċ", "Ċ")]
+    merges += [
+        (left, right) for left in "aA!\u0120\u010a" for right in map(BYTES.__getitem__, (0xC3, 0xC5, 0xCC, 0xE2))
+    ]
+    ours, theirs = both(write(tmp_path, definition(merges, pre_tokenizer=split, normalizer=normalizer)))
+    assert_same_ids(ours, theirs, [text, text * 2])
+
+
+def test_text_is_normalized_by_hfs_older_unicode_tables(trained_both: tuple[Tokenizer, tokenizers.Tokenizer]) -> None:
+    ours, theirs = trained_both
+    assert theirs.normalizer is not None
+    marks = "\u0301\u0316\u0334\u0345\u0307\u3099"
+    for code in range(0xA0, 0x1F000):
+        character = chr(code)
+        if not 0xD800 <= code < 0xE000 and unicodedata.category(character) in ("Mn", "Mc", "Cn", "Lo"):
+            text = "e" + character + marks + character + "a" + character
+            assert ours.normalize(text) == theirs.normalizer.normalize_str(text), hex(code)
+
+
+def test_newer_compositions_are_left_apart_as_hf_leaves_them(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    for text in ("\U00011935\U00011930", "\U000105d2\u0307", "\U00016d67\U00016d67"):
+        assert trained_both[0].normalize(text) == text
+
+
+def test_an_added_token_does_not_compose_with_the_mark_behind_it(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, theirs = trained_both
+    text = "e\u0301<|im_end|>\u0338e\u0301"  # '>' and U+0338 are a letter of their own in NFC
+    assert ours.encode(text) == theirs.encode(text).ids
+    assert ours.eos_token_id in ours.encode(text)
+    assert ours.normalize(text) == "é<|im_end|>\u0338é"
+
+
+@pytest.mark.parametrize("nfc", [False, True])
+@settings(fuzz, max_examples=200)
+@given(text=st.text(alphabet="abcK\u212ae\u0301é<>", max_size=12))
+def test_overlapping_and_normalized_added_tokens_are_found_as_hf_finds_them(
+    tmp_path: Path, nfc: bool, text: str
+) -> None:
+    data = definition([("a", "b"), ("b", "c")], normalizer={"type": "NFC"} if nfc else None)
+    contents = [
+        ("ab", True),
+        ("abc", False),
+        ("bca", False),
+        ("<K", False),
+        ("c\u212a", True),
+        ("e\u0301>", True),
+        ("é>>", False),
+    ]
+    n = len(data["model"]["vocab"])
+    added = [("<eos>", False), *[item for item in contents if item[0] != "ab"]]
+    # "ab" is in the vocabulary as well, and keeps its id there
+    data["added_tokens"] = [
+        added_token(data["model"]["vocab"]["ab"], "ab", normalized=True),
+        *[added_token(n + i, content, normalized=flag) for i, (content, flag) in enumerate(added)],
+    ]
+    ours, theirs = both(write(tmp_path, data))
+    assert ours.encode(text) == theirs.encode(text).ids
+    ids, ends = ours.encode_with_offsets(text)
+    assert not ids.size or ends[-1] == len(ours.normalize(text).encode())
+
+
+MEGABYTE = 1_000_000
+
+
+@needs_qwen3
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * MEGABYTE,
+        "x" + " " * MEGABYTE + "x",
+        "\n" * MEGABYTE,
+        "!\n" + "\t" * MEGABYTE + "\n" + "\xa0" * 70_000 + "!",
+        "\r\n" + " " * MEGABYTE + "1",
+        "a" * MEGABYTE,
+    ],
+    ids=["spaces", "spaces between letters", "newlines", "tabs and no-break spaces", "newline and spaces", "letters"],
+)
+def test_a_megabyte_of_one_character_neither_panics_nor_changes_ids(
+    qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer], text: str
+) -> None:
+    ours, theirs = qwen3_both
+    assert ours.encode(text) == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
+def test_long_runs_of_spaces_are_cut_where_hf_cuts_them(tmp_path: Path, split: Any) -> None:
+    space, newline = BYTES[32], BYTES[10]
+    merges = [
+        (space, space),
+        (space * 2, space * 2),
+        (newline, newline),
+        (newline, space),
+        ("!", newline),
+        (space, "a"),
+    ]
+    merges += [(space, "!"), (space, "1"), (space * 4, space * 4)]
+    ours, theirs = both(write(tmp_path, definition(merges, pre_tokenizer=split)))
+    run = 70_001
+    sides = ["", "a", "1", "!", "\n", "!\n", "a\n", "!\n \n", "\u3000\n"]
+    texts = [left + " " * run + right for left in sides for right in ["", "a", "1", "!", "\n", "\n ", "\x1c"]]
+    texts += ["a" + " " * run + "!" + " " * run + "\n" + " " * run + "1", ("\n " * run) + "a", "\u2003" * run + "\x85!"]
+    assert_same_ids(ours, theirs, texts)
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=needs_qwen3)])
+def test_vocab_and_merges_files_give_the_same_tokenizer(tmp_path: Path, trained: Path, real: bool) -> None:
+    folder = as_vocab_and_merges(QWEN3 if real else trained, tmp_path)
+    if real:  # the files as published, not as this test writes them
+        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+            shutil.copyfile(QWEN3 / name, folder / name)
+    ours, other = Tokenizer.from_folder(folder), Tokenizer.from_folder(QWEN3 if real else trained)
+    assert ours.fingerprint == other.fingerprint
+    text = "<think>it's\n\n 12 e\u0301</think><|im_end|>"
+    assert ours.encode(text) == other.encode(text)
+    assert (ours.eos_token_id, ours.pad_token_id, ours.n_vocab) == (
+        other.eos_token_id,
+        other.pad_token_id,
+        other.n_vocab,
+    )
+
+
+# -- which merges tiktoken can represent --
+
+
+def plain_bpe(text: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    tokens = list(text)
+    while True:
+        found = [(ranks[pair], i) for i, pair in enumerate(zip(tokens, tokens[1:], strict=False)) if pair in ranks]
+        if not found:
+            return tokens
+        i = min(found)[1]
+        tokens[i : i + 2] = [tokens[i] + tokens[i + 1]]
+
+
+def random_merges(rng: random.Random) -> list[tuple[str, str]]:
+    tokens = list("abc")
+    merges: list[tuple[str, str]] = []
+    for _ in range(rng.randrange(1, 9)):
+        left, right = rng.choice(tokens), rng.choice(tokens)
+        if left + right not in tokens:
+            merges.append((left, right))
+            tokens.append(left + right)
+    return merges
+
+
+def test_merges_are_accepted_exactly_when_each_token_is_built_as_listed(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    accepted = refused = 0
+    for _ in range(3000):
+        merges = random_merges(rng)
+        rank = {"a": 97, "b": 98, "c": 99, **{left + right: 256 + i for i, (left, right) in enumerate(merges)}}
+        as_listed = all(
+            plain_bpe(left + right, {merge: j for j, merge in enumerate(merges[:i])}) == [left, right]
+            for i, (left, right) in enumerate(merges)
+        )
+        sides = np.array([[rank[left], rank[right]] for left, right in merges], dtype=np.int64).reshape(-1, 2)
+        assert (find_inexact_merge(sides[:, 0], sides[:, 1]) is None) == as_listed, merges
+        accepted, refused = accepted + as_listed, refused + (not as_listed)
+    assert accepted > 300 and refused > 300
+
+
+def test_accepted_merges_encode_as_hf_does_and_the_refused_are_refused(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(150):
+        folder = write(tmp_path, definition(random_merges(rng)))
+        try:
+            ours, theirs = both(folder)
+        except UserError:
+            refused += 1
+            continue
+        assert_same_ids(ours, theirs, ["".join(rng.choices("abc", k=rng.randrange(1, 24))) for _ in range(60)])
+    assert 10 < refused < 140
+
+
+def test_ignore_merges_is_accepted_because_it_changes_nothing(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    merges = [("a", "b"), ("c", "a"), ("ab", "ab"), ("b", "c")]
+    ours, theirs = both(write(tmp_path, definition(merges, model={"ignore_merges": True})))
+    assert_same_ids(ours, theirs, ["".join(rng.choices("abc", k=rng.randrange(1, 12))) for _ in range(500)])
+
+
+# -- refusals --
+
+
+def changed(**model: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: definition([("a", "b")], model=model)
+
+
+def vocabulary_edit(edit: Callable[[dict[str, int]], object], merges: Any = (("a", "b"), ("c", "d"))) -> Any:
+    def build() -> dict[str, Any]:
+        data = definition(list(merges))
+        edit(data["model"]["vocab"])
+        data["added_tokens"][0]["id"] = max(data["model"]["vocab"].values()) + 1
+        return data
+
+    return build
+
+
+def split_edit(part: int, **changes: Any) -> Callable[[], dict[str, Any]]:
+    def build() -> dict[str, Any]:
+        steps = [dict(step) for step in QWEN2_SPLIT["pretokenizers"]]
+        steps[part].update(changes)
+        return definition([], pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+
+    return build
+
+
+def added_edit(**changes: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: definition([], added_tokens=[{**added_token(256, "<eos>"), **changes}])
+
+
+TEMPLATE_WITH_BOS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {"<eos>": {"id": "<eos>", "ids": [256], "tokens": ["<eos>"]}},
+}
+REFUSALS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "wordpiece": (changed(type="WordPiece"), "WordPiece"),
+    "dropout": (changed(dropout=0.1), "dropout"),
+    "unk_token": (changed(unk_token="<eos>"), "unk_token"),
+    "continuing prefix": (changed(continuing_subword_prefix="##"), "continuing_subword_prefix"),
+    "end of word": (changed(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+    "byte fallback": (changed(byte_fallback=True), "byte_fallback"),
+    "nfkc": (lambda: definition([], normalizer={"type": "NFKC"}), "NFKC"),
+    "lowercase in a sequence": (
+        lambda: definition(
+            [], normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+        ),
+        "Lowercase",
+    ),
+    "no pre_tokenizer": (lambda: definition([], pre_tokenizer=None), "pre_tokenizer"),
+    "metaspace": (lambda: definition([], pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
+    "prefix space": (
+        lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "add_prefix_space": True}),
+        "add_prefix_space",
+    ),
+    "prefix space in the sequence": (split_edit(1, add_prefix_space=True), "add_prefix_space"),
+    "no splitting": (lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "use_regex": False}), "use_regex"),
+    "split twice": (split_edit(1, use_regex=True), "use_regex"),
+    "split removes": (split_edit(0, behavior="Removed"), "Removed"),
+    "split inverted": (split_edit(0, invert=True), "invert"),
+    "other pattern": (split_edit(0, pattern={"Regex": r"\p{N}{1,3}|\s+|\S+"}), "pattern"),
+    "string pattern": (split_edit(0, pattern={"String": " "}), "pattern"),
+    "bos added": (lambda: definition([], post_processor=TEMPLATE_WITH_BOS), "adds tokens"),
+    "bos added in a sequence": (
+        lambda: definition([], post_processor={"type": "Sequence", "processors": [TEMPLATE_WITH_BOS]}),
+        "adds tokens",
+    ),
+    "other decoder": (lambda: definition([], decoder={"type": "Metaspace"}), "decoder"),
+    "lstrip": (added_edit(lstrip=True), "lstrip"),
+    "rstrip": (added_edit(rstrip=True), "rstrip"),
+    "single word": (added_edit(single_word=True), "single_word"),
+    "added id skipped": (added_edit(id=300), "300"),
+    "added token listed twice": (
+        lambda: definition([], added_tokens=[added_token(256, "<eos>"), added_token(256, "<eos>")]),
+        "listed twice",
+    ),
+    "a byte missing": (vocabulary_edit(lambda vocab: vocab.pop("z")), "'z'"),
+    "product missing": (vocabulary_edit(lambda vocab: vocab.pop("cd")), "'cd'"),
+    "falling ids": (vocabulary_edit(lambda vocab: vocab.update(ab=257, cd=256)), "lower id"),
+    "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "distinct"),
+    "fractional id": (vocabulary_edit(lambda vocab: vocab.update(cd=257.5)), "distinct"),
+    "token that no merge makes": (vocabulary_edit(lambda vocab: vocab.update(xyz=258)), "'xyz'"),
+    "product listed twice": (lambda: definition([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]), "second time"),
+    "parts made later": (lambda: definition([("ab", "c"), ("a", "b")]), "before both are made"),
+    "seam taken by an earlier merge": (lambda: definition([("a", "b"), ("b", "c"), ("a", "bc")]), "otherwise"),
+    "equal merges, left first": (lambda: definition([("a", "a"), ("a", "aa")]), "otherwise"),
+    "merge of three": (lambda: definition([], model={"merges": ["a b c"]}), "not two tokens"),
+    "ignore_merges and an added token of the vocabulary": (
+        lambda: definition(
+            [("a", "b")],
+            model={"ignore_merges": True},
+            added_tokens=[added_token(256, "ab", normalized=True), added_token(257, "<eos>")],
+        ),
+        "ignore_merges",
+    ),
+    "no model": (lambda: {"version": "1.0"}, "not laid out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_tiktoken_cannot_reproduce_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    build, told = REFUSALS[name]
+    with pytest.raises(UserError) as error:
+        Tokenizer.from_folder(write(tmp_path, build()))
+    assert told in str(error.value) and str(tmp_path / "tokenizer.json") in str(error.value)
+
+
+def test_a_gpt2_like_folder_with_its_special_token_in_the_vocabulary_is_accepted(tmp_path: Path) -> None:
+    data = definition([("a", "b")], pre_tokenizer=GPT2_SPLIT)
+    data["model"]["vocab"]["<eos>"] = 257
+    ours, theirs = both(write(tmp_path, data))
+    assert_same_ids(ours, theirs, ["ab<eos>ab", "<eos", "<eos>"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer"}, "GPT2Tokenizer"),
+        ({"tokenizer_class": None}, "tokenizer_class"),
+        ({"add_prefix_space": True}, "add_prefix_space"),
+    ],
+)
+def test_vocab_and_merges_of_an_unknown_class_are_refused(
+    tmp_path: Path, trained: Path, change: dict[str, Any], told: str
+) -> None:
+    file = as_vocab_and_merges(trained, tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
+    with pytest.raises(UserError, match=told):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_folder_without_files_says_which_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"neither tokenizer\.json nor vocab\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="not JSON"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_missing_or_unknown_eos_or_pad_token_is_refused(tmp_path: Path) -> None:
+    for config, told in (
+        ({"eos_token": None}, "eos_token is missing"),
+        ({"eos_token": "<nope>"}, "'<nope>'"),
+        ({"pad_token": "<nope>"}, "pad_token '<nope>'"),
+    ):
+        with pytest.raises(UserError, match=told):
+            Tokenizer.from_folder(write(tmp_path, definition([]), **config))
+
+
+# -- the rest of the interface --
+
+
+def test_eos_and_pad_come_from_the_config_as_a_string_or_an_object(tmp_path: Path) -> None:
+    data = definition([])
+    data["added_tokens"].append(added_token(257, "<pad>"))
+    ours = Tokenizer.from_folder(write(tmp_path, data, eos_token={"content": "<eos>"}, pad_token="<pad>"))
+    assert (ours.eos_token, ours.eos_token_id, ours.pad_token_id, ours.n_vocab) == ("<eos>", 256, 257, 258)
+    assert Tokenizer.from_folder(write(tmp_path, data)).pad_token_id == 256
+
+
+def test_the_fingerprint_follows_whatever_changes_ids_and_nothing_else(tmp_path: Path) -> None:
+    def fingerprint(data: dict[str, Any], **config: Any) -> str:
+        return Tokenizer.from_folder(write(tmp_path, data, **config)).fingerprint
+
+    base = fingerprint(definition([("a", "b")]))
+    assert base == fingerprint(definition([("a", "b")]), chat_template="other")
+    other_flags = definition([("a", "b")])
+    other_flags["added_tokens"][0]["normalized"] = True
+    changes = [
+        definition([("a", "c")]),
+        definition([("a", "b"), ("b", "c")]),
+        definition([("a", "b")], normalizer={"type": "NFC"}),
+        definition([("a", "b")], pre_tokenizer=GPT2_SPLIT),
+        other_flags,
+    ]
+    assert len({base, *map(fingerprint, changes)}) == 1 + len(changes)
+
+
+def test_decoding_replaces_cut_characters_and_refuses_unknown_ids(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, _ = trained_both
+    ids = ours.encode("\U0001f600")
+    assert ours.decode(ids) == "\U0001f600" and ours.decode(np.array(ids)) == "\U0001f600"
+    assert ours.decode(ids[:-1]) == "\ufffd"
+    with pytest.raises(UserError, match=str(ours.n_vocab)):
+        ours.decode([ours.n_vocab])
+
+
+def test_a_lone_surrogate_is_refused_and_an_empty_text_is_empty(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, _ = trained_both
+    with pytest.raises(UserError, match="character 2 .* surrogate"):
+        ours.encode("ab\ud800c")
+    ids, ends = ours.encode_with_offsets("")
+    assert ours.encode("") == [] and ids.shape == ends.shape == (0,)
+
+
+def test_a_pickled_tokenizer_encodes_alike(trained_both: tuple[Tokenizer, tokenizers.Tokenizer]) -> None:
+    ours, _ = trained_both
+    copy = pickle.loads(pickle.dumps(ours))
+    text = "".join(invented_lines()[:20]) + "<|im_end|>"
+    assert copy.encode(text) == ours.encode(text) and copy.fingerprint == ours.fingerprint

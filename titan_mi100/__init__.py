@@ -1,0 +1,1 @@
+"""titan_mi100: a native PyTorch trainer for Qwen3."""

@@ -1,0 +1,153 @@
+"""Checkpoints of a run: DCP folders keyed by HF name whatever the layout, written aside and renamed when complete.
+
+A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
+tensors only), `trainer.json`, and each rank's random state in `rng-<rank>.json`.
+"""
+
+import base64
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_mi100.distributed import World, from_rank_zero, raise_together
+from titan_mi100.errors import UserError
+from titan_mi100.optimizer import named_state
+
+
+class Checkpointer:
+    """Saves a run's checkpoints into one folder and restores from them."""
+
+    def __init__(
+        self, folder: Path, keep_latest_k: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+    ) -> None:
+        self.folder, self.keep_latest_k, self.world = folder, keep_latest_k, world
+        self._model, self._optimizer = model, optimizer
+
+    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
+        """Write the checkpoint of this step; afterwards remove the oldest beyond keep_latest_k. A collective.
+
+        Args:
+            trainer_state: what JSON can hold; the same on every rank.
+        """
+        final = self.folder / f"step-{step}"
+        aside = self.folder / f".step-{step}.incomplete"
+        from_rank_zero(lambda: _fresh_folder(aside))
+        # more than one writer thread would swallow a full disk
+        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
+        dcp.save(self._tensors(), storage_writer=writer)
+        _write_synced(aside / f"rng-{self.world.rank}.json", json.dumps(_random_state(self.world.device)))
+        dist.barrier()
+        from_rank_zero(lambda: self._seal(aside, final, trainer_state))
+        return final
+
+    def _seal(self, aside: Path, final: Path, trainer_state: dict[str, Any]) -> None:
+        _write_synced(aside / "trainer.json", json.dumps(trainer_state, indent=1))
+        if final.exists():  # of a run that was resumed from an earlier step
+            shutil.rmtree(final)
+        aside.rename(final)
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        if self.keep_latest_k:
+            for old in list_checkpoints(self.folder)[: -self.keep_latest_k]:
+                shutil.rmtree(old)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore model, optimizer and random state in place; returns the trainer state. A collective.
+
+        Raises:
+            UserError: the checkpoint is of another model, or cannot be read.
+        """
+        tensors = self._tensors()
+        with raise_together():
+            trainer_state = _read_json(path / "trainer.json")
+            _check_names(path, tensors)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        rng = path / f"rng-{self.world.rank}.json"
+        if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
+            _set_random_state(_read_json(rng), self.world.device)
+        return trainer_state
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run, by its name in the checkpoint."""
+        parameters = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        state = {f"optimizer.{name}": tensor for name, tensor in named_state(self._model, self._optimizer)}
+        return {**parameters, **state}
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _fresh_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read: {error}; remove this checkpoint to resume from the one before"
+        ) from None
+
+
+def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
+    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    shapes = {name: m.size for name, m in saved.items() if isinstance(m, TensorStorageMetadata)}
+    wanted = {name: tensor.shape for name, tensor in tensors.items()}
+    if shapes != wanted:
+        odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        raise UserError(
+            f"{path}: not a checkpoint of this model: {len(odd)} tensors are missing, unexpected or mis-shaped, "
+            f"the first {odd[0]} (checkpoint: {shapes.get(odd[0])}, model: {wanted.get(odd[0])}); "
+            "use another job.run_folder, or --checkpoint.fresh"
+        )
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    python = random.getstate()
+    numpy = np.random.get_state(legacy=True)
+    state = {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],  # type: ignore[index, union-attr]
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state(device).numpy().tobytes()).decode()
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
+
+    def tensor(key: str) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(state[key])), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor("torch"))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(tensor("cuda"), device)

@@ -1,0 +1,81 @@
+"""Rows in their order, to the ranks that train on them. The order is a pure function of (seed, row number).
+
+A row number counts rows from the start of training over all ranks: the whole state of the data.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_mi100.data.sft import PackedDataset
+from titan_mi100.layout import Batch
+
+Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: each (local_batch_size, seq) int64
+
+
+def rows_per_epoch(rows: int, global_batch_size: int) -> int:
+    """Rows of an epoch with the padding rows that fill its last step."""
+    return -(-rows // global_batch_size) * global_batch_size
+
+
+def row_at(number: int, rows: int, global_batch_size: int, seed: int) -> int:
+    """The dataset's row for row number `number`; -1: padding at an epoch's end."""
+    epoch, place = divmod(number, rows_per_epoch(rows, global_batch_size))
+    return int(_epoch_order(rows, seed, epoch)[place]) if place < rows else -1
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)
+
+
+class RowStream(IterableDataset):
+    """The microbatches of one data-parallel rank, without end. Its state is the number of rows consumed by all."""
+
+    def __init__(self, dataset: PackedDataset, batch: Batch, dp_rank: int, seed: int) -> None:
+        self.dataset, self.batch, self.dp_rank, self.seed = dataset, batch, dp_rank, seed
+        self.rows_consumed = 0
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        local, ranks = self.batch.local_batch_size, self.batch.dp_degree
+        while True:
+            first = self.rows_consumed + self.dp_rank * local
+            numbers = range(first, first + local)
+            self.rows_consumed += local * ranks
+            yield collate(self.dataset, [self._row(number) for number in numbers])
+
+    def _row(self, number: int) -> int:
+        return row_at(number, len(self.dataset), self.batch.global_batch_size, self.seed)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rows_consumed": self.rows_consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.rows_consumed = state["rows_consumed"]
+
+
+def collate(dataset: PackedDataset, indices: list[int]) -> Microbatch:
+    """Stack rows of the dataset; -1 is a row of padding."""
+    rows = [dataset.row(index) for index in indices]
+    names = ("input_ids", "labels", "positions", "document_ids")
+    return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
+
+
+def build_loader(stream: RowStream) -> StatefulDataLoader[Any]:
+    """The stream behind torchdata's loader, whose state_dict holds the stream's. Rows are made in this process."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call, for nobody here
+    return StatefulDataLoader(stream, batch_size=None, num_workers=0)
+
+
+def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
+    """This rank's microbatches of the whole set in order; every rank gets as many, the last filled by padding rows."""
+    local, ranks = batch.local_batch_size, batch.dp_degree
+    for start in range(dp_rank * local, rows_per_epoch(len(dataset), local * ranks), local * ranks):
+        yield collate(dataset, [i if i < len(dataset) else -1 for i in range(start, start + local)])

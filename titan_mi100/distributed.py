@@ -1,0 +1,138 @@
+"""Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_mi100.errors import UserError
+from titan_mi100.layout import Layout
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def init_distributed() -> World:
+    """Join the job that the launcher's environment describes, or be a job of one process.
+
+    nccl (RCCL on ROCm) for tensors on GPUs, gloo for those on CPU.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank, size, device)
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
+
+
+def device_name(device: torch.device) -> tuple[str, str, int]:
+    """The device in words, its architecture and its number of compute units, as hardware.find_gpu wants them."""
+    if device.type != "cuda":
+        return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process", "cpu", 0
+    found = torch.cuda.get_device_properties(device)
+    arch = getattr(found, "gcnArchName", "") or f"sm{found.major}{found.minor}"
+    return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Each value summed over all ranks, in double precision. A collective."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def from_rank_zero(make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on every rank; it runs there only. A collective."""
+    box = [None]
+    with raise_together():
+        if dist.get_rank() == 0:
+            box = [make()]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def raise_together() -> Iterator[None]:
+    """A UserError inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective."""
+    mine = ""
+    try:
+        yield
+    except UserError as error:
+        mine = str(error)
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if first := next(filter(None, everyone), ""):
+        raise UserError(first)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most max_norm (0: leave them); returns the norm before."""
+    parameters = list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    assert len(gradients) == len(parameters), "a parameter has no gradient"
+    norm = nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # a collective
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.item()
+
+
+Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
+
+
+@torch.no_grad()
+def fill_parameters(model: nn.Module, read: Read) -> None:
+    """Set every parameter, each rank its own part only.
+
+    Args:
+        read: (name, whole shape, offset, size) -> that part of the parameter, on CPU, in any dtype.
+    """
+    assert not list(model.buffers()), "a buffer would keep the garbage that to_empty left in it"
+    for name, parameter in model.named_parameters():
+        local, offset, size = parameter, (0,) * parameter.ndim, tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            size, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            local = parameter.to_local()
+        assert tuple(local.shape) == tuple(size), name
+        if local.numel():
+            local.copy_(read(name, parameter.shape, tuple(offset), tuple(size)))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. After finished work some gloo jobs abort in the interpreter's teardown, so there is none.
+
+    Except after a crash all ranks come here, and wait for each other: the launcher kills those that are left when one
+    is gone, maybe before rank 0 has written how the run ended.
+    """
+    if code in (0, 2, 4):
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,64 @@
+"""What the hardware can do: peak rates by architecture, and how many GPUs there are. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak dense rates of one device as the system shows it (an MI250X shows two)."""
+
+    name: str
+    tflops: Mapping[str, float]  # by compute dtype; float32 is true fp32, not tf32
+    bandwidth_gb_s: float
+    memory_gib: float
+
+
+# Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
+# device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
+# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate.
+GPUS: Mapping[tuple[str, int], Gpu] = {
+    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 1229, 32),
+    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 1638, 64),
+    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 1638, 64),
+    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 5300, 192),
+    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 2039, 80),
+    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 3350, 80),
+    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 2039, 80),
+}
+
+
+def find_gpu(arch: str, compute_units: int) -> Gpu | None:
+    """The table's entry, or None for hardware that it does not know (then no MFU is printed, not a guessed one)."""
+    return GPUS.get((arch.split(":")[0], compute_units))
+
+
+def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
+    """GPUs that a process started here would see, without importing torch: from the kernel's files.
+
+    AMD: KFD topology nodes that have SIMDs. NVIDIA: /dev/nvidia0 and on. A `*_VISIBLE_DEVICES` list lowers the number.
+    """
+    count = 0
+    for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        try:
+            properties = dict(line.split(maxsplit=1) for line in node.read_text().splitlines() if " " in line)
+        except OSError:  # a node of another container's GPU may not be read
+            continue
+        count += int(properties.get("simd_count", 0)) > 0
+    if count == 0:
+        count = sum(path.name[len("nvidia") :].isdigit() for path in (root / "dev").glob("nvidia[0-9]*"))
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:
+            count = min(count, len([entry for entry in environ[name].split(",") if entry.strip() not in ("", "-1")]))
+    return count
+
+
+def default_process_count() -> int:
+    """One process per GPU, or two on CPU, so that a trial on a laptop runs the same code as two cards."""
+    return count_gpus() or 2
+
+
+if __name__ == "__main__":
+    print(default_process_count())

@@ -1,0 +1,113 @@
+"""What a run tells about itself: a line and a TensorBoard point a step, `metrics.jsonl`, and the progress bar."""
+
+import json
+import math
+import os
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from titan_mi100.logging import log
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, over all ranks."""
+
+    step: int
+    epoch: float
+    loss: float  # mean over supervised tokens
+    grad_norm: float  # before clipping
+    lr: float
+    seconds: float  # the whole step: data, forward, backward, update
+    tokens: int  # real ones: no padding
+    supervised_tokens: int
+    tokens_per_second: float
+    supervised_tokens_per_second: float
+    mfu: float | None  # of the peak for the compute dtype; None: unknown hardware
+    peak_memory_gib: float  # of this rank: device memory reserved, on CPU the process's peak
+    data_wait: float  # share of the step spent waiting for rows
+
+    def line(self, steps: int, dtype: str) -> str:
+        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  grad_norm {self.grad_norm:.3f}  "
+            f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  "
+            f"supervised tok/s {self.supervised_tokens_per_second:,.0f}  mfu({dtype}) {mfu}  "
+            f"mem {self.peak_memory_gib:.2f} GiB  data wait {self.data_wait:.1%}"
+        )
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: reserved by the allocator on a GPU, resident in the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class MetricsWriter:
+    """Rank 0's record of the run: `metrics.jsonl`, TensorBoard, the printed lines and, on a terminal, the bar."""
+
+    def __init__(self, folder: Path, first_step: int, steps: int, log_freq: int, tensorboard: bool, dtype: str) -> None:
+        """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
+
+        Args:
+            first_step: the step that comes next, from 1.
+        """
+        self._steps, self._log_freq, self._dtype = steps, log_freq, dtype
+        path = folder / "metrics.jsonl"
+        _drop_from(path, first_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
+
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._bar = tqdm(
+            total=steps, initial=first_step - 1, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+        )
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.step, asdict(metrics), prefix="train/")
+        if metrics.step % self._log_freq == 0 or metrics.step == self._steps:
+            log.info(metrics.line(self._steps, self._dtype))
+        self._bar.update(1)
+
+    def validation(self, step: int, loss: float) -> None:
+        self._write(step, {"step": step, "validation_loss": loss}, prefix="validation/")
+        log.info(f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}")
+
+    def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self._events.add_scalar(prefix + name.removeprefix("validation_"), value, step)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _drop_from(path: Path, first_step: int) -> None:
+    """Rewrite the file without steps that will be trained again, and without a line that a kill cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)

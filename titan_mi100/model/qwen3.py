@@ -1,0 +1,192 @@
+"""Dense Qwen3, whole, in one file. It knows nothing of parallelism.
+
+Parameters carry HF's full names, so that a checkpoint's bytes move without mapping.
+Legend: (batch, seq, ...); hidden = spec.hidden_size.
+Source: the published Qwen3 weights and their config.json; checked against transformers' Qwen3 in tests/test_model.py.
+"""
+
+import zlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_mi100.loss import head_loss
+from titan_mi100.model import attention
+from titan_mi100.model_spec import ModelSpec
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each (batch, seq, 1, head_dim) in fp32.
+
+    Args:
+        positions: (batch, seq), restarting at 0 in each document.
+
+    Computed from the positions in every forward rather than kept in a buffer: nothing to initialise, save or cast.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angles = positions[..., None].float() * (1.0 / theta**exponents)  # (batch, seq, head_dim / 2)
+    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle, in fp32. x: (batch, seq, heads, head_dim)."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, backend: str) -> None:
+        super().__init__()
+        self.backend, self.head_dim = backend, spec.head_dim
+        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, heads, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, kv_heads, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, kv_heads, bias=False)
+        self.o_proj = nn.Linear(heads, spec.hidden_size, bias=False)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: attention.Documents) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        v = self.v_proj(x).view(heads)
+        return self.o_proj(attention.attention(self.backend, q, k, v, documents).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, backend: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec, backend)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: attention.Documents) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, spec: ModelSpec, backend: str) -> None:
+        super().__init__()
+        self.spec, self.backend = spec, backend
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Block(spec, backend) for _ in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, document_ids: Tensor) -> Tensor:
+        cos, sin = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
+        documents = attention.prepare(self.backend, document_ids)
+        x = self.embed_tokens(input_ids)  # (batch, seq, hidden)
+        for layer in self.layers:
+            x = layer(x, cos, sin, documents)
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    """The output matrix of an untied model; called as a module, so that a wrapper around it sees the call."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+
+    def forward(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+        return F.linear(hidden, self.weight) if labels is None else head_loss(hidden, self.weight, labels)
+
+
+class Qwen3(nn.Module):
+    """A causal language model.
+
+    Build it under `torch.device("meta")`, shard it, `to_empty`, then fill every parameter (it has no buffers): from a
+    checkpoint, or with `initial_values`.
+    """
+
+    def __init__(self, spec: ModelSpec, attention_backend: str = "eager") -> None:
+        super().__init__()
+        self.model = Decoder(spec, attention_backend)
+        self.lm_head = None if spec.tie_word_embeddings else Head(spec)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with labels the summed loss.
+
+        Args:
+            input_ids, labels: (batch, seq); labels are shifted, loss.IGNORE = unsupervised.
+            positions: (batch, seq), restarting per document; default 0, 1, ...
+            document_ids: (batch, seq), see attention.prepare; default one document per row.
+
+        Returns:
+            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32.
+        """
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        if document_ids is None:
+            document_ids = torch.zeros_like(input_ids)
+        hidden = self.model(input_ids, positions, document_ids)
+        if self.lm_head is not None:
+            return self.lm_head(hidden, labels)
+        weight = self.model.embed_tokens.weight
+        return F.linear(hidden, weight) if labels is None else head_loss(hidden, weight, labels)
+
+
+_INIT_ROWS = 1024  # rows drawn from one seed
+
+
+def initial_values(
+    spec: ModelSpec, seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
+) -> Tensor:
+    """A part of a parameter's random initial value: normal(0, initializer_range), ones for norms; fp32, on CPU.
+
+    Args:
+        name, shape: the whole parameter, a vector or a matrix. offset, size: the part, per dimension.
+
+    A pure function of seed and name: each 1024 rows have their own seed, so a rank draws little more than its shard,
+    and every layout starts from the same weights.
+    """
+    if len(shape) == 1:
+        return torch.ones(size)
+    values = torch.empty(size)
+    row, stop = offset[0], offset[0] + size[0]
+    while row < stop:
+        block = row // _INIT_ROWS
+        rows = torch.empty(min(_INIT_ROWS, shape[0] - block * _INIT_ROWS), shape[1])
+        # hashed into 32 bits: torch's CPU generator ignores the seed's upper half
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
+        rows.normal_(0.0, spec.initializer_range, generator=generator)
+        end = min(stop, (block + 1) * _INIT_ROWS)
+        columns = slice(offset[1], offset[1] + size[1])
+        values[row - offset[0] : end - offset[0]] = rows[row - block * _INIT_ROWS : end - block * _INIT_ROWS, columns]
+        row = end
+    return values

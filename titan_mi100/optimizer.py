@@ -1,0 +1,45 @@
+"""AdamW, and its state by parameter name."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from titan_mi100.config import OptimizerConfig
+
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, 2019), fused, with no decay on the norms' vectors."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """(`<parameter>.<state>`, tensor) of AdamW's state, made first where no step has made it yet.
+
+    The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
+    cast, and goes by position instead of by name.
+    """
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            # fused kernels want the step count on the parameter's device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        for key in _STATE:
+            yield f"{name}.{key}", state[key]

@@ -1,0 +1,378 @@
+"""The trainer: `python -m titan_mi100.train --job.config_file X.toml`, under torchrun or alone.
+
+Reads from top to bottom: what is prepared, then the loop, then one step.
+"""
+
+from titan_mi100.config import Config, config_from_command_line, resolve_run_folder, to_toml
+
+if __name__ == "__main__":
+    config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_mi100 import distributed, hardware, model_spec
+from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.checkpoint import Checkpointer, list_checkpoints
+from titan_mi100.data.loader import Microbatch, RowStream, build_loader, rows_per_epoch
+from titan_mi100.data.sft import PADDING_DOCUMENT, SFTData, load_sft
+from titan_mi100.distributed import World, raise_together, sum_over_ranks
+from titan_mi100.errors import UserError
+from titan_mi100.evaluate import validation_loss
+from titan_mi100.hf_io import HFWeights
+from titan_mi100.layout import Batch
+from titan_mi100.logging import log, log_to_file, setup_logging
+from titan_mi100.loss import IGNORE
+from titan_mi100.lr_scheduler import lr_factor
+from titan_mi100.metrics import MetricsWriter, StepMetrics, peak_memory_gib
+from titan_mi100.model import attention
+from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.optimizer import build_optimizer, set_lr
+from titan_mi100.parallelize import parallelize
+from titan_mi100.tokenizer import Tokenizer
+
+
+class NumericalError(RuntimeError):
+    """Loss or gradient is not finite: going on would ruin the weights."""
+
+
+def main(config: Config) -> None:
+    """Run the job and end the process with the exit code of docs/DESIGN.md."""
+    world = distributed.init_distributed()
+    setup_logging(world.rank)
+    folder = None
+    try:
+        folder = Path(distributed.from_rank_zero(lambda: str(_make_run_folder(config))))
+        _write_run_state(world, folder, "running", 1, "the run is going on, or was killed")
+        if world.rank == 0:
+            log_to_file(folder / "train.log")
+        train(config, world, folder)
+    except (UserError, NumericalError) as error:
+        state, code = ("bad_input", 2) if isinstance(error, UserError) else ("numerical_abort", 4)
+        if world.rank == 0:
+            for line in str(error).splitlines():
+                log.error(line)
+        if folder is not None:
+            _write_run_state(world, folder, state, code, str(error))
+        distributed.leave(code)
+    except BaseException as error:
+        log.error(traceback.format_exc())
+        if folder is not None:
+            _write_run_state(world, folder, "crashed", 1, repr(error))
+        distributed.leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _write_run_state(world, folder, "done", 0, "")
+    distributed.leave(0)
+
+
+def train(config: Config, world: World, folder: Path) -> None:
+    """Everything between the checked config and the last checkpoint."""
+    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
+    device_words, arch, compute_units = distributed.device_name(world.device)
+    log.info(f"{world.size} process(es), each on {device_words}")
+    log.info(
+        f"layout: FSDP2 over {layout.dp_shard}; a step is {batch.global_batch_size} rows = local_batch_size "
+        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
+        f"{batch.global_batch_size * config.training.seq_len:,} tokens"
+    )
+
+    tokenizer, data = _load_data(config, spec)
+    for line in data.summary:
+        log.info(line)
+    steps = config.training.steps or (config.training.epochs or 1) * (
+        rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
+    )
+
+    mesh = distributed.build_mesh(layout, world.device)
+    model = build_model(config, spec, mesh, world)
+    optimizer = build_optimizer(model, config.optimizer, world.device)
+    stream = RowStream(data.train, batch, mesh["dp_shard"].get_local_rank(), config.training.seed)
+    loader = build_loader(stream)
+    checkpointer = Checkpointer(folder / "checkpoint", config.checkpoint.keep_latest_k, model, optimizer, world)
+    identity = {
+        "model": spec.__dict__,
+        "tokenizer": tokenizer.fingerprint,
+        "data": data.train.fingerprint(),
+        "seed": config.training.seed,
+        "global_batch_size": batch.global_batch_size,
+    }
+    last_step = 0
+    if saved := list_checkpoints(folder / "checkpoint"):
+        state = checkpointer.load(saved[-1])
+        _check_same_run(saved[-1], state["identity"], identity)
+        last_step = state["step"]
+        loader.load_state_dict(state["loader"])
+        log.info(f"resumed from {saved[-1]}")
+        if last_step >= steps:
+            log.info(f"step {last_step} of {steps} was reached before; raise training.steps or epochs to train on")
+
+    if world.rank == 0:
+        _write_explanation(folder, config, world, device_words)
+    gpu = hardware.find_gpu(arch, compute_units)
+    peak = gpu.tflops[config.training.mixed_precision_param] * 1e12 * world.size if gpu else None
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
+    writer = None
+    if world.rank == 0:
+        writer = MetricsWriter(
+            folder, last_step + 1, steps, config.metrics.log_freq, config.metrics.enable_tensorboard, dtype
+        )
+
+    log.info(f"attention kernel: {_attention_kernel(config, spec, data.train, world.device)}, compute in {dtype}")
+    trainer = Trainer(config, world, batch, model, optimizer, iter(loader))
+    for step in range(last_step + 1, steps + 1):
+        set_lr(optimizer, config.optimizer.lr * lr_factor(config.lr_scheduler, step, steps))
+        result = trainer.step()
+        last = step == steps
+        if writer is not None:
+            writer.step(_step_metrics(step, result, spec, batch, len(data.train), peak, optimizer, world.device))
+        validate = last or (config.validation.freq and step % config.validation.freq == 0)
+        if data.validation is not None and validate:
+            loss = validation_loss(model, data.validation, batch, mesh["dp_shard"].get_local_rank(), world.device)
+            if writer is not None:
+                writer.validation(step, loss)
+        if last or (config.checkpoint.interval and step % config.checkpoint.interval == 0):
+            state = {
+                "step": step,
+                "loader": loader.state_dict(),
+                "identity": identity,
+            }
+            path = checkpointer.save(step, state)
+            log.info(f"checkpoint {path}")
+
+    if writer is not None:
+        writer.close()
+        _say_where(folder, config)
+
+
+def build_model(config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World) -> Qwen3:
+    """The sharded model with its weights: built on meta, wrapped, then each rank fills its own shards."""
+    backend = attention.choose_backend(config.model.attention_backend, world.device.type)
+    with torch.device("meta"):
+        model = Qwen3(spec, backend)
+    source = config.checkpoint.initial_load_path
+    with raise_together():
+        weights = HFWeights(source) if source else None
+        if weights is not None:
+            weights.check(model_spec.parameter_shapes(spec))
+    parallelize(model, mesh, config.training, config.parallelism, config.activation_checkpoint.mode, config.compile)
+    model.to_empty(device=world.device)
+    read = weights.read if weights is not None else partial(initial_values, spec, config.training.seed)
+    distributed.fill_parameters(model, read)
+    torch.manual_seed(config.training.seed)
+    origin = f"weights from {source}" if source else f"random weights (seed {config.training.seed})"
+    log.info(
+        f"Qwen3 {config.model.flavor or Path(source).name}: {model_spec.parameter_count(spec):,} parameters, {origin}"
+    )
+    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
+    return model
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over all ranks, and this rank's times in seconds."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    supervised: int
+    attention_pairs: int
+    seconds: float
+    waited: float
+
+
+class Trainer:
+    """One optimizer step after another."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        batch: Batch,
+        model: Qwen3,
+        optimizer: torch.optim.Optimizer,
+        microbatches: Iterator[Microbatch],
+    ) -> None:
+        self._world, self._batch, self._model, self._optimizer = world, batch, model, optimizer
+        self._microbatches = microbatches
+        self._max_norm = config.training.max_norm
+        self._reduce_every = config.parallelism.fsdp_reduce_every_microbatch
+
+    def step(self) -> StepResult:
+        """Forward and backward of the step's microbatches, then the update.
+
+        Raises:
+            NumericalError: loss or gradient norm is not finite; the weights are as before.
+        """
+        started = time.perf_counter()
+        device, accumulation = self._world.device, self._batch.gradient_accumulation_steps
+        microbatches = [next(self._microbatches) for _ in range(accumulation)]
+        waited = time.perf_counter() - started
+
+        # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
+        # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
+        counts = sum_over_ranks(_counts(microbatches), device)
+        tokens, supervised, pairs = map(int, counts)
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        for index, microbatch in enumerate(microbatches):
+            self._model.set_requires_gradient_sync(self._reduce_every or index == accumulation - 1)  # type: ignore[operator]
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()}
+            loss = self._model(**moved)
+            (loss / max(supervised, 1)).sum().backward()
+            loss_sum += loss.detach()
+
+        grad_norm = distributed.clip_gradients(self._model.parameters(), self._max_norm)
+        mean_loss = sum_over_ranks(loss_sum.tolist(), device)[0] / max(supervised, 1)
+        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+            raise NumericalError(
+                f"loss {mean_loss}, gradient norm {grad_norm}: not finite. The weights were not updated. "
+                "Lower optimizer.lr, look at the data, and start again: it resumes from the last checkpoint"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited)
+
+
+def _counts(microbatches: list[Microbatch]) -> list[float]:
+    """Real tokens, supervised tokens, and (query, key) pairs inside documents."""
+    tokens = supervised = pairs = 0
+    for microbatch in microbatches:
+        real = microbatch["document_ids"] != PADDING_DOCUMENT
+        tokens += int(real.sum())
+        supervised += int((microbatch["labels"] != IGNORE).sum())
+        pairs += int((microbatch["positions"] + 1)[real].sum())
+    return [tokens, supervised, pairs]
+
+
+def _make_run_folder(config: Config) -> Path:
+    folder = resolve_run_folder(config)
+    try:
+        (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); set job.run_folder or job.dump_folder") from None
+    return folder
+
+
+def _write_run_state(world: World, folder: Path, state: str, exit_code: int, message: str) -> None:
+    """How the run stands, for the launcher: torchrun turns every worker's exit code into 1."""
+    if world.rank == 0:
+        record = {
+            "state": state,
+            "exit_code": exit_code,
+            "message": message,
+            "launch_id": os.environ.get("TITAN_LAUNCH_ID", ""),
+        }
+        aside = folder / "run_state.tmp"
+        aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        aside.replace(folder / "run_state.json")
+
+
+def _load_data(config: Config, spec: model_spec.ModelSpec) -> tuple[Tokenizer, SFTData]:
+    """Every rank reads the whole set; a bad row on any of them stops all."""
+    with raise_together():
+        tokenizer = Tokenizer.from_folder(config.tokenizer_folder())
+        if tokenizer.n_vocab > spec.vocab_size:
+            raise UserError(
+                f"{config.tokenizer_folder()}: has {tokenizer.n_vocab:,} tokens, more than the model's vocab_size = "
+                f"{spec.vocab_size:,}; use the model's own tokenizer"
+            )
+        template = ChatTemplate.from_folder(config.tokenizer_folder())
+        data = load_sft(config.data, tokenizer, template, config.training.seq_len)
+    return tokenizer, data
+
+
+def _check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on where the rows, their order or the model would be others."""
+    differing = [name for name in now if saved.get(name) != now[name]]
+    if differing:
+        raise UserError(
+            f"{path}: was made with another {', '.join(differing)}; go on with the same settings, "
+            "or start over beside it with --checkpoint.fresh"
+        )
+
+
+def _write_explanation(folder: Path, config: Config, world: World, device_words: str) -> None:
+    """What a reader of the folder needs to know: the resolved config, versions, hardware."""
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    record = {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "torchdata", "tiktoken", "safetensors", "numpy")},
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "device": device_words,
+        "processes": world.size,
+        "command": sys.argv,
+    }
+    (folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _attention_kernel(config: Config, spec: model_spec.ModelSpec, rows: Any, device: torch.device) -> str:
+    """The kernel that the run's shapes and dtype lead to, tried on the first row's documents."""
+    backend = attention.choose_backend(config.model.attention_backend, device.type)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    documents = attention.prepare(backend, torch.from_numpy(rows.row(0).document_ids)[None].to(device))
+
+    def heads(number: int) -> Tensor:
+        shape = (1, config.training.seq_len, number, spec.head_dim)
+        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k, v = heads(spec.num_attention_heads), heads(spec.num_key_value_heads), heads(spec.num_key_value_heads)
+    return attention.kernel_name(backend, q, k, v, documents)
+
+
+def _step_metrics(
+    step: int,
+    result: StepResult,
+    spec: model_spec.ModelSpec,
+    batch: Batch,
+    rows: int,
+    peak_flops: float | None,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> StepMetrics:
+    flops = model_spec.train_flops(spec, result.tokens, result.supervised, result.attention_pairs)
+    return StepMetrics(
+        step=step,
+        epoch=step * batch.global_batch_size / rows_per_epoch(rows, batch.global_batch_size),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=optimizer.param_groups[0]["lr"],
+        seconds=result.seconds,
+        tokens=result.tokens,
+        supervised_tokens=result.supervised,
+        tokens_per_second=result.tokens / result.seconds,
+        supervised_tokens_per_second=result.supervised / result.seconds,
+        mfu=flops / result.seconds / peak_flops if peak_flops else None,
+        peak_memory_gib=peak_memory_gib(device),
+        data_wait=result.waited / result.seconds,
+    )
+
+
+def _say_where(folder: Path, config: Config) -> None:
+    """The closing summary."""
+    checkpoints = list_checkpoints(folder / "checkpoint")
+    log.info(f"done. Everything is in {folder}:")
+    log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
+    if config.metrics.enable_tensorboard:
+        log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
+    log.info("  metrics.jsonl, train.log, config.toml (resolved), environment.json, run_state.json")
+
+
+if __name__ == "__main__":
+    main(config)
