@@ -1,12 +1,14 @@
 """Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,6 +58,13 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     found = torch.cuda.get_device_properties(device)
     arch = getattr(found, "gcnArchName", "") or f"sm{found.major}{found.minor}"
     return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all generators alike on every rank. Training draws nothing; what a library may draw is then repeatable."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
@@ -113,7 +122,8 @@ def fill_parameters(model: nn.Module, read: Read) -> None:
     """
     assert not list(model.buffers()), "a buffer would keep the garbage that to_empty left in it"
     for name, parameter in model.named_parameters():
-        local, offset, size = parameter, (0,) * parameter.ndim, tuple(parameter.shape)
+        local: Tensor = parameter
+        offset, size = (0,) * parameter.ndim, tuple(parameter.shape)
         if isinstance(parameter, DTensor):
             size, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements

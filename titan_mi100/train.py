@@ -81,6 +81,7 @@ def main(config: Config) -> None:
 
 def train(config: Config, world: World, folder: Path) -> None:
     """Everything between the checked config and the last checkpoint."""
+    distributed.seed_everything(config.training.seed)
     spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
     device_words, arch, compute_units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {device_words}")
@@ -172,7 +173,6 @@ def build_model(config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, wo
     model.to_empty(device=world.device)
     read = weights.read if weights is not None else partial(initial_values, spec, config.training.seed)
     distributed.fill_parameters(model, read)
-    torch.manual_seed(config.training.seed)
     origin = f"weights from {source}" if source else f"random weights (seed {config.training.seed})"
     log.info(
         f"Qwen3 {config.model.flavor or Path(source).name}: {model_spec.parameter_count(spec):,} parameters, {origin}"

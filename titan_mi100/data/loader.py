@@ -71,7 +71,8 @@ def collate(dataset: PackedDataset, indices: list[int]) -> Microbatch:
 def build_loader(stream: RowStream) -> StatefulDataLoader[Any]:
     """The stream behind torchdata's loader, whose state_dict holds the stream's. Rows are made in this process."""
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call, for nobody here
-    return StatefulDataLoader(stream, batch_size=None, num_workers=0)
+    generator = torch.Generator()  # its own: the loader draws a seed when it starts, and a resume starts it once more
+    return StatefulDataLoader(stream, batch_size=None, num_workers=0, generator=generator)
 
 
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:

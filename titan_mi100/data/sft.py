@@ -18,6 +18,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.loss import IGNORE
 from titan_mi100.tokenizer import Tokenizer
 
+Document = tuple[np.ndarray, np.ndarray]  # ids, supervised: (n,) int32, (n,) bool
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
 
 
@@ -34,7 +35,7 @@ class Row:
 class PackedDataset:
     """Tokenised documents and the rows that they are packed into, by best-fit decreasing."""
 
-    def __init__(self, documents: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int) -> None:
+    def __init__(self, documents: list[Document], seq_len: int, pad_id: int) -> None:
         """Pack the documents.
 
         Args:
@@ -94,7 +95,8 @@ def load_sft(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, s
     bad, summary = BadRows(), []
     encoder = _Encoder(tokenizer, template, seq_len, config.overlong, bad)
     reader = choose_reader(config.path, config.format, config.prompt_column, config.response_column)
-    train, held_out = [], []
+    train: list[Document] = []
+    held_out: list[Document] = []
     for conversation in read_conversations(config.path, reader, bad):
         is_held_out = _held_out(conversation, config.validation_fraction)
         if (document := encoder.encode(conversation)) is not None:
@@ -128,7 +130,7 @@ def load_sft(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, s
     return SFTData(sets["train"], sets.get("validation"), summary)
 
 
-def _present(documents: Iterable[tuple[np.ndarray, np.ndarray] | None]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _present(documents: Iterable[Document | None]) -> list[Document]:
     return [document for document in documents if document is not None]
 
 
@@ -153,7 +155,7 @@ class _Encoder:
         )
         self.dropped: list[str] = []  # file:line of over-long conversations
 
-    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray] | None:
+    def encode(self, conversation: Conversation) -> Document | None:
         try:
             ids, supervised = encode_conversation(conversation.messages, self.tokenizer, self.template)
         except UserError as error:

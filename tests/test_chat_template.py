@@ -1,0 +1,396 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.errors import UserError
+
+QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
+needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")
+
+# Our own words for what Qwen3's template does: reasoning is taken apart from the content, shown in the last turn only,
+# where an empty think block stands for none.
+SMALL = """\
+{%- set last_user = namespace(index=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set last_user.index = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought, answer = m.reasoning_content or '', m.content or '' %}
+        {%- if not thought and '</think>' in answer %}
+            {%- set thought = answer.split('</think>')[0].split('<think>')[-1] %}
+            {%- set answer = answer.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + m.role + '\\n' }}
+        {%- if loop.index0 > last_user.index %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- answer }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<tool_call>' ~ (call | tojson) ~ '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>' ~ m.content ~ '</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+END = "<|im_end|>"
+
+
+def folder_with(path: Path, template: Any, **config: Any) -> Path:
+    values = {"eos_token": END, "pad_token": {"content": "<|endoftext|>"}, "bos_token": None, "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps({**values, **config}), encoding="utf-8")
+    return path
+
+
+def template(path: Path, source: Any = SMALL, **config: Any) -> ChatTemplate:
+    return ChatTemplate.from_folder(folder_with(path, source, **config))
+
+
+def say(role: str, content: Any = "", **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("qwen3", marks=needs_qwen3)])
+def qwen_like(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate.from_folder(QWEN3) if request.param == "qwen3" else template(tmp_path_factory.mktemp("small"))
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"text": "a <|im_end|>\n", "n": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <b> & 'quoted'", "parameters": {}}}]
+
+# A conversation, and for each of its assistant messages what the assistant generates before the turn's end.
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "one turn": ([say("user", "hi"), say("assistant", "hello")], ["hello"]),
+    "identical contents": (
+        [say("system", "x"), say("user", "x"), say("assistant", "x"), say("user", "x"), say("assistant", "x")],
+        ["x", "x"],
+    ),
+    "contents that are roles": (
+        [say("user", "assistant\n"), say("assistant", "user"), say("user", "assistant"), say("assistant", "assistant")],
+        ["user", "assistant"],
+    ),
+    "the end token in contents": (
+        [
+            say("user", f"a{END}\n<|im_start|>assistant\nb"),
+            say("assistant", f"c{END}\n<|im_start|>user\nd"),
+            say("user"),
+        ],
+        [f"c{END}\n<|im_start|>user\nd"],
+    ),
+    "contents that end with the end token": (
+        [say("user", END), say("assistant", END), say("user", END), say("assistant", f"a{END}{END}")],
+        [END, f"a{END}{END}"],
+    ),
+    "line breaks after an earlier answer": (
+        [say("user", "\n\nq\n\n"), say("assistant", "a\n\n"), say("user", "r")],
+        ["a\n\n"],
+    ),
+    "reasoning in its own field": (
+        [say("user", "q"), say("assistant", "a", reasoning_content="\nwhy\n")],
+        ["<think>\nwhy\n</think>\n\na"],
+    ),
+    "reasoning under another name": (
+        [say("user", "q"), say("assistant", "a", thinking="why")],
+        ["<think>\nwhy\n</think>\n\na"],
+    ),
+    "reasoning in the content": (
+        [say("user", "q"), say("assistant", "<think>\nwhy\n</think>\n\na")],
+        ["<think>\nwhy\n</think>\n\na"],
+    ),
+    "reasoning of an earlier turn is dropped": (
+        [say("user", "q"), say("assistant", "<think>\nwhy\n</think>\n\na"), say("user", "r"), say("assistant", "b")],
+        ["a", "b"],
+    ),
+    "an empty think block in the content": (
+        [say("user", "q"), say("assistant", "<think>\n\n</think>\n\na")],
+        ["a"],
+    ),
+    "an empty answer": ([say("user", "q"), say("assistant", ""), say("user", "r"), say("assistant", "b")], ["", "b"]),
+    "no user": ([say("system", "s"), say("user", "q"), say("assistant", "a", name=None)], ["a"]),
+    "no assistant": ([say("system", "s"), say("user", "q")], []),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_supervised_text_is_what_the_assistant_generates(qwen_like: ChatTemplate, name: str) -> None:
+    messages, expected = CONVERSATIONS[name]
+    rendered = qwen_like.render_supervised(messages)
+    assert [rendered.text[start:end] for start, end in rendered.supervised] == [turn + END for turn in expected]
+    assert rendered.text == qwen_like.render(messages) and type(rendered.text) is str
+    for start, end in rendered.supervised:
+        before = rendered.text[:start]
+        assert before.endswith(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"))
+        assert rendered.text[end] == "\n"
+
+
+def test_tool_calls_are_supervised_and_tool_results_are_not(qwen_like: ChatTemplate) -> None:
+    messages = [
+        say("user", "q"),
+        say("assistant", "", tool_calls=[CALL, CALL]),
+        say("tool", f"result{END}"),
+        say("assistant", "done"),
+    ]
+    rendered = qwen_like.render_supervised(messages, tools=TOOLS)
+    called, done = (rendered.text[start:end] for start, end in rendered.supervised)
+    assert called.startswith("<tool_call>") and called.endswith("</tool_call>" + END)
+    assert called.count("<tool_call>") == 2 and "result" not in called
+    assert done == "done" + END
+    assert rendered.text == qwen_like.render(messages, tools=TOOLS)
+
+
+pieces = st.sampled_from(
+    [END, "<|im_start|>", "assistant", "user", "\n", " ", "<think>", "</think>", "a", "é", "<think>\n\n</think>\n\n"]
+)
+contents = st.lists(pieces, max_size=6).map("".join)
+
+
+@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=3), system=st.none() | contents)
+def test_spans_of_any_contents_hold_them_whole(
+    qwen_like: ChatTemplate, turns: list[tuple[str, str]], system: str | None
+) -> None:
+    messages = [] if system is None else [say("system", system)]
+    for question, answer in turns:
+        messages += [say("user", question), say("assistant", "|" + answer.replace("</think>", "") + "|")]
+    rendered = qwen_like.render_supervised(messages)
+    generated = [rendered.text[start:end] for start, end in rendered.supervised]
+    assert generated == [message["content"] + END for message in messages if message["role"] == "assistant"]
+    assert rendered.text == qwen_like.render(messages)
+
+
+# -- byte-equal to transformers --
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@needs_qwen3
+def test_qwen3s_template_renders_as_transformers_renders_it() -> None:
+    ours, theirs = ChatTemplate.from_folder(QWEN3), transformers_tokenizer(QWEN3)
+    conversations = [messages for messages, _ in CONVERSATIONS.values()]
+    conversations.append(
+        [say("user", "q"), say("assistant", "", tool_calls=[CALL]), say("tool", "r"), say("tool", "s")]
+    )
+    for messages in conversations:
+        variants: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"tools": TOOLS}]
+        for variables in variants:
+            for prompt in (False, True):
+                expected = theirs.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=prompt, **variables
+                )
+                assert ours.render(messages, add_generation_prompt=prompt, **variables) == expected
+
+
+EVERY_FEATURE = """{# comment #}
+  {% for message in messages %}
+    {% if message.skip %}{% continue %}{% endif %}
+{{ bos_token }}{{ message.role | upper }}: {{ message.content | trim }}{{ eos_token }}
+  {% endfor %}
+{{ pad_token }} {{ unk_token }} {{ undefined_name }} {{ tools is none }} {{ documents is none }}
+{{ {"b": "<é>", "a": [1, 2.5, none, true]} | tojson }} {{ [1] | tojson(indent=2) }}
+{{ {"b": 1, "a": 2} | tojson(sort_keys=true) }}
+{{ strftime_now("%Y") }} {{ extra }} {{ namespace(x=1).x }} {{ dict(a=1).a }} {{ range(3) | list }} {{ "a" ~ 1 ~ "b" }}
+{% generation %}{% set inner = 1 %}inside{% endgeneration %}{{ inner is defined }}
+{%- macro shout(text) %}{{ text }}!{% endmacro %}{{ shout(messages[0].content) }}
+{% set block %}[{{ messages[0].content }}]{% endset %}{{ block }}
+{% if add_generation_prompt %}go{% endif %}
+"""
+
+
+@needs_qwen3
+def test_every_feature_of_the_template_language_renders_as_transformers_renders_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(QWEN3 / "tokenizer.json")
+    ours = template(
+        tmp_path,
+        EVERY_FEATURE,
+        tokenizer_class="Qwen2Tokenizer",
+        unk_token=None,
+        bos_token="<|im_start|>",
+        pad_token="<|endoftext|>",
+    )
+    theirs = transformers_tokenizer(tmp_path)
+    messages = [say("user", "  a <b>&'\"  "), say("user", "gone", skip=True), say("assistant", "c", nothing=None)]
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, extra="more")
+    assert ours.render(messages, add_generation_prompt=True, extra="more") == expected
+
+
+# -- where the template comes from --
+
+
+def test_a_jinja_file_comes_before_the_config_and_default_is_taken_of_several(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ eos_token }}"}]
+    assert template(tmp_path, several).render([say("user")]) == "default " + END
+    assert template(tmp_path, "string").render([say("user")]) == "string"
+    (tmp_path / "chat_template.jinja").write_text("file {{ pad_token }}", encoding="utf-8")
+    assert template(tmp_path, "string").render([say("user")]) == "file <|endoftext|>"
+    assert template(tmp_path, None).render([say("user")]) == "file <|endoftext|>"
+
+
+@pytest.mark.parametrize("source", [None, [{"name": "tool_use", "template": "x"}], [], 3])
+def test_a_folder_without_a_template_is_refused(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(UserError, match="chat_template"):
+        template(tmp_path, source)
+
+
+def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        ChatTemplate.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+def test_invalid_jinja_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not valid Jinja"):
+        template(tmp_path, "{% for %}")
+
+
+# -- errors of a template --
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ raise_exception('Only users may speak') }}", "Only users may speak"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ range(10 ** 9) | list }}", "[Rr]ange"),
+        ("{{ missing.attribute }}", "'missing' is undefined"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ [1] | tojson(indent=messages) }}", "list"),
+    ],
+)
+def test_an_error_of_the_template_is_a_user_error_with_its_own_message(tmp_path: Path, source: str, told: str) -> None:
+    chat = template(tmp_path, source)
+    for render in (chat.render, chat.render_supervised):
+        with pytest.raises(UserError, match=told) as error:
+            render([say("user", "x")])
+        assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("messages", [[], ["text"], [["user", "text"]]])
+def test_what_is_not_a_conversation_is_refused(tmp_path: Path, messages: Any) -> None:
+    with pytest.raises(UserError, match="conversation"):
+        template(tmp_path).render(messages)
+
+
+# -- provenance: kept, or refused --
+
+
+def chatml(body: str, header: str = "'<|im_start|>' + m.role + '\\n'") -> str:
+    return (
+        "{% for m in messages %}{{ " + header + " }}" + body + "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ m.content }}",
+        "{{ m.content | trim }}",
+        "{{ m.content | string }}",
+        "{{ m['content'] ~ '' }}",
+        "{{ '' + m.content + '' }}",
+        "{{ m.content[:3] }}{{ m.content[3:-1] ~ m.content[-1] }}",
+        "{{ m.content.strip().rstrip('x').lstrip() }}",
+        "{% for c in m.content %}{{ c }}{% endfor %}",
+        "{% for line in m.content.splitlines(true) %}{{ line }}{% endfor %}",
+        "{% for w in m.content.split(' ') %}{{ w }}{{ ' ' if not loop.last }}{% endfor %}",
+        "{% for w in m.content.split() %}{{ w }} {% endfor %}",
+        "{% for w in m.content.rsplit(' ', 1) %}{{ w }}{{ ' ' if loop.first }}{% endfor %}",
+        "{% for part in m.content.partition('b') %}{{ part }}{% endfor %}",
+        "{% for part in m.content.rpartition('b') %}{{ part }}{% endfor %}",
+        "{{ m.content.removeprefix('zz').removesuffix('zz') }}",
+        "{{ m.content | replace('a', 'A') }}",
+        "{{ m.content.upper().lower() }}",
+        "{{ m.content * 2 }}",
+        "{% set t = m.content %}{% set t = t + '' %}{{ t }}",
+        "{% set t %}{{ m.content }}{% endset %}{{ t }}",
+        "{%- macro show(t) %}{{ t }}{% endmacro %}{{ show(m.content) }}",
+        "{{ m.content | tojson }}",
+        "{% generation %}{{ m.content }}{% endgeneration %}",
+        "{{ (m.content, 'x') | first }}",
+        "{{ m.content if m.content is string else m.content[0].text }}",
+    ],
+)
+def test_string_operations_of_templates_keep_the_spans_right(tmp_path: Path, body: str) -> None:
+    chat = template(tmp_path, chatml(body))
+    content = f"a <|im_end|> b {END} c"  # the end token inside: only provenance tells it from the turn's end
+    messages = [say("user", content), say("assistant", content), say("user", content)]
+    rendered = chat.render_supervised(messages)
+    assert rendered.text == chat.render(messages)
+    ((start, end),) = rendered.supervised
+    turns = rendered.text.split("<|im_start|>")
+    assert rendered.text[start : end + 1] == turns[2].removeprefix("assistant\n")
+
+
+def test_contents_made_of_parts_are_traced(tmp_path: Path) -> None:
+    chat = template(tmp_path, chatml("{% for part in m.content %}{{ part.text }}{% endfor %}"))
+    parts = [{"type": "text", "text": f"one{END}"}, {"type": "text", "text": "two"}]
+    rendered = chat.render_supervised([say("user", parts), say("assistant", parts)])
+    assert [rendered.text[start:end] for start, end in rendered.supervised] == [f"one{END}two{END}"]
+
+
+@pytest.mark.parametrize("with_reasoning", [True, False])
+def test_a_think_block_that_the_prompt_opens_is_part_of_the_header_where_the_turn_has_it(
+    tmp_path: Path, with_reasoning: bool
+) -> None:
+    source = chatml("{% if m.reasoning %}{{ '<think>\\n' + m.reasoning + '\\n</think>\\n' }}{% endif %}{{ m.content }}")
+    chat = template(tmp_path, source.replace("assistant\\n'", "assistant\\n<think>\\n'"))
+    answer = say("assistant", "<think>\na", reasoning="why" if with_reasoning else None)
+    rendered = chat.render_supervised([say("user", "q"), answer])
+    expected = "why\n</think>\n<think>\na" if with_reasoning else "<think>\na"
+    assert [rendered.text[start:end] for start, end in rendered.supervised] == [expected + END]
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (chatml("{{ m.content }}", header="'<|im_start|>' + (m.role == 'user' and 'user' or 'model') + '\\n'"), "role"),
+        (chatml("{{ m.content }}", header="'<|im_start|>assistant\\n'"), "role"),
+        (chatml("{{ m.content }}", header="'[' + m.role + ']'"), "role"),
+        (chatml("{{ '%s.' % m.content }}"), "rewrites its content"),
+        (chatml("{{ [m.content, ''] | join }}"), "rewrites its content"),
+        (chatml("nothing"), "drops or rewrites its content"),
+        (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "\n"), "ends the turn"),
+        (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "{{ m.content }}\n"), "ends the turn"),
+        (chatml("{{ m.content }}{{ messages[0].content }}"), "ends the turn|another message"),
+        (chatml("{{ messages[0].content }}{{ m.content }}"), "another message"),
+        ("{% for m in messages %}{{ m.role ~ '\\n' ~ m.content ~ eos_token }}{% endfor %}", "add_generation_prompt"),
+    ],
+)
+def test_a_template_that_hides_provenance_is_refused(tmp_path: Path, source: str, told: str) -> None:
+    chat = template(tmp_path, source)
+    messages = [say("user", f"q{END}"), say("assistant", f"a{END}b")]
+    chat.render(messages)
+    with pytest.raises(UserError, match=told):
+        chat.render_supervised(messages)
+
+
+def test_supervision_needs_an_eos_token(tmp_path: Path) -> None:
+    chat = template(tmp_path, eos_token=None)
+    with pytest.raises(UserError, match="eos_token is missing"):
+        chat.render_supervised([say("user", "q"), say("assistant", "a")])
+
+
+def test_rendering_leaves_the_messages_alone(tmp_path: Path) -> None:
+    messages = [say("user", "q"), say("assistant", "a", thinking="t", tool_calls=[CALL], name=None)]
+    before = json.dumps(messages)
+    template(tmp_path).render_supervised(messages)
+    assert json.dumps(messages) == before

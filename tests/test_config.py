@@ -1,0 +1,195 @@
+"""The config: what it reads, inherits and refuses, without importing torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ASSETS, REPO
+
+from titan_mi100.config import Config, load_config, resolve_run_folder, to_toml
+from titan_mi100.errors import UserError
+
+MINIMAL = f"""
+[model]
+flavor = "debug"
+tokenizer_path = "{ASSETS / "tokenizer"}"
+[data]
+path = "{ASSETS / "arithmetic.jsonl"}"
+[training]
+seq_len = 256
+"""
+
+
+def load(tmp_path: Path, text: str, *arguments: str, world_size: int = 1) -> Config:
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    return load_config(["--job.config_file", str(path), *arguments], world_size)
+
+
+def errors(tmp_path: Path, text: str, *arguments: str, world_size: int = 1) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, *arguments, world_size=world_size)
+    return str(caught.value).splitlines()
+
+
+def test_command_line_overrides_the_file_and_the_file_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(MINIMAL + "local_batch_size = 3\nsteps = 5\nmax_norm = 2\n")
+    text = 'base = "base.toml"\n[training]\nsteps = 7\nmax_norm = 3.5\n'
+    config = load(tmp_path, text, "--training.max_norm", "4", "--checkpoint.fresh", "--job.run_folder=x")
+    assert (config.training.local_batch_size, config.training.steps, config.training.max_norm) == (3, 7, 4.0)
+    assert config.checkpoint.fresh is True
+    assert config.job.run_folder == str(Path("x").resolve())
+
+
+def test_paths_in_a_file_are_relative_to_that_file(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "rows.jsonl").write_text("{}")
+    (inner / "base.toml").write_text(MINIMAL.replace(str(ASSETS / "arithmetic.jsonl"), "rows.jsonl"))
+    assert load(tmp_path, 'base = "inner/base.toml"').data.path == str(inner / "rows.jsonl")
+
+
+def test_every_error_comes_at_once_with_file_key_and_remedy(tmp_path: Path) -> None:
+    found = errors(
+        tmp_path,
+        """
+[trainning]
+steps = 3
+[training]
+sequence_len = 3
+steps = "ten"
+epochs = 1.5
+local_batch_size = 0
+[optimizer]
+decay_ratio = 0.5
+lr = true
+[parallelism]
+data_parallel_shard_degree = 3
+[activation_checkpoint]
+mode = "some"
+""",
+        "--training.sed=4",
+        "--training.seed",
+        "--model.flavor",
+        "0.7B",
+        world_size=2,
+    )
+    file = tmp_path / "my.toml"
+    for expected in (
+        f"{file}: [trainning] is not a section; did you mean training?",
+        f"{file}: [training] sequence_len is not a key; did you mean seq_len?",
+        f"{file}: [training] steps = 'ten' must be a whole number",
+        f"{file}: [training] epochs = 1.5 must be a whole number",
+        f"{file}: [training] local_batch_size = 0 must be at least 1",
+        f"{file}: [optimizer] decay_ratio is not a key; did you mean [lr_scheduler] decay_ratio?",
+        f"{file}: [optimizer] lr = True must be a number",
+        f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
+        f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
+        "use -1 (all of them) or start with --nproc_per_node 3",
+        f"{file}: [data] path is not set; name a JSONL file",
+        "command line: '--training.sed=4' is not an option; did you mean --training.seed?",
+        "command line: --training.seed needs a value",
+        "--model.flavor = '0.7B' is not known; did you mean 1.7B?",
+    ):
+        assert expected in found, expected
+    assert len(found) == 14  # and the tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps = 3\nepochs = 2", "[training] steps and epochs are both set"),
+        ("gradient_accumulation_steps = 2\ntarget_tokens_per_step = 9", "[training] gradient_accumulation_steps and"),
+        ("seq_len = 5000", "[training] seq_len = 5000 is more than the model's max_position_embeddings = 4096"),
+        ("steps = 3\n[lr_scheduler]\nwarmup_steps = 4", "[lr_scheduler] warmup_steps = 4 is more than"),
+        ("[lr_scheduler]\ndecay_ratio = 1.5", "[lr_scheduler] decay_ratio = 1.5 must be at most 1"),
+        ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be less than 1"),
+        ("[optimizer]\nlr = nan", "[optimizer] lr = nan must be at least 0"),
+        ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
+        ("[data]\nformat = 'columns'", '[data] format = "columns" needs prompt_column'),
+        ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path = "),
+        ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
+        ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
+        ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
+        ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),
+    ],
+)
+def test_impossible_combinations_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "base.toml").write_text(MINIMAL)
+    if not text.startswith("["):
+        text = "[training]\n" + text
+    found = errors(tmp_path, 'base = "base.toml"\n' + text)
+    assert len([line for line in found if expected in line and str(tmp_path / "my.toml") in line]) == 1, found
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    assert errors(tmp_path, "[training\n")[0].startswith(f"{tmp_path / 'my.toml'}: cannot be read as TOML")
+    assert errors(tmp_path, 'base = "gone.toml"\n' + MINIMAL) == [f"{tmp_path / 'gone.toml'}: no such file"]
+    assert "comes back" in errors(tmp_path, 'base = "my.toml"\n' + MINIMAL)[0]
+    with pytest.raises(UserError, match=r"nowhere.toml: no such file"):
+        load_config(["--job.config_file", "nowhere.toml"])
+
+
+def test_the_folder_of_weights_gives_the_model_and_must_agree_with_a_preset(tmp_path: Path) -> None:
+    from titan_mi100.model_spec import PRESETS, to_hf_config
+
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(PRESETS["8B"])))
+    (tmp_path / "base.toml").write_text(MINIMAL)
+    text = f'base = "base.toml"\n[checkpoint]\ninitial_load_path = "{tmp_path}"\n[model]\nflavor = '
+    assert load(tmp_path, text + '""').spec() == PRESETS["8B"]
+    assert load(tmp_path, text + '"8B"').spec() == PRESETS["8B"]
+    found = errors(tmp_path, text + '"4B"')
+    assert "[model] flavor = '4B' is not the model in" in found[0]
+    assert "num_attention_heads" not in found[0]
+    assert "hidden_size: 2560, 4096" in found[0]
+
+
+def test_the_resolved_config_reads_back_to_the_same(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL + 'steps = 9\n[job]\ndescription = "a \\"quoted\\" ü\\n"')
+    path = tmp_path / "resolved.toml"
+    path.write_text(to_toml(config))
+    again = load_config(["--job.config_file", str(path)])
+    assert to_toml(again) == to_toml(config)
+    assert again.training == config.training and again.job.description == config.job.description
+
+
+def test_run_folders_are_named_by_the_user_or_by_config_and_time(tmp_path: Path) -> None:
+    unnamed = resolve_run_folder(load(tmp_path, MINIMAL))
+    assert unnamed.parent == Path("outputs").resolve() and unnamed.name.startswith("my-20")
+    named = tmp_path / "run"
+    assert resolve_run_folder(load(tmp_path, MINIMAL, "--job.run_folder", str(named))) == named
+    named.mkdir()
+    fresh = load(tmp_path, MINIMAL, "--job.run_folder", str(named), "--checkpoint.fresh")
+    assert resolve_run_folder(fresh) == tmp_path / "run-2"
+
+
+def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
+    given = ["--model.tokenizer_path", str(ASSETS / "tokenizer"), "--data.path", str(ASSETS / "arithmetic.jsonl")]
+    for path in sorted((REPO / "train_configs").glob("*.toml")):
+        assert load_config(["--job.config_file", str(path), *given], world_size=2)
+        assert len(path.read_text().splitlines()) < 40
+
+
+def test_level_zero_and_the_check_import_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; import titan_mi100.config, titan_mi100.model_spec, titan_mi100.layout, titan_mi100.hardware; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+    # a module of that name that fails stands in for torch: the trainer must come to its answer without it
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
+    for module in ("titan_mi100.train", "titan_mi100.config"):
+        command = [sys.executable, "-m", module]
+        shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert shown.returncode == 0
+        for key in ("--training.seq_len", "--checkpoint.initial_load_path", "int = 1024", "tokens per packed row"):
+            assert key in shown.stdout
+        wrong = subprocess.run(
+            [*command, "--training.stepz", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert wrong.returncode == 2
+        assert "did you mean --training.steps?" in wrong.stderr and "Traceback" not in wrong.stderr

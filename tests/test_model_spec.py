@@ -1,0 +1,128 @@
+"""Presets, config.json, counts; GPUs; layouts; the learning rate: pure functions."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from titan_mi100.config import LRSchedulerConfig
+from titan_mi100.errors import UserError
+from titan_mi100.hardware import count_gpus, find_gpu
+from titan_mi100.layout import resolve_batch, resolve_layout
+from titan_mi100.lr_scheduler import lr_factor
+from titan_mi100.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config, train_flops
+
+
+def test_presets_have_the_published_parameter_counts() -> None:
+    # the model cards' totals, a tied embedding once (they say 0.6B, 1.7B, 4.0B, 8.2B, 14.8B, 32.8B)
+    counts = {"0.6B": 0.596, "1.7B": 1.721, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}
+    assert {name: round(parameter_count(PRESETS[name]) / 1e9, 3) for name in counts} == counts
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_both_forms_of_the_rotary_fields_are_read(name: str, tmp_path: Path) -> None:
+    spec = PRESETS[name]
+    flat = to_hf_config(spec)
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    assert read_hf_config(tmp_path) == spec
+    nested = {key: value for key, value in flat.items() if key != "rope_theta"}
+    nested["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    nested["rope_scaling"] = None
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert read_hf_config(tmp_path) == spec
+
+
+def test_a_config_written_by_transformers_is_read(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    settings = {k: v for k, v in to_hf_config(PRESETS["1.7B"]).items() if k not in ("architectures", "model_type")}
+    Qwen3Config(**settings).save_pretrained(tmp_path)
+    assert read_hf_config(tmp_path) == PRESETS["1.7B"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "llama"}, "model_type = 'llama'; only 'qwen3'"),
+        ({"model_type": "qwen3_moe"}, "only 'qwen3'"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "1024"}, "hidden_size = '1024' is not a finite int"),
+        ({"rms_norm_eps": True}, "rms_norm_eps = True is not a finite float"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 is not true or false"),
+        ({"num_key_value_heads": 5}, "is not a multiple of num_key_value_heads = 5"),
+        ({"head_dim": 7}, "head_dim = 7 is odd"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be positive"),
+    ],
+)
+def test_a_config_that_is_another_model_is_refused(change: dict, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**to_hf_config(PRESETS["0.6B"]), **change}))
+    with pytest.raises(UserError) as caught:
+        read_hf_config(tmp_path)
+    assert expected in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
+    spec = PRESETS["0.6B"]
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024
+    matrices = parameter_count(spec) - norms  # tied: the embedding is the head
+    assert train_flops(spec, 1000, 1000, 0) == 6 * matrices * 1000
+    assert train_flops(spec, 0, 0, 1) == 3 * 28 * 16 * (2 * 128 + 2 * 128)
+
+
+def test_layout_and_batch() -> None:
+    assert resolve_layout(-1, 4).dp_degree == 4
+    with pytest.raises(ValueError, match="--nproc_per_node 3"):
+        resolve_layout(3, 2)
+    assert resolve_batch(1, 0, 100_000, 1024, 2).gradient_accumulation_steps == 49
+    assert resolve_batch(1, 0, 100_000, 1024, 2).global_batch_size == 98
+    assert resolve_batch(4, 0, 10, 1024, 2).gradient_accumulation_steps == 1
+    assert resolve_batch(4, 6, 0, 1024, 2).global_batch_size == 48
+
+
+def test_gpus_are_known_by_architecture_and_size() -> None:
+    mi100 = find_gpu("gfx908:sramecc+:xnack-", 120)
+    assert mi100 is not None and mi100.tflops["bfloat16"] == 92.3
+    assert find_gpu("gfx908", 64) is None
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    assert count_gpus(tmp_path, {}) == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert count_gpus(tmp_path, {}) == 2
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
+    for node, simds in enumerate((0, 480, 480, 480)):
+        folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\n")
+    assert count_gpus(tmp_path, {}) == 3
+    assert count_gpus(tmp_path, {"HIP_VISIBLE_DEVICES": "0,2"}) == 2
+
+
+def factors(steps: int, **settings: object) -> list[float]:
+    config = LRSchedulerConfig(**{"warmup_steps": 0, **settings})  # type: ignore[arg-type]
+    return [lr_factor(config, step, steps) for step in range(1, steps + 1)]
+
+
+def test_learning_rates() -> None:
+    assert factors(4, decay_type="linear") == [1.0, 0.75, 0.5, 0.25]
+    assert factors(4, decay_type="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors(4, decay_type="cosine") == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
+    )
+    # warmup-stable-decay: 2 steps up, 4 stable, 4 down towards 0.2
+    assert factors(10, decay_type="linear", warmup_steps=2, decay_ratio=0.4, min_lr_factor=0.2) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]
+    )
+    assert factors(4, decay_type="sqrt", decay_ratio=0.5) == pytest.approx([1, 1, 1, 1 - math.sqrt(0.5)])
+    assert factors(100, warmup_steps=-1)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert factors(3, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])

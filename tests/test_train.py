@@ -1,0 +1,208 @@
+"""The trainer as a user runs it: whole processes, real files, exit codes, and a resume that is bit-identical."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ASSETS, torchrun
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_mi100.model_spec import PRESETS, parameter_shapes, to_hf_config
+
+CONFIG = f"""
+[model]
+flavor = "debug"
+tokenizer_path = "{ASSETS / "tokenizer"}"
+[data]
+path = "{ASSETS / "arithmetic.jsonl"}"
+[training]
+seq_len = 128
+local_batch_size = 1
+steps = 20
+[optimizer]
+lr = 2e-3
+[lr_scheduler]
+decay_type = "constant"
+[checkpoint]
+interval = 10
+keep_latest_k = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "small.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def train(config: Path, run_folder: Path, *arguments: str, processes: int = 2, check: bool = True):
+    return torchrun(
+        "-m", "titan_mi100.train", "--job.config_file", str(config), "--job.run_folder", str(run_folder), *arguments,
+        processes=processes, check=check,
+    )  # fmt: skip
+
+
+def metrics(run_folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_folder: Path) -> list[float]:
+    return [entry["loss"] for entry in metrics(run_folder) if "loss" in entry]
+
+
+def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in saved.values()), "something is pickled"
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps at once on two processes."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    folder_output = train(config, folder, "--data.validation_fraction", "0.1", "--validation.freq", "10").stdout
+    (folder / "stdout.txt").write_text(folder_output)
+    return folder
+
+
+def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None:
+    steps = [entry for entry in metrics(uninterrupted) if "loss" in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < 0.75 * steps[0]["loss"]
+    assert all(entry["tokens"] > entry["supervised_tokens"] > 0 and entry["mfu"] is None for entry in steps)
+    validation = [entry for entry in metrics(uninterrupted) if "validation_loss" in entry]
+    assert [entry["step"] for entry in validation] == [10, 20]
+    assert validation[1]["validation_loss"] < validation[0]["validation_loss"]
+
+    text = (uninterrupted / "stdout.txt").read_text()
+    for expected in ("step  1/20  loss ", "grad_norm", "lr ", "tok/s", "supervised tok/s", "mfu(bf16) n/a", "mem ",
+                     "data wait", "step 20  validation loss", "attention: sdpa_documents",
+                     "_scaled_dot_product_flash_attention_for_cpu", "done. Everything is in"):  # fmt: skip
+        assert expected in text, expected
+    state = json.loads((uninterrupted / "run_state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("done", 0)
+    assert json.loads((uninterrupted / "environment.json").read_text())["processes"] == 2
+    assert "seq_len = 128" in (uninterrupted / "config.toml").read_text()
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(uninterrupted / "tensorboard")).Reload()
+    shown = events.Scalars("train/loss")
+    assert [point.step for point in shown] == list(range(1, 21))
+    assert [point.value for point in shown] == pytest.approx([entry["loss"] for entry in steps])
+    assert {"train/grad_norm", "train/lr", "train/tokens_per_second", "train/peak_memory_gib", "train/data_wait",
+            "train/supervised_tokens_per_second", "validation/loss"} <= set(events.Tags()["scalars"])  # fmt: skip
+
+
+def test_the_checkpoint_holds_hf_names_and_no_pickles(uninterrupted: Path) -> None:
+    tensors = checkpoint_tensors(uninterrupted / "checkpoint" / "step-20")
+    shapes = parameter_shapes(PRESETS["debug"])
+    assert {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("optimizer.")} == shapes
+    state = {f"optimizer.{name}.{key}" for name in shapes for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert tensors.keys() == shapes.keys() | state
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert tensors["optimizer.model.norm.weight.step"] == 20
+    assert sorted(path.name for path in (uninterrupted / "checkpoint").iterdir()) == ["step-10", "step-20"]
+
+
+def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
+    config: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10")
+    # the warmup of 3% of 20 steps, which 10 steps alone would not have
+    train(config, folder, *more, "--training.steps", "10", "--lr_scheduler.warmup_steps", "1")
+    resumed = train(config, folder, *more)
+    assert f"resumed from {folder / 'checkpoint' / 'step-10'}" in resumed.stdout
+    assert losses(folder) == losses(uninterrupted)
+    assert [e["grad_norm"] for e in metrics(folder) if "loss" in e] == [
+        e["grad_norm"] for e in metrics(uninterrupted) if "loss" in e
+    ]
+    expected = checkpoint_tensors(uninterrupted / "checkpoint" / "step-20")
+    for name, tensor in checkpoint_tensors(folder / "checkpoint" / "step-20").items():
+        assert torch.equal(tensor, expected[name]), name
+    rng = [(path / "checkpoint/step-20/rng-1.json").read_text() for path in (folder, uninterrupted)]
+    assert rng[0] == rng[1]
+
+
+def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished_one(
+    config: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    checkpoints = folder / "checkpoint"
+    # as a kill during the save after step 20 leaves it, and in the middle of a line
+    (checkpoints / "step-20").rename(checkpoints / ".step-20.incomplete")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')
+    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10", "--checkpoint.keep_latest_k", "1")
+    # another split of the same global batch on one process: the same rows in the same order
+    result = train(
+        config, folder, *more, "--training.gradient_accumulation_steps", "2", "--training.steps", "12", processes=1
+    )
+    assert f"resumed from {checkpoints / 'step-10'}" in result.stdout
+    assert [entry["step"] for entry in metrics(folder) if "loss" in entry] == list(range(1, 13))
+    expected = losses(uninterrupted)
+    assert losses(folder)[:10] == expected[:10]
+    assert losses(folder)[10:] == pytest.approx(expected[10:12], rel=2e-3)  # bf16; other rows would differ by 10%
+    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-12"]
+
+
+def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
+    config: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    before = sorted(path.name for path in uninterrupted.iterdir())
+    other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.1")
+    refused = train(config, uninterrupted, *other, processes=1, check=False)
+    assert "was made with another seed, global_batch_size" in refused.stdout + refused.stderr
+    assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
+    assert json.loads((uninterrupted / "run_state.json").read_text())["exit_code"] == 2
+    train(config, uninterrupted, *other, "--checkpoint.fresh", processes=1)
+    assert len(losses(uninterrupted.parent / "run-2")) == 1
+    assert sorted(path.name for path in uninterrupted.iterdir()) == before
+
+
+def test_bad_rows_stop_the_run_before_training_with_exit_code_2(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
+    result = train(config, tmp_path / "run", "--data.path", str(path), check=False)
+    assert f"{path}:2: has no column 'answer'" in result.stderr
+    assert "Traceback" not in result.stderr.split("torch/distributed")[0]
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("bad_input", 2) and f"{path}:2" in state["message"]
+    assert not list((tmp_path / "run" / "checkpoint").iterdir())
+
+
+def test_weights_from_an_hf_folder_are_loaded_and_wrong_ones_refused(config: Path, tmp_path: Path) -> None:
+    spec = PRESETS["debug"]
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(spec).items()}
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    save_file(weights, tmp_path / "model.safetensors")
+    more = ("--checkpoint.initial_load_path", str(tmp_path), "--training.steps", "1", "--model.flavor", "")
+    train(config, tmp_path / "run", *more)
+    # a model of zeros says that all tokens are as likely
+    assert losses(tmp_path / "run")[0] == pytest.approx(torch.tensor(spec.vocab_size).log().item(), rel=1e-4)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    refused = train(config, tmp_path / "run2", *more, check=False)
+    assert f"{tmp_path}: missing: model.norm.weight" in refused.stderr
+    assert json.loads((tmp_path / "run2" / "run_state.json").read_text())["exit_code"] == 2
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_code_4_and_keeps_the_checkpoints(
+    config: Path, tmp_path: Path
+) -> None:
+    more = ("--optimizer.lr", "1e20", "--checkpoint.interval", "1", "--training.max_norm", "0")
+    result = train(config, tmp_path / "run", *more, processes=1, check=False)
+    assert "not finite. The weights were not updated" in result.stderr
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("numerical_abort", 4)
+    assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == len(losses(tmp_path / "run"))
