@@ -201,6 +201,7 @@ EVERY_FEATURE = """{# comment #}
 {{ bos_token }}{{ message.role | upper }}: {{ message.content | trim }}{{ eos_token }}
   {% endfor %}
 {{ pad_token }} {{ unk_token }} {{ undefined_name }} {{ tools is none }} {{ documents is none }}
+{{ messages[2].nothing is defined }}
 {{ {"b": "<é>", "a": [1, 2.5, none, true]} | tojson }} {{ [1] | tojson(indent=2) }}
 {{ {"b": 1, "a": 2} | tojson(sort_keys=true) }}
 {{ strftime_now("%Y") }} {{ extra }} {{ namespace(x=1).x }} {{ dict(a=1).a }} {{ range(3) | list }} {{ "a" ~ 1 ~ "b" }}
@@ -370,7 +371,7 @@ def test_a_think_block_that_the_prompt_opens_is_part_of_the_header_where_the_tur
         (chatml("nothing"), "drops or rewrites its content"),
         (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "\n"), "ends the turn"),
         (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "{{ m.content }}\n"), "ends the turn"),
-        (chatml("{{ m.content }}{{ messages[0].content }}"), "ends the turn|another message"),
+        (chatml("{{ m.content }}{{ messages[0].content }}"), "another message"),
         (chatml("{{ messages[0].content }}{{ m.content }}"), "another message"),
         ("{% for m in messages %}{{ m.role ~ '\\n' ~ m.content ~ eos_token }}{% endfor %}", "add_generation_prompt"),
     ],

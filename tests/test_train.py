@@ -162,7 +162,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     before = sorted(path.name for path in uninterrupted.iterdir())
     other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.1")
     refused = train(config, uninterrupted, *other, processes=1, check=False)
-    assert "was made with another seed, global_batch_size" in refused.stdout + refused.stderr
+    assert "was made with another seed (42, now 7), global_batch_size (2, now 1)" in refused.stdout + refused.stderr
     assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
     assert json.loads((uninterrupted / "run_state.json").read_text())["exit_code"] == 2
     train(config, uninterrupted, *other, "--checkpoint.fresh", processes=1)

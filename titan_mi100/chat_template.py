@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jinja2
 from jinja2 import ext, nodes
@@ -196,15 +196,13 @@ class _Turns:
         if str(message.get("content", "")).strip() and not any(s == (index, "content") for _, _, s in self._spans):
             raise _Untraceable("the template drops or rewrites its content")
         last = max([start, *(end for _, end, source in self._spans if source[0] == index)])
-        following = [begin for begin, _, source in self._spans if source[0] != index and begin >= last]
-        limit = min(following, default=len(self._text))
-        end = str.find(self._text, self._eos_token, last, limit)
-        if end < 0:
+        found = str.find(self._text, self._eos_token, last)
+        if found < 0:
             raise _Untraceable(f"no {self._eos_token!r} ends the turn")
-        inside = [source for begin, stop, source in self._spans if begin < end and stop > start and source[0] != index]
-        if inside:
+        end = found + len(self._eos_token)
+        if any(begin < end and stop > start and source[0] != index for begin, stop, source in self._spans):
             raise _Untraceable("text of another message stands inside of its turn")
-        return start, end + len(self._eos_token)
+        return start, end
 
     def _header_end(self, index: int, role: str, after: int) -> int:
         """Where the header ends that was written with this message's role: the generation prompt up to a line's end."""
@@ -382,7 +380,7 @@ def _strftime_now(pattern: str) -> str:
 class _GenerationTag(ext.Extension):
     """Accepts `{% generation %} ... {% endgeneration %}`, a tag of `transformers`, as a plain scope."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

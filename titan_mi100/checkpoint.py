@@ -63,15 +63,19 @@ class Checkpointer:
             for old in list_checkpoints(self.folder)[: -self.keep_latest_k]:
                 shutil.rmtree(old)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         """Restore model, optimizer and random state in place; returns the trainer state. A collective.
 
+        Args:
+            identity: what must be as it was when the checkpoint was made, compared with the trainer state's.
+
         Raises:
-            UserError: the checkpoint is of another model, or cannot be read.
+            UserError: the checkpoint is of another run or another model, or cannot be read.
         """
         tensors = self._tensors()
         with raise_together():
             trainer_state = _read_json(path / "trainer.json")
+            _check_identity(path, trainer_state.get("identity", {}), identity)
             _check_names(path, tensors)
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
         rng = path / f"rng-{self.world.rank}.json"
@@ -111,6 +115,23 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: cannot be read: {error}; remove this checkpoint to resume from the one before"
         ) from None
+
+
+def _check_identity(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on where the rows, their order or the model would be others."""
+    differing = [
+        f"{name} ({_short(saved.get(name))}, now {_short(now[name])})" for name in now if saved.get(name) != now[name]
+    ]
+    if differing:
+        raise UserError(
+            f"{path}: was made with another {', '.join(differing)}; go on with the same settings, or start over "
+            "beside it with --checkpoint.fresh"
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 20 else text[:12] + "..."
 
 
 def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -99,7 +99,8 @@ def train(config: Config, world: World, folder: Path) -> None:
     )
 
     mesh = distributed.build_mesh(layout, world.device)
-    model = build_model(config, spec, mesh, world)
+    newest = next(reversed(list_checkpoints(folder / "checkpoint")), None)
+    model = build_model(config, spec, mesh, world, newest)
     optimizer = build_optimizer(model, config.optimizer, world.device)
     stream = RowStream(data.train, batch, mesh["dp_shard"].get_local_rank(), config.training.seed)
     loader = build_loader(stream)
@@ -112,12 +113,10 @@ def train(config: Config, world: World, folder: Path) -> None:
         "global_batch_size": batch.global_batch_size,
     }
     last_step = 0
-    if saved := list_checkpoints(folder / "checkpoint"):
-        state = checkpointer.load(saved[-1])
-        _check_same_run(saved[-1], state["identity"], identity)
+    if newest is not None:
+        state = checkpointer.load(newest, identity)
         last_step = state["step"]
         loader.load_state_dict(state["loader"])
-        log.info(f"resumed from {saved[-1]}")
         if last_step >= steps:
             log.info(f"step {last_step} of {steps} was reached before; raise training.steps or epochs to train on")
 
@@ -159,24 +158,29 @@ def train(config: Config, world: World, folder: Path) -> None:
         _say_where(folder, config)
 
 
-def build_model(config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World) -> Qwen3:
-    """The sharded model with its weights: built on meta, wrapped, then each rank fills its own shards."""
+def build_model(
+    config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World, checkpoint: Path | None
+) -> Qwen3:
+    """The sharded model: built on meta, wrapped, then each rank fills its own shards, unless a checkpoint will."""
     backend = attention.choose_backend(config.model.attention_backend, world.device.type)
     with torch.device("meta"):
         model = Qwen3(spec, backend)
-    source = config.checkpoint.initial_load_path
-    with raise_together():
-        weights = HFWeights(source) if source else None
-        if weights is not None:
-            weights.check(model_spec.parameter_shapes(spec))
     parallelize(model, mesh, config.training, config.parallelism, config.activation_checkpoint.mode, config.compile)
     model.to_empty(device=world.device)
-    read = weights.read if weights is not None else partial(initial_values, spec, config.training.seed)
-    distributed.fill_parameters(model, read)
-    origin = f"weights from {source}" if source else f"random weights (seed {config.training.seed})"
-    log.info(
-        f"Qwen3 {config.model.flavor or Path(source).name}: {model_spec.parameter_count(spec):,} parameters, {origin}"
-    )
+    source = config.checkpoint.initial_load_path
+    read: distributed.Read = partial(initial_values, spec, config.training.seed)
+    origin = f"random weights, seed {config.training.seed}"
+    if source and checkpoint is None:
+        with raise_together():
+            weights = HFWeights(source)
+            weights.check(model_spec.parameter_shapes(spec))
+        read, origin = weights.read, f"weights from {source}"
+    if checkpoint is None:
+        distributed.fill_parameters(model, read)
+    else:
+        origin = f"resumed from {checkpoint}"
+    name = config.model.flavor or Path(source).name
+    log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
     return model
 
@@ -295,16 +299,6 @@ def _load_data(config: Config, spec: model_spec.ModelSpec) -> tuple[Tokenizer, S
         template = ChatTemplate.from_folder(config.tokenizer_folder())
         data = load_sft(config.data, tokenizer, template, config.training.seq_len)
     return tokenizer, data
-
-
-def _check_same_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on where the rows, their order or the model would be others."""
-    differing = [name for name in now if saved.get(name) != now[name]]
-    if differing:
-        raise UserError(
-            f"{path}: was made with another {', '.join(differing)}; go on with the same settings, "
-            "or start over beside it with --checkpoint.fresh"
-        )
 
 
 def _write_explanation(folder: Path, config: Config, world: World, device_words: str) -> None:

@@ -5,7 +5,7 @@ Legend: document = one conversation's tokens; row = `seq_len` tokens of one or m
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,13 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def describe(self) -> str:
+        """Its size, for the log."""
+        return (
+            f"{len(self._documents):,} conversations, {self.tokens:,} tokens, {self.supervised:,} supervised, "
+            f"in {len(self):,} rows of {self.seq_len} ({self.tokens / (len(self) * self.seq_len):.1%} real)"
+        )
+
     def fingerprint(self) -> str:
         """SHA-256 of all that training reads: a resume on other rows is another run."""
         digest = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
@@ -92,26 +99,27 @@ def load_sft(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, s
     Raises:
         UserError: every bad row with file:line and reason, or a set with nothing in it.
     """
-    bad, summary = BadRows(), []
+    bad, forms = BadRows(), {}
+
+    def conversations(path: str) -> Iterator[Conversation]:
+        reader = choose_reader(path, config.format, config.prompt_column, config.response_column)
+        forms[path] = reader.description
+        return read_conversations(path, reader, bad)
+
     encoder = _Encoder(tokenizer, template, seq_len, config.overlong, bad)
-    reader = choose_reader(config.path, config.format, config.prompt_column, config.response_column)
     train: list[Document] = []
     held_out: list[Document] = []
-    for conversation in read_conversations(config.path, reader, bad):
-        is_held_out = _held_out(conversation, config.validation_fraction)
+    for conversation in conversations(config.path):
         if (document := encoder.encode(conversation)) is not None:
-            (held_out if is_held_out else train).append(document)
-    if config.validation_path:
-        reader_v = choose_reader(config.validation_path, config.format, config.prompt_column, config.response_column)
-        held_out = _present(map(encoder.encode, read_conversations(config.validation_path, reader_v, bad)))
+            (held_out if _held_out(conversation, config.validation_fraction) else train).append(document)
+    for conversation in conversations(config.validation_path) if config.validation_path else ():
+        if (document := encoder.encode(conversation)) is not None:
+            held_out.append(document)
     bad.raise_if_any()
-    if encoder.dropped:
-        summary.append(
-            f"dropped {len(encoder.dropped)} conversations of more than seq_len = {seq_len} tokens, "
-            f"the first at {encoder.dropped[0]}"
-        )
+
+    summary = encoder.summary()
     if not train:
-        raise UserError(f"{config.path}: nothing is left to train on{'; ' + summary[0] if summary else ''}")
+        raise UserError("; ".join([f"{config.path}: nothing is left to train on", *summary]))
     sets = {"train": PackedDataset(train, seq_len, tokenizer.pad_token_id)}
     if config.validation_path or config.validation_fraction:
         if not held_out:
@@ -120,18 +128,9 @@ def load_sft(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, s
                 "raise [data] validation_fraction, or leave validation out"
             )
         sets["validation"] = PackedDataset(held_out, seq_len, tokenizer.pad_token_id)
-    for name, rows in sets.items():
-        documents = len(train if name == "train" else held_out)
-        summary.append(
-            f"{name}: {documents:,} conversations ({reader.description}), {rows.tokens:,} tokens, "
-            f"{rows.supervised:,} supervised, in {len(rows):,} rows of {seq_len} "
-            f"({rows.tokens / (len(rows) * seq_len):.1%} real)"
-        )
+    summary += [f"read as {form}: {path}" for path, form in forms.items()]
+    summary += [f"{name}: {rows.describe()}" for name, rows in sets.items()]
     return SFTData(sets["train"], sets.get("validation"), summary)
-
-
-def _present(documents: Iterable[Document | None]) -> list[Document]:
-    return [document for document in documents if document is not None]
 
 
 def _held_out(conversation: Conversation, fraction: float) -> bool:
@@ -146,13 +145,8 @@ class _Encoder:
     """Conversations to (ids, supervised), with what cannot be used noted."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, seq_len: int, overlong: str, bad: BadRows) -> None:
-        self.tokenizer, self.template, self.seq_len, self.overlong, self.bad = (
-            tokenizer,
-            template,
-            seq_len,
-            overlong,
-            bad,
-        )
+        self.tokenizer, self.template, self.bad = tokenizer, template, bad
+        self.seq_len, self.overlong = seq_len, overlong
         self.dropped: list[str] = []  # file:line of over-long conversations
 
     def encode(self, conversation: Conversation) -> Document | None:
@@ -169,6 +163,14 @@ class _Encoder:
                 self.dropped.append(conversation.where)
             return None
         return ids, supervised
+
+    def summary(self) -> list[str]:
+        if not self.dropped:
+            return []
+        return [
+            f"dropped {len(self.dropped):,} conversations of more than seq_len = {self.seq_len} tokens, "
+            f"the first at {self.dropped[0]}"
+        ]
 
 
 def encode_conversation(
