@@ -89,8 +89,9 @@ kill_stragglers() {
   done
 }
 
-# Prints the exit code that this launch left in the run folder, or 1 if it left none: an earlier launch's does not count.
-read_exit_code() {
+# Prints the exit code that this launch left in the run folder, or 1 if it left none (an earlier launch's does not
+# count), and in further lines why.
+read_outcome() {
   "$PYTHON" - "$run_folder/run_state.json" "$launch_id" <<'PY' || echo 1
 import json, sys
 
@@ -101,23 +102,28 @@ except (OSError, ValueError):
     state = {}
 ours = isinstance(state, dict) and state.get("launch_id") == sys.argv[2]
 print((ours and state.get("exit_code")) or 1)
+print(state.get("message", "") if ours else "")
 PY
 }
 
+# torchrun has just printed a page about its workers, so what the run itself said last comes again.
 report_failure() {
-  local code=$1 meaning
+  local code=$1 message=$2 meaning
   case $code in
-    2) meaning="the config or the input is wrong; the message is above" ;;
+    2) meaning="the config or the input is wrong" ;;
     3) meaning="stopped early and saved; the same command with --job.run_folder '$run_folder' goes on" ;;
     4) meaning="stopped because of the numbers (loss or gradients)" ;;
     5) meaning="a process hung" ;;
     *) meaning="crashed; the first error above is the cause" ;;
   esac
+  if [ -n "$message" ]; then
+    printf '%s\n' "$message" | while IFS= read -r line; do say "$line"; done
+  fi
   say "exit code $code: $meaning. Run folder: $run_folder"
 }
 
 main() {
-  local processes arguments wants_help run_folder launch_id torchrun code
+  local processes arguments wants_help run_folder launch_id torchrun outcome code
   parse_arguments "$@"
   # shellcheck source=scripts/setup_env.sh
   source "$REPO/scripts/setup_env.sh"
@@ -132,8 +138,9 @@ main() {
   if launch; then
     return 0
   fi
-  code=$(read_exit_code)
-  report_failure "$code"
+  outcome=$(read_outcome)
+  code=${outcome%%$'\n'*}
+  report_failure "$code" "$(printf '%s' "${outcome#"$code"}" | sed '/^$/d')"
   return "$code"
 }
 

@@ -58,7 +58,7 @@ def main(config: Config) -> None:
     folder = None
     try:
         folder = Path(distributed.from_rank_zero(lambda: str(_make_run_folder(config))))
-        _write_run_state(world, folder, "running", 1, "the run is going on, or was killed")
+        _write_run_state(world, folder, "running", 1, "killed, or still running")
         if world.rank == 0:
             log_to_file(folder / "train.log")
         train(config, world, folder)
@@ -70,11 +70,17 @@ def main(config: Config) -> None:
         if folder is not None:
             _write_run_state(world, folder, state, code, str(error))
         distributed.leave(code)
-    except BaseException as error:
+    except KeyboardInterrupt:
+        if folder is not None:
+            _write_run_state(
+                world, folder, "interrupted", 1, "interrupted; start again to go on from the last checkpoint"
+            )
+        distributed.leave(1)
+    except Exception as error:
         log.error(traceback.format_exc())
         if folder is not None:
             _write_run_state(world, folder, "crashed", 1, repr(error))
-        distributed.leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+        distributed.leave(1)
     _write_run_state(world, folder, "done", 0, "")
     distributed.leave(0)
 
