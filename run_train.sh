@@ -144,4 +144,4 @@ main() {
   return "$code"
 }
 
-main "$@"
+main "$@"; exit # on one line: bash reads a script as it goes, and this file may change during a long run

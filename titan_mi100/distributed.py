@@ -54,7 +54,7 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def device_name(device: torch.device) -> tuple[str, str, int]:
     """The device in words, its architecture and its number of compute units, as hardware.find_gpu wants them."""
     if device.type != "cuda":
-        return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads per process", "cpu", 0
+        return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
     found = torch.cuda.get_device_properties(device)
     arch = getattr(found, "gcnArchName", "") or f"sm{found.major}{found.minor}"
     return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count

@@ -13,20 +13,35 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from titan_mi100.config import MetricsConfig
 from titan_mi100.logging import log
+from titan_mi100.model_spec import ModelSpec, train_flops
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the trainer counted in one optimizer step: sums over all ranks, and this rank's times in seconds."""
+
+    loss: float  # mean over supervised tokens
+    grad_norm: float  # before clipping
+    tokens: int  # real ones: no padding
+    supervised: int
+    attention_pairs: int  # (query, key) inside documents, key <= query
+    seconds: float  # the whole step: data, forward, backward, update
+    waited: float  # of these, for rows
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, over all ranks."""
+    """One optimizer step as it is recorded, over all ranks."""
 
     step: int
     epoch: float
-    loss: float  # mean over supervised tokens
-    grad_norm: float  # before clipping
+    loss: float
+    grad_norm: float
     lr: float
-    seconds: float  # the whole step: data, forward, backward, update
-    tokens: int  # real ones: no padding
+    seconds: float
+    tokens: int
     supervised_tokens: int
     tokens_per_second: float
     supervised_tokens_per_second: float
@@ -52,21 +67,35 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-class MetricsWriter:
+class Reporter:
     """Rank 0's record of the run: `metrics.jsonl`, TensorBoard, the printed lines and, on a terminal, the bar."""
 
-    def __init__(self, folder: Path, first_step: int, steps: int, log_freq: int, tensorboard: bool, dtype: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: MetricsConfig,
+        first_step: int,
+        steps: int,
+        steps_per_epoch: int,
+        spec: ModelSpec,
+        peak_flops: float | None,
+        dtype: str,
+        device: torch.device,
+    ) -> None:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
         Args:
             first_step: the step that comes next, from 1.
+            peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
+            dtype: the compute dtype, for the printed line.
         """
-        self._steps, self._log_freq, self._dtype = steps, log_freq, dtype
+        self._config, self._steps, self._steps_per_epoch = config, steps, steps_per_epoch
+        self._spec, self._peak_flops, self._dtype, self._device = spec, peak_flops, dtype, device
         path = folder / "metrics.jsonl"
         _drop_from(path, first_step)
         self._file = path.open("a", encoding="utf-8")
         self._events: Any = None
-        if tensorboard:
+        if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
 
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
@@ -74,9 +103,25 @@ class MetricsWriter:
             total=steps, initial=first_step - 1, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._write(metrics.step, asdict(metrics), prefix="train/")
-        if metrics.step % self._log_freq == 0 or metrics.step == self._steps:
+    def step(self, step: int, lr: float, result: StepResult) -> None:
+        flops = train_flops(self._spec, result.tokens, result.supervised, result.attention_pairs)
+        metrics = StepMetrics(
+            step=step,
+            epoch=step / self._steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            seconds=result.seconds,
+            tokens=result.tokens,
+            supervised_tokens=result.supervised,
+            tokens_per_second=result.tokens / result.seconds,
+            supervised_tokens_per_second=result.supervised / result.seconds,
+            mfu=flops / result.seconds / self._peak_flops if self._peak_flops else None,
+            peak_memory_gib=peak_memory_gib(self._device),
+            data_wait=result.waited / result.seconds,
+        )
+        self._write(step, asdict(metrics), prefix="train/")
+        if step % self._config.log_freq == 0 or step == self._steps:
             log.info(metrics.line(self._steps, self._dtype))
         self._bar.update(1)
 

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +38,7 @@ from titan_mi100.layout import Batch
 from titan_mi100.logging import log, log_to_file, setup_logging
 from titan_mi100.loss import IGNORE
 from titan_mi100.lr_scheduler import lr_factor
-from titan_mi100.metrics import MetricsWriter, StepMetrics, peak_memory_gib
+from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.optimizer import build_optimizer, set_lr
@@ -97,19 +96,21 @@ def train(config: Config, world: World, folder: Path) -> None:
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
 
+    if world.rank == 0:
+        _write_explanation(folder, config, world, device_words)
+
     tokenizer, data = _load_data(config, spec)
     for line in data.summary:
         log.info(line)
-    steps = config.training.steps or (config.training.epochs or 1) * (
-        rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
-    )
+    steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
+    steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
 
     mesh = distributed.build_mesh(layout, world.device)
-    newest = next(reversed(list_checkpoints(folder / "checkpoint")), None)
+    dp_rank = mesh["dp_shard"].get_local_rank()
+    newest = distributed.from_rank_zero(lambda: next(reversed(list_checkpoints(folder / "checkpoint")), None))
     model = build_model(config, spec, mesh, world, newest)
     optimizer = build_optimizer(model, config.optimizer, world.device)
-    stream = RowStream(data.train, batch, mesh["dp_shard"].get_local_rank(), config.training.seed)
-    loader = build_loader(stream)
+    loader = build_loader(RowStream(data.train, batch, dp_rank, config.training.seed))
     checkpointer = Checkpointer(folder / "checkpoint", config.checkpoint.keep_latest_k, model, optimizer, world)
     identity = {
         "model": spec.__dict__,
@@ -126,42 +127,38 @@ def train(config: Config, world: World, folder: Path) -> None:
         if last_step >= steps:
             log.info(f"step {last_step} of {steps} was reached before; raise training.steps or epochs to train on")
 
-    if world.rank == 0:
-        _write_explanation(folder, config, world, device_words)
     gpu = hardware.find_gpu(arch, compute_units)
     peak = gpu.tflops[config.training.mixed_precision_param] * 1e12 * world.size if gpu else None
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
-    writer = None
-    if world.rank == 0:
-        writer = MetricsWriter(
-            folder, last_step + 1, steps, config.metrics.log_freq, config.metrics.enable_tensorboard, dtype
-        )
-
     log.info(f"attention kernel: {_attention_kernel(config, spec, data.train, world.device)}, compute in {dtype}")
+    reporter = None
+    if world.rank == 0:
+        reporter = Reporter(
+            folder, config.metrics, last_step + 1, steps, steps_per_epoch, spec, peak, dtype, world.device
+        )
     trainer = Trainer(config, world, batch, model, optimizer, iter(loader))
     for step in range(last_step + 1, steps + 1):
-        set_lr(optimizer, config.optimizer.lr * lr_factor(config.lr_scheduler, step, steps))
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, steps)
+        set_lr(optimizer, lr)
         result = trainer.step()
-        last = step == steps
-        if writer is not None:
-            writer.step(_step_metrics(step, result, spec, batch, len(data.train), peak, optimizer, world.device))
-        validate = last or (config.validation.freq and step % config.validation.freq == 0)
-        if data.validation is not None and validate:
-            loss = validation_loss(model, data.validation, batch, mesh["dp_shard"].get_local_rank(), world.device)
-            if writer is not None:
-                writer.validation(step, loss)
-        if last or (config.checkpoint.interval and step % config.checkpoint.interval == 0):
-            state = {
-                "step": step,
-                "loader": loader.state_dict(),
-                "identity": identity,
-            }
-            path = checkpointer.save(step, state)
-            log.info(f"checkpoint {path}")
+        if reporter is not None:
+            reporter.step(step, lr, result)
+        if data.validation is not None and _due(step, steps, config.validation.freq):
+            loss = validation_loss(model, data.validation, batch, dp_rank, world.device)
+            if reporter is not None:
+                reporter.validation(step, loss)
+        if _due(step, steps, config.checkpoint.interval):
+            state = {"step": step, "loader": loader.state_dict(), "identity": identity}
+            log.info(f"checkpoint {checkpointer.save(step, state)}")
 
-    if writer is not None:
-        writer.close()
+    if reporter is not None:
+        reporter.close()
         _say_where(folder, config)
+
+
+def _due(step: int, steps: int, every: int) -> bool:
+    """Whether something happens after this step that happens every so many steps (0: never) and after the last."""
+    return step == steps or (every > 0 and step % every == 0)
 
 
 def build_model(
@@ -189,19 +186,6 @@ def build_model(
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
     return model
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Sums over all ranks, and this rank's times in seconds."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    supervised: int
-    attention_pairs: int
-    seconds: float
-    waited: float
 
 
 class Trainer:
@@ -334,34 +318,6 @@ def _attention_kernel(config: Config, spec: model_spec.ModelSpec, rows: Any, dev
 
     q, k, v = heads(spec.num_attention_heads), heads(spec.num_key_value_heads), heads(spec.num_key_value_heads)
     return attention.kernel_name(backend, q, k, v, documents)
-
-
-def _step_metrics(
-    step: int,
-    result: StepResult,
-    spec: model_spec.ModelSpec,
-    batch: Batch,
-    rows: int,
-    peak_flops: float | None,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> StepMetrics:
-    flops = model_spec.train_flops(spec, result.tokens, result.supervised, result.attention_pairs)
-    return StepMetrics(
-        step=step,
-        epoch=step * batch.global_batch_size / rows_per_epoch(rows, batch.global_batch_size),
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        lr=optimizer.param_groups[0]["lr"],
-        seconds=result.seconds,
-        tokens=result.tokens,
-        supervised_tokens=result.supervised,
-        tokens_per_second=result.tokens / result.seconds,
-        supervised_tokens_per_second=result.supervised / result.seconds,
-        mfu=flops / result.seconds / peak_flops if peak_flops else None,
-        peak_memory_gib=peak_memory_gib(device),
-        data_wait=result.waited / result.seconds,
-    )
 
 
 def _say_where(folder: Path, config: Config) -> None:
