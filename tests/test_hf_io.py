@@ -114,6 +114,17 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     shards[1].write_bytes(shards[0].read_bytes())
     with pytest.raises(UserError, match=f"{shards[1].name}: lacks "):
         HFWeights(folder)
+    shards[1].write_bytes(whole)
+    index = folder / "model.safetensors.index.json"
+    listed = index.read_text()
+    index.write_text(listed.replace("model.norm.weight", "model.norm.wait"))
+    with pytest.raises(UserError, match=r"(lacks model.norm.wait|holds model.norm.weight, which the index does not)"):
+        HFWeights(folder)
+    del (entries := json.loads(listed))["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(entries))
+    with pytest.raises(UserError, match=r"holds model.norm.weight, which the index does not name"):
+        HFWeights(folder)
+    index.write_text(listed)
     shards[1].unlink()
     with pytest.raises(UserError, match=f"{shards[1].name}: no such file, but the index names it"):
         HFWeights(folder)

@@ -52,6 +52,8 @@ def test_a_config_written_by_transformers_is_read(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' is not supported"),
+        ({"rope_parameters": 5}, "rope_parameters = 5 is not a JSON object"),
+        ({"layer_types": 3}, "layer_types = 3 is not a JSON list"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "1024"}, "hidden_size = '1024' is not a finite int"),
         ({"rms_norm_eps": True}, "rms_norm_eps = True is not a finite float"),
@@ -80,6 +82,8 @@ def test_layout_and_batch() -> None:
     assert resolve_layout(-1, 4).dp_degree == 4
     with pytest.raises(ValueError, match="--nproc_per_node 3"):
         resolve_layout(3, 2)
+    with pytest.raises(ValueError, match="must be -1"):
+        resolve_layout(0, 2)
     assert resolve_batch(1, 0, 100_000, 1024, 2).gradient_accumulation_steps == 49
     assert resolve_batch(1, 0, 100_000, 1024, 2).global_batch_size == 98
     assert resolve_batch(4, 0, 10, 1024, 2).gradient_accumulation_steps == 1

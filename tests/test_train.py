@@ -1,13 +1,16 @@
 """The trainer as a user runs it: whole processes, real files, exit codes, and a resume that is bit-identical."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ASSETS, torchrun
+from conftest import ASSETS, REPO, torchrun
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -89,7 +92,9 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
         assert expected in text, expected
     state = json.loads((uninterrupted / "run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("done", 0)
-    assert json.loads((uninterrupted / "environment.json").read_text())["processes"] == 2
+    environment = json.loads((uninterrupted / "environment.json").read_text())
+    assert (environment["processes"], environment["compute_dtype"]) == (2, "bf16")
+    assert environment["attention_kernel"] == "_scaled_dot_product_flash_attention_for_cpu"
     assert "seq_len = 128" in (uninterrupted / "config.toml").read_text()
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -122,6 +127,8 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     train(config, folder, *more, "--training.steps", "10", "--lr_scheduler.warmup_steps", "1")
     resumed = train(config, folder, *more)
     assert f"resumed from {folder / 'checkpoint' / 'step-10'}" in resumed.stdout
+    assert "steps = 10" in (folder / "config-until-step-10.toml").read_text()
+    assert "steps = 20" in (folder / "config.toml").read_text()
     assert losses(folder) == losses(uninterrupted)
     assert [e["grad_norm"] for e in metrics(folder) if "loss" in e] == [
         e["grad_norm"] for e in metrics(uninterrupted) if "loss" in e
@@ -159,7 +166,8 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
 def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    before = sorted(path.name for path in uninterrupted.iterdir())
+    changing = ("run_state.json", "train.log")
+    before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.1")
     refused = train(config, uninterrupted, *other, processes=1, check=False)
     assert "was made with another seed (42, now 7), global_batch_size (2, now 1)" in refused.stdout + refused.stderr
@@ -167,7 +175,48 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     assert json.loads((uninterrupted / "run_state.json").read_text())["exit_code"] == 2
     train(config, uninterrupted, *other, "--checkpoint.fresh", processes=1)
     assert len(losses(uninterrupted.parent / "run-2")) == 1
-    assert sorted(path.name for path in uninterrupted.iterdir()) == before
+    after = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
+    assert before.keys() == after.keys()
+    assert all(after[name] == before[name] for name in before if name not in changing)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "trainer.json", "rng-0.json"])
+def test_a_damaged_checkpoint_is_named_with_the_remedy(
+    file: str, config: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    path = folder / "checkpoint" / "step-20" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    more = ("--data.validation_fraction", "0.1", "--training.gradient_accumulation_steps", "2")
+    refused = train(config, folder, *more, processes=1, check=False)
+    assert "step-20" in refused.stderr and "remove this checkpoint to resume from the one before" in refused.stderr
+    assert json.loads((folder / "run_state.json").read_text())["exit_code"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Path, tmp_path: Path) -> None:
+    command = f"ulimit -f 2000; exec {sys.executable} -m titan_mi100.train --job.config_file {config} " + (
+        f"--job.run_folder {tmp_path / 'run'} --training.steps 1 --metrics.enable_tensorboard false"
+    )
+    result = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert "the checkpoint could not be written: " in result.stderr
+    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "crashed"
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == [".step-1.incomplete"]
+
+
+def test_run_train_sh_trains_and_resumes_and_a_single_process_needs_no_launcher(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NGPU": "1"}
+    given = ["--job.config_file", str(config), "--job.run_folder", str(folder)]
+    started = [str(REPO / "run_train.sh"), *given, "--training.steps", "1", "--lr_scheduler.warmup_steps", "0"]
+    result = subprocess.run(started, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    alone = [sys.executable, "-m", "titan_mi100.train", *given, "--training.steps", "2"]
+    result = subprocess.run(alone, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "1 process(es)" in result.stdout and f"resumed from {folder / 'checkpoint' / 'step-1'}" in result.stdout
+    assert len(losses(folder)) == 2
 
 
 def test_bad_rows_stop_the_run_before_training_with_exit_code_2(config: Path, tmp_path: Path) -> None:

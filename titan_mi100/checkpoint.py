@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_mi100.distributed import World, from_rank_zero, raise_together
@@ -45,7 +46,10 @@ class Checkpointer:
         from_rank_zero(lambda: _fresh_folder(aside))
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
-        dcp.save(self._tensors(), storage_writer=writer)
+        try:
+            dcp.save(self._tensors(), storage_writer=writer)
+        except CheckpointException as error:  # a BaseException, which nobody up there expects
+            raise OSError(f"{aside}: the checkpoint could not be written: {_first_cause(error)}") from None
         _write_synced(aside / f"rng-{self.world.rank}.json", json.dumps(_random_state(self.world.device)))
         dist.barrier()
         from_rank_zero(lambda: self._seal(aside, final, trainer_state))
@@ -53,15 +57,21 @@ class Checkpointer:
 
     def _seal(self, aside: Path, final: Path, trainer_state: dict[str, Any]) -> None:
         _write_synced(aside / "trainer.json", json.dumps(trainer_state, indent=1))
-        if final.exists():  # of a run that was resumed from an earlier step
-            shutil.rmtree(final)
+        lacking = [rank for rank in range(self.world.size) if not (aside / f"rng-{rank}.json").exists()]
+        if lacking:
+            raise UserError(
+                f"{aside}: the files of ranks {lacking} are not here; on several nodes job.run_folder must be on a "
+                "file system that they share"
+            )
         aside.rename(final)
         descriptor = os.open(self.folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
         if self.keep_latest_k:
             for old in list_checkpoints(self.folder)[: -self.keep_latest_k]:
-                shutil.rmtree(old)
+                gone = old.with_name(f".{old.name}.incomplete")  # a kill between the files must not leave a step-N
+                old.rename(gone)
+                shutil.rmtree(gone)
 
     def load(self, path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         """Restore model, optimizer and random state in place; returns the trainer state. A collective.
@@ -77,7 +87,10 @@ class Checkpointer:
             trainer_state = _read_json(path / "trainer.json")
             _check_identity(path, trainer_state.get("identity", {}), identity)
             _check_names(path, tensors)
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        try:
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        except CheckpointException as error:  # on all ranks, with the failures of all
+            raise UserError(_unreadable(path, _first_cause(error))) from None
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
             _set_random_state(_read_json(rng), self.world.device)
@@ -97,7 +110,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _fresh_folder(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    for stale in path.parent.glob(".step-*.incomplete"):  # of a save that was killed
+        shutil.rmtree(stale)
     path.mkdir(parents=True)
 
 
@@ -112,9 +126,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read: {error}; remove this checkpoint to resume from the one before"
-        ) from None
+        raise UserError(_unreadable(path, error)) from None
+
+
+def _unreadable(path: Path, why: object) -> str:
+    return f"{path}: cannot be read: {why}; remove this checkpoint to resume from the one before"
+
+
+def _first_cause(error: CheckpointException) -> BaseException:
+    return next(cause for cause, _ in error.failures.values())
 
 
 def _check_identity(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -136,7 +156,10 @@ def _short(value: Any) -> str:
 
 def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
     """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's."""
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling a cut file leads to
+        raise UserError(_unreadable(path / ".metadata", error)) from None
     shapes = {name: m.size for name, m in saved.items() if isinstance(m, TensorStorageMetadata)}
     wanted = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != wanted:

@@ -118,14 +118,14 @@ class ParallelismConfig:
 class ActivationCheckpointConfig:
     mode: str = _key(
         "selective",
-        "recompute in backward: nothing, each block, or all but attention and half the matmuls",
+        "recompute in backward: nothing, each block but its attention, or each block whole",
         choices=("none", "selective", "full"),
     )
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    enable: bool = _key(False, "torch.compile each block")
+    enable: bool = _key(False, "torch.compile each block, but for its attention")
     backend: str = _key("inductor", "torch.compile's backend", choices=("inductor", "aot_eager"))
 
 
@@ -239,7 +239,7 @@ def load_config(argv: Sequence[str], world_size: int = 1) -> Config:
         values = {}
         for key in _keys(section):
             if key.metadata["path"] and key.default:
-                values[key.name] = str(Path(key.default).resolve())
+                values[key.name] = os.path.abspath(key.default)
             if (setting := settings.get((name, key.name))) is not None:
                 values[key.name], problem = _convert(key, setting)
                 if problem:
@@ -248,7 +248,7 @@ def load_config(argv: Sequence[str], world_size: int = 1) -> Config:
         built[name] = section(**values)
     config = Config(**built)
     source = f"{config_file.value}: " if config_file is not None else ""
-    if not config_file or Path(config_file.value).is_file():  # else the one message that counts is there already
+    if not config_file or os.path.isfile(config_file.value):  # else the one message that counts is there already
         for error in check(config, world_size):
             named = re.match(r"\[(\w+)\] (\w+)", error)
             key_id = (named[1], named[2]) if named else ("", "")
@@ -353,7 +353,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     if problem:
         return key.default, problem
     if rules["path"] and value:
-        value = str((setting.folder / Path(value).expanduser()).resolve())
+        value = os.path.abspath(setting.folder / os.path.expanduser(value))
     return value, ""
 
 
@@ -370,6 +370,8 @@ def check(config: Config, world_size: int) -> list[str]:
             f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is more than [training] steps = "
             f"{training.steps}; lower it, or use -1 for 3%"
         )
+    if config.optimizer.eps == 0:
+        errors.append("[optimizer] eps = 0 divides by zero for rows that were never seen; the usual is 1e-8")
     for section, key in (
         ("lr_scheduler", "decay_ratio"),
         ("lr_scheduler", "min_lr_factor"),
@@ -417,16 +419,16 @@ def _check_paths(config: Config) -> list[str]:
         errors.append("[data] path is not set; name a JSONL file")
     for key in ("path", "validation_path"):
         value = getattr(config.data, key)
-        if value and not Path(value).is_file():
+        if value and not os.path.isfile(value):
             errors.append(f"[data] {key} = {value!r} is not a file")
     load = config.checkpoint.initial_load_path
-    if load and not Path(load).is_dir():
+    if load and not os.path.isdir(load):
         errors.append(f"[checkpoint] initial_load_path = {load!r} is not a folder")
     folder = config.tokenizer_folder()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
     if not folder:
         errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
-    elif not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("tokenizer.json", "vocab.json")):
         errors.append(
             f"{key} = {folder!r} holds neither tokenizer.json nor vocab.json with merges.txt; "
             "set model.tokenizer_path to a folder that does"
@@ -481,9 +483,9 @@ def help_text() -> str:
 def config_from_command_line() -> Config:
     """`load_config` for a program's start: prints the help and exits 0, or prints what is wrong and exits 2.
 
-    Only rank 0 prints, since every rank finds the same. The world size comes from the launcher's environment.
+    One process of each node prints, since all of a node find the same. The world size comes from the launcher.
     """
-    first = os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     if {"-h", "--help"} & set(sys.argv[1:]):
         if first:
             print(help_text())

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.errors import UserError
+from titan_mi100.hardware import count_gpus
 from titan_mi100.layout import Layout
 
 
@@ -33,8 +34,21 @@ def init_distributed() -> World:
     """Join the job that the launcher's environment describes, or be a job of one process.
 
     nccl (RCCL on ROCm) for tensors on GPUs, gloo for those on CPU.
+
+    Raises:
+        UserError: more processes than GPUs, or GPUs that this torch cannot use: a run that was meant for them must
+            not crawl on the CPU instead. Every process of a node finds the same.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    present, usable = count_gpus(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if present and not usable:
+        raise UserError(
+            f"{present} GPU(s) are here, but torch {torch.__version__} cannot use them; install a torch built for them "
+            "(check that you may open /dev/kfd or /dev/nvidia0), or hide them with CUDA_VISIBLE_DEVICES= to run on CPU"
+        )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if usable and processes > usable:
+        raise UserError(f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -140,7 +154,7 @@ def leave(code: int) -> NoReturn:
     Except after a crash all ranks come here, and wait for each other: the launcher kills those that are left when one
     is gone, maybe before rank 0 has written how the run ended.
     """
-    if code in (0, 2, 4):
+    if code in (0, 2, 4) and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()

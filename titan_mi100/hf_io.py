@@ -36,6 +36,8 @@ class HFWeights:
             held = set(handle.keys())
             if promised is not None and (lacking := sorted(promised - held)):
                 raise UserError(f"{path}: lacks {_some(lacking)}, which the index says it holds; download it again")
+            if promised is not None and (unlisted := sorted(held - promised)):
+                raise UserError(f"{path}: holds {_some(unlisted)}, which the index does not name; mend the index")
             self._handles[file] = handle
             self._file_of.update(dict.fromkeys(held if promised is None else promised, file))
 

@@ -34,6 +34,8 @@ def resolve_layout(dp_shard: int, world_size: int) -> Layout:
     Raises:
         ValueError: the degrees do not multiply to the world size; the message names key and remedy.
     """
+    if dp_shard == 0:
+        raise ValueError("[parallelism] data_parallel_shard_degree = 0 must be -1 (all processes) or at least 1")
     if dp_shard not in (-1, world_size):
         raise ValueError(
             f"[parallelism] data_parallel_shard_degree = {dp_shard} does not fill the {world_size} started "

@@ -78,6 +78,9 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: must hold one JSON object")
+    for key, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list)):
+        if not isinstance(raw.get(key) or kind(), kind):
+            raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")
     found = _unsupported(raw)
     rope = raw.get("rope_parameters") or {}
     values: dict[str, Any] = {f.name: raw[f.name] for f in fields(ModelSpec) if raw.get(f.name) is not None}
@@ -122,7 +125,7 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
         found.append("layer_types holds more than 'full_attention', which is not supported")
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             found.append(f"{key}: rope type {kind!r} is not supported; only 'default'")
     return found

@@ -1,7 +1,7 @@
-"""How the model is wrapped: activation checkpointing, then compile, then FSDP2. No wrapper changes a parameter's name.
+"""How the model is wrapped: compile, then activation checkpointing, then FSDP2. No wrapper changes a parameter's name.
 
-The order: checkpointing inside compile (torch 2.8 cannot do it the other way round), and both inside FSDP2, whose
-gather and free must surround everything that reads the weights, the recomputation included.
+The order: checkpointing around what is compiled, because the compiled parts are then alike in all blocks and compiled
+once; both inside FSDP2, whose gather and free must surround all that reads the weights, the recomputation included.
 """
 
 import functools
@@ -11,53 +11,28 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.config import CompileConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.model.qwen3 import Qwen3
 
-# What selective checkpointing keeps. Attention without a fused kernel is not among them: its scores are S x S.
-_ATTENTION_KERNELS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+
+def apply_compile(model: Qwen3, config: CompileConfig) -> None:
+    """Compile what lies before and after attention in each block; the blocks are alike, so they share the result."""
+    if config.enable:
+        for layer in model.model.layers:
+            for name in ("before_attention", "after_attention"):
+                setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
 
 def apply_activation_checkpointing(model: Qwen3, mode: str) -> None:
-    """Let each block recompute its activations in backward: `full`, or `selective` (all but what _policy keeps)."""
-    if mode == "none":
-        return
-    # nothing in a block is random, so no RNG state needs to be kept for the second run
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        options["context_fn"] = _selective_contexts
+    """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention."""
+    parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
     for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)  # type: ignore[method-assign]
-
-
-def _selective_contexts() -> tuple[Any, Any]:
-    """Keep the attention kernels' outputs and every second matmul's; recompute the cheap rest and the other matmuls."""
-    seen = {False: 0, True: 0}  # matmuls so far, in forward and in recomputation
-
-    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func in _ATTENTION_KERNELS:
-            return CheckpointPolicy.MUST_SAVE
-        if func == torch.ops.aten.mm.default:
-            seen[ctx.is_recompute] += 1
-            if seen[ctx.is_recompute] % 2 == 1:
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def apply_compile(model: Qwen3, config: CompileConfig) -> None:
-    """Compile each block's forward; the blocks are alike, so they share what is compiled."""
-    if config.enable:
-        for layer in model.model.layers:
-            layer.forward = torch.compile(layer.forward, backend=config.backend)  # type: ignore[method-assign]
+        for name in parts:
+            # nothing in a block is random, so no RNG state needs to be kept for the second run
+            again = functools.partial(checkpoint, getattr(layer, name), use_reentrant=False, preserve_rng_state=False)
+            setattr(layer, name, again)
 
 
 def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, parallelism: ParallelismConfig) -> None:
@@ -98,8 +73,8 @@ def parallelize(
     compile_config: CompileConfig,
 ) -> None:
     """Wrap a model that is on the meta device, in place."""
-    apply_activation_checkpointing(model, activation_checkpoint_mode)
     apply_compile(model, compile_config)
+    apply_activation_checkpointing(model, activation_checkpoint_mode)
     apply_fsdp(model, mesh, training, parallelism)
 
 

@@ -52,10 +52,11 @@ class NumericalError(RuntimeError):
 
 def main(config: Config) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
-    world = distributed.init_distributed()
-    setup_logging(world.rank)
-    folder = None
+    rank = int(os.environ.get("RANK", "0"))
+    world, folder = World(rank, 1, torch.device("cpu")), None
+    setup_logging(rank)
     try:
+        world = distributed.init_distributed()
         folder = Path(distributed.from_rank_zero(lambda: str(_make_run_folder(config))))
         _write_run_state(world, folder, "running", 1, "killed, or still running")
         if world.rank == 0:
@@ -87,7 +88,9 @@ def main(config: Config) -> None:
 def train(config: Config, world: World, folder: Path) -> None:
     """Everything between the checked config and the last checkpoint."""
     distributed.seed_everything(config.training.seed)
-    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
+    with raise_together():
+        spec = config.spec()
+    layout, batch = config.layout(world.size), config.batch(world.size)
     device_words, arch, compute_units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {device_words}")
     log.info(
@@ -96,14 +99,13 @@ def train(config: Config, world: World, folder: Path) -> None:
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
 
-    if world.rank == 0:
-        _write_explanation(folder, config, world, device_words)
-
     tokenizer, data = _load_data(config, spec)
     for line in data.summary:
         log.info(line)
     steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
     steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
+    if (warmup := config.lr_scheduler.warmup_steps) > steps:
+        raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
 
     mesh = distributed.build_mesh(layout, world.device)
     dp_rank = mesh["dp_shard"].get_local_rank()
@@ -130,9 +132,14 @@ def train(config: Config, world: World, folder: Path) -> None:
     gpu = hardware.find_gpu(arch, compute_units)
     peak = gpu.tflops[config.training.mixed_precision_param] * 1e12 * world.size if gpu else None
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
-    log.info(f"attention kernel: {_attention_kernel(config, spec, data.train, world.device)}, compute in {dtype}")
+    kernel = _attention_kernel(config, spec, data.train, world.device)
+    log.info(f"attention kernel: {kernel}, compute in {dtype}")
+    if kernel == attention.NO_KERNEL and world.device.type != "cpu":
+        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
     reporter = None
     if world.rank == 0:
+        ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
+        _write_explanation(folder, config, last_step, ran)
         reporter = Reporter(
             folder, config.metrics, last_step + 1, steps, steps_per_epoch, spec, peak, dtype, world.device
         )
@@ -233,7 +240,8 @@ class Trainer:
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             raise NumericalError(
                 f"loss {mean_loss}, gradient norm {grad_norm}: not finite. The weights were not updated. "
-                "Lower optimizer.lr, look at the data, and start again: it resumes from the last checkpoint"
+                "Lower optimizer.lr or look at the data, and start again: it resumes from the newest checkpoint. If it "
+                "stops at once, that one is ruined already: remove it"
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -272,9 +280,12 @@ def _write_run_state(world: World, folder: Path, state: str, exit_code: int, mes
             "message": message,
             "launch_id": os.environ.get("TITAN_LAUNCH_ID", ""),
         }
-        aside = folder / "run_state.tmp"
-        aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        aside.replace(folder / "run_state.json")
+        try:
+            aside = folder / "run_state.tmp"
+            aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            aside.replace(folder / "run_state.json")
+        except OSError as error:
+            log.error(f"{folder}: cannot be written to: {error.strerror}")
 
 
 def _load_data(config: Config, spec: model_spec.ModelSpec) -> tuple[Tokenizer, SFTData]:
@@ -291,16 +302,21 @@ def _load_data(config: Config, spec: model_spec.ModelSpec) -> tuple[Tokenizer, S
     return tokenizer, data
 
 
-def _write_explanation(folder: Path, config: Config, world: World, device_words: str) -> None:
-    """What a reader of the folder needs to know: the resolved config, versions, hardware."""
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
+    """What a reader of the folder needs to know: the resolved config, versions, hardware, what really runs.
+
+    Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`.
+    """
+    path, text = folder / "config.toml", to_toml(config)
+    if last_step and path.exists() and path.read_text(encoding="utf-8") != text:
+        path.rename(folder / f"config-until-step-{last_step}.toml")
+    path.write_text(text, encoding="utf-8")
     record = {
+        **ran,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "torchdata", "tiktoken", "safetensors", "numpy")},
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
-        "device": device_words,
-        "processes": world.size,
         "command": sys.argv,
     }
     (folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

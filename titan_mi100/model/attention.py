@@ -109,7 +109,6 @@ def _sdpa_mask(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     return torch.cat([_sdpa(*row, attn_mask=mask) for *row, mask in rows])
 
 
-@torch.compiler.disable  # the spans differ in every microbatch: compiled, each would be a new graph
 def _sdpa_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     outputs = [
         _sdpa(*(x[row : row + 1, start:stop] for x in (q, k, v)), is_causal=True)
@@ -119,6 +118,9 @@ def _sdpa_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Te
 
 
 _BACKENDS = {"eager": _eager, "sdpa_mask": _sdpa_mask, "sdpa_documents": _sdpa_documents}
+
+
+NO_KERNEL = "explicit S x S scores (no fused kernel)"
 
 
 class _Recorder(TorchDispatchMode):
@@ -137,4 +139,4 @@ def kernel_name(backend: str, q: Tensor, k: Tensor, v: Tensor, documents: Docume
     with _Recorder() as recorder, torch.enable_grad():
         attention(backend, q, k, v, documents)
     names = sorted(set(recorder.names))
-    return " and ".join(names) if names else "explicit S x S scores (no fused kernel)"
+    return " and ".join(names) if names else NO_KERNEL

@@ -48,9 +48,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, backend: str) -> None:
+    """The projections around attention; Block calls attention itself."""
+
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.backend, self.head_dim = backend, spec.head_dim
+        self.head_dim = spec.head_dim
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = nn.Linear(spec.hidden_size, heads, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, kv_heads, bias=False)
@@ -59,12 +61,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: attention.Documents) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        v = self.v_proj(x).view(heads)
-        return self.o_proj(attention.attention(self.backend, q, k, v, documents).flatten(2))
+        return q, k, self.v_proj(x).view(heads)
 
 
 class MLP(nn.Module):
@@ -79,15 +80,25 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer, in three parts: the middle one depends on where documents begin and end, so it is never compiled."""
+
     def __init__(self, spec: ModelSpec, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, backend)
+        self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: attention.Documents) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, documents)
+        q, k, v = self.before_attention(x, cos, sin)
+        return self.after_attention(x, attention.attention(self.backend, q, k, v, documents))
+
+    def before_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.self_attn.o_proj(attended.flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

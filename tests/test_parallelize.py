@@ -1,0 +1,69 @@
+"""What activation checkpointing and compile really do, counted. (Numbers under both: tests/test_parity.py.)"""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from titan_mi100 import distributed
+from titan_mi100.config import CompileConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.distributed import World
+from titan_mi100.layout import Layout
+from titan_mi100.model import attention
+from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model_spec import PRESETS
+from titan_mi100.parallelize import parallelize
+
+LAYERS = 3
+
+
+def build(world: World, mode: str, compile_config: CompileConfig) -> Qwen3:
+    spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
+    with torch.device("meta"):
+        model = Qwen3(spec, "sdpa_documents")
+    mesh = distributed.build_mesh(Layout(world.size), world.device)
+    parallelize(model, mesh, TrainingConfig(), ParallelismConfig(), mode, compile_config)
+    model.to_empty(device="cpu")
+    distributed.fill_parameters(model, partial(initial_values, spec, 1))
+    return model
+
+
+def run(model: Qwen3, boundary: int) -> torch.Tensor:
+    ids = torch.arange(64).view(2, 32)
+    return model(ids, document_ids=(ids % 32 >= boundary).long(), labels=ids)
+
+
+@pytest.mark.parametrize(
+    ("mode", "mlps", "attentions"), [("none", 0, 0), ("selective", LAYERS, 0), ("full", LAYERS, LAYERS)]
+)
+def test_backward_recomputes_what_the_mode_says(
+    mode: str, mlps: int, attentions: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(world, mode, CompileConfig())
+    calls = {"mlp": 0, "attention": 0}
+    plain = attention.attention
+
+    def counted(*arguments: object) -> torch.Tensor:
+        calls["attention"] += 1
+        return plain(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attention", counted)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.update(mlp=calls["mlp"] + 1))
+    loss = run(model, 20)
+    assert calls == {"mlp": LAYERS, "attention": LAYERS}
+    loss.sum().backward()
+    assert calls == {"mlp": LAYERS + mlps, "attention": LAYERS + attentions}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compile_compiles_both_parts_once_for_all_layers_and_all_documents(mode: str, world: World) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = build(world, mode, CompileConfig(enable=True, backend=counter))  # type: ignore[arg-type]
+    for boundary in (20, 7, 13):
+        run(model, boundary).sum().backward()
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
