@@ -114,7 +114,7 @@ report_failure() {
     3) meaning="stopped early and saved; the same command with --job.run_folder '$run_folder' goes on" ;;
     4) meaning="stopped because of the numbers (loss or gradients)" ;;
     5) meaning="a process hung" ;;
-    *) meaning="crashed; the first error above is the cause" ;;
+    *) meaning="did not finish; the first error above is the cause" ;;
   esac
   if [ -n "$message" ]; then
     printf '%s\n' "$message" | while IFS= read -r line; do say "$line"; done

@@ -1,0 +1,36 @@
+"""Runs under torchrun: a mistake that only one rank sees ends all ranks alike. Argument: output folder."""
+
+import sys
+from pathlib import Path
+
+from titan_mi100 import distributed
+from titan_mi100.errors import UserError
+
+
+def fail_on(rank: int, here: int) -> str:
+    try:
+        with distributed.raise_together():
+            if here == rank:
+                raise UserError(f"rank {rank} has no such file")
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def fail_on_rank_zero() -> str:
+    def make() -> str:
+        raise UserError("cannot be made")
+
+    try:
+        return distributed.from_rank_zero(make)
+    except UserError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    world = distributed.init_distributed()
+    said = [fail_on(rank, world.rank) for rank in (0, 1, 2)]
+    said += [distributed.from_rank_zero(lambda: f"made by {world.rank}"), fail_on_rank_zero()]
+    said += [str(distributed.sum_over_ranks([world.rank + 0.5, 2**53 - 1], world.device))]
+    (Path(sys.argv[1]) / f"{world.rank}.txt").write_text("\n".join(said))
+    distributed.leave(0)

@@ -1,0 +1,36 @@
+"""Ranks that agree: on mistakes, on what rank 0 decides, on sums; and on what hardware is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, torchrun
+
+from titan_mi100 import distributed
+from titan_mi100.errors import UserError
+
+
+def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
+    torchrun(str(REPO / "tests/gloo/job_together.py"), str(tmp_path))
+    said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+    assert said[0] == said[1]
+    assert said[0] == [
+        "rank 0 has no such file",
+        "rank 1 has no such file",
+        "nothing",
+        "made by 0",
+        "cannot be made",
+        str([2.0, 2.0 * (2**53 - 1)]),
+    ]
+
+
+def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "count_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"2 GPU\(s\) are here, but torch .* cannot use them"):
+        distributed.init_distributed()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"4 processes for 2 GPU\(s\); start with --nproc_per_node 2"):
+        distributed.init_distributed()

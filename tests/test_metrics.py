@@ -1,0 +1,46 @@
+"""What is printed and recorded of a step."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_mi100.config import MetricsConfig
+from titan_mi100.metrics import Reporter, StepResult
+from titan_mi100.model_spec import PRESETS, train_flops
+
+RESULT = StepResult(
+    loss=1.5, grad_norm=0.25, tokens=2000, supervised=500, attention_pairs=10_000, seconds=0.5, waited=0.01
+)
+
+
+def report(folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2) -> list[dict]:
+    reporter = Reporter(
+        folder, MetricsConfig(enable_tensorboard=False), first_step, steps, 4, PRESETS["0.6B"], peak_flops, "bf16",
+        torch.device("cpu"),
+    )  # fmt: skip
+    for step in range(first_step, steps + 1):
+        reporter.step(step, 1e-4, RESULT)
+    reporter.close()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rates_are_per_second_over_all_ranks_and_mfu_is_of_the_peak(tmp_path: Path) -> None:
+    peak = 184.6e12
+    first = report(tmp_path, peak)[0]
+    assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (4000, 1000)
+    assert first["data_wait"] == pytest.approx(0.02) and first["epoch"] == 0.25
+    assert first["mfu"] == train_flops(PRESETS["0.6B"], 2000, 500, 10_000) / 0.5 / peak
+    assert 0.02 < first["mfu"] < 0.07  # 440M body parameters x 6 x 2000 tokens in half a second are 10.6 TFLOP/s
+
+
+def test_unknown_hardware_has_no_mfu(tmp_path: Path) -> None:
+    assert report(tmp_path, None)[0]["mfu"] is None
+
+
+def test_steps_that_are_trained_again_are_recorded_once(tmp_path: Path) -> None:
+    report(tmp_path, None, steps=5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # a kill in the middle of a line
+    assert [entry["step"] for entry in report(tmp_path, None, first_step=4, steps=6)] == [1, 2, 3, 4, 5, 6]
