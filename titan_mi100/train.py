@@ -67,6 +67,8 @@ def main(config: Config) -> None:
         if world.rank == 0:
             for line in str(error).splitlines():
                 log.error(line)
+        if folder is None and "TITAN_LAUNCH_ID" in os.environ:  # the launcher named it, and reads the code from it
+            folder = Path(config.job.run_folder)
         if folder is not None:
             _write_run_state(world, folder, state, code, str(error))
         distributed.leave(code)
@@ -281,6 +283,7 @@ def _write_run_state(world: World, folder: Path, state: str, exit_code: int, mes
             "launch_id": os.environ.get("TITAN_LAUNCH_ID", ""),
         }
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             aside = folder / "run_state.tmp"
             aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             aside.replace(folder / "run_state.json")
