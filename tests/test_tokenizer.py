@@ -1,3 +1,4 @@
+import base64
 import json
 import pickle
 import random
@@ -10,16 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiktoken
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from titan_mi100.errors import UserError
-from titan_mi100.tokenizer import Tokenizer, find_inexact_merge
+from titan_mi100.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, tokenizer_files
+from titan_mi100.tokenizer_definition import find_inexact_merge
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 QWEN3 = DATA / "qwen3_tokenizer"
+ASSET = Path(__file__).parent / "assets" / "tokenizer"
 needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")
 
 QWEN2_PATTERN = (
@@ -665,3 +669,239 @@ def test_a_pickled_tokenizer_encodes_alike(trained_both: tuple[Tokenizer, tokeni
     copy = pickle.loads(pickle.dumps(ours))
     text = "".join(invented_lines()[:20]) + "<|im_end|>"
     assert copy.encode(text) == ours.encode(text) and copy.fingerprint == ours.fingerprint
+
+
+# -- tiktoken rank files --
+
+TO_BYTE = {character: byte for byte, character in BYTES.items()}
+
+
+def vocabulary_ranks(folder: Path) -> dict[bytes, int]:
+    """The vocabulary of an HF folder as tiktoken has it: bytes to ranks."""
+    vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return {bytes(TO_BYTE[character] for character in token): rank for token, rank in vocab.items()}
+
+
+def write_ranks(file: Path, ranks: dict[bytes, int]) -> Path:
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda x: x[1])]
+    file.write_bytes(b"".join(lines))
+    return file
+
+
+SINGLE_BYTES = {bytes([255 - byte]): byte for byte in range(256)}  # ranks need not be in the order of the bytes
+QWEN3_ADDED = (
+    json.loads((QWEN3 / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"] if QWEN3.exists() else []
+)
+CHAT_TOKENS = SPECIALS[:3]
+nfc_text = odd_text.map(lambda text: unicodedata.normalize("NFC", text))
+
+
+@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=needs_qwen3)])
+def rank_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """An HF folder, its vocabulary as a lone rank file, and the same beside its tokenizer_config.json."""
+    folder = ASSET if request.param == "asset" else QWEN3
+    ranks = vocabulary_ranks(folder)
+    lone = write_ranks(tmp_path_factory.mktemp("lone") / "qwen.tiktoken", ranks)
+    beside = write_ranks(tmp_path_factory.mktemp("beside") / "qwen.tiktoken", ranks)
+    shutil.copyfile(folder / "tokenizer_config.json", beside.with_name("tokenizer_config.json"))
+    return folder, lone, beside
+
+
+@pytest.fixture(scope="module")
+def ranked(rank_files: tuple[Path, Path, Path]) -> tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding]:
+    """The tokenizers of these three, and tiktoken's own for the lone one."""
+    folder, lone, beside = map(load_tokenizer, rank_files)
+    ranks = vocabulary_ranks(rank_files[0])
+    added = [token["content"] for token in QWEN3_ADDED] if len(ranks) == 151_643 else CHAT_TOKENS
+    special = {content: len(ranks) + i for i, content in enumerate(added)}
+    theirs = tiktoken.Encoding("theirs", pat_str=QWEN2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return folder, lone, beside, theirs
+
+
+@settings(fuzz, max_examples=200)
+@given(text=odd_text)
+def test_a_rank_file_gets_the_ids_of_its_folder_and_of_tiktoken(
+    ranked: tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding], text: str
+) -> None:
+    folder, lone, beside, theirs = ranked
+    assert beside.encode(text) == folder.encode(text)  # the config says Qwen2Tokenizer, which means NFC
+    assert lone.encode(text) == theirs.encode(text, allowed_special="all")
+    ids, ends = lone.encode_with_offsets(text)
+    assert lone.normalize(text) == text == lone.decode(ids)
+    assert not ids.size or ends[-1] == len(text.encode())
+
+
+@settings(fuzz, max_examples=200)
+@given(text=nfc_text)
+def test_a_lone_rank_file_gets_the_ids_of_its_folder_on_text_in_nfc(
+    ranked: tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding], text: str
+) -> None:
+    folder, lone, _, _ = ranked
+    if lone.n_vocab < folder.n_vocab:  # only the three tokens of a chat are assumed for ranks that are not Qwen3's
+        text = text.replace("think>", "think >")
+    assert lone.encode(text) == folder.encode(text)
+
+
+def test_a_rank_file_beside_its_config_is_the_folders_tokenizer(
+    ranked: tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding],
+) -> None:
+    folder, lone, beside, _ = ranked
+    for name in ("fingerprint", "n_vocab", "eos_token", "eos_token_id", "pad_token_id"):
+        assert getattr(beside, name) == getattr(folder, name), name
+    assert (lone.eos_token, lone.eos_token_id, lone.pad_token_id) == (
+        folder.eos_token,
+        folder.eos_token_id,
+        folder.pad_token_id,
+    )
+    assert lone.fingerprint != folder.fingerprint
+    assert pickle.loads(pickle.dumps(lone)).encode("it's <|im_end|>") == folder.encode("it's <|im_end|>")
+
+
+@needs_qwen3
+def test_qwen3s_number_of_ranks_is_followed_by_qwen3s_26_added_tokens(tmp_path: Path) -> None:
+    assert len(QWEN3_ADDED) == 26
+    ours = load_tokenizer(write_ranks(tmp_path / "qwen.tiktoken", vocabulary_ranks(QWEN3)))
+    for token in QWEN3_ADDED:
+        assert ours.encode(token["content"]) == [token["id"]]
+    assert (ours.n_vocab, ours.eos_token_id, ours.pad_token_id) == (151_669, 151_645, 151_643)
+
+
+def test_other_ranks_are_followed_by_the_tokens_of_a_chat(tmp_path: Path) -> None:
+    ours = load_tokenizer(write_ranks(tmp_path / "x.tiktoken", {**SINGLE_BYTES, b"ab": 256}))
+    assert ours.encode("<|endoftext|>ab<|im_start|><|im_end|>") == [257, 256, 258, 259]
+    assert len(ours.encode("<think>")) == 7
+    assert (ours.n_vocab, ours.eos_token, ours.eos_token_id, ours.pad_token_id) == (260, "<|im_end|>", 259, 257)
+
+
+def test_a_rank_file_is_normalized_only_if_its_config_names_a_class_that_does(tmp_path: Path) -> None:
+    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
+    for name, expected in (("Qwen2Tokenizer", "é"), ("Qwen2TokenizerFast", "é"), ("QWenTokenizer", "e\u0301")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}), encoding="utf-8")
+        assert load_tokenizer(file).normalize("e\u0301") == expected
+
+
+def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) -> None:
+    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
+    config_file = tmp_path / "tokenizer_config.json"
+    decoder = {"260": {"content": "<eos><eos>", "normalized": False}, "256": {"content": "<eos>", "special": True}}
+    config_file.write_text(json.dumps({"eos_token": "<eos>", "added_tokens_decoder": decoder}), encoding="utf-8")
+    ours = load_tokenizer(file)
+    assert ours.encode("<eos><eos><eos>") == [260, 256]
+    assert (ours.n_vocab, ours.eos_token_id, ours.pad_token_id) == (261, 256, 256)
+    config_file.write_text('{"eos_token": "<|endoftext|>", "pad_token": {"content": "<|im_end|>"}}', encoding="utf-8")
+    ours = load_tokenizer(file)
+    assert (ours.eos_token_id, ours.pad_token_id) == (256, 258)
+
+
+BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "empty"),
+    "blank": (lambda data: b"\n\n", "empty"),
+    "cut inside of a token": (lambda data: data + b"YWJ", ":257: 'YWJ'"),
+    "cut before the rank": (lambda data: data + b"YWJj ", ":257: "),
+    "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", ":257: "),
+    "no base64": (lambda data: data + b"a-b_ 256\n", ":257: "),
+    "three columns": (lambda data: data + b"YWI= 256 1\n", ":257: "),
+    "rank in words": (lambda data: data + b"YWI= two\n", ":257: "),
+    "negative rank": (lambda data: data + b"YWI= -1\n", ":257: "),
+    "fractional rank": (lambda data: data + b"YWI= 256.0\n", ":257: "),
+    "huge rank": (lambda data: data + b"YWI= " + b"9" * 5000 + b"\n", ":257: "),
+    "rank twice": (lambda data: data + b"YWI= 255\n", ":257: the rank 255 is there a second time"),
+    "token twice": (lambda data: data + b"YQ== 256\n", ":257: the token 'a' is there a second time"),
+    "gap": (lambda data: data + b"YWI= 257\n", "rank 256 is missing"),
+    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "single byte 0x61 (1 such"),
+    "binary": (lambda data: bytes(range(256)), ":1: "),
+    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", ":1: 'version"),
+    "another family's": (lambda data: data + b"MTIz 256\n", "'123'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_RANKS)
+def test_a_broken_rank_file_is_refused_with_file_and_reason(tmp_path: Path, name: str) -> None:
+    spoil, told = BROKEN_RANKS[name]
+    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
+    load_tokenizer(file)
+    file.write_bytes(spoil(file.read_bytes()))
+    with pytest.raises(UserError) as error:
+        load_tokenizer(file)
+    assert told in str(error.value) and str(file) in str(error.value)
+
+
+BAD_SIDECARS: list[tuple[Any, str]] = [
+    ([], "list"),
+    ({"added_tokens_decoder": {"256": {"content": "<eos>"}}}, "eos_token is missing"),
+    ({"added_tokens_decoder": {"256": {"content": "<eos>"}}, "eos_token": "<nope>"}, "'<nope>'"),
+    ({"added_tokens_decoder": {"257": {"content": "<eos>"}}, "eos_token": "<eos>"}, "begin at id 257"),
+    ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "has id 255"),
+    ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "has id -1"),
+    ({"added_tokens_decoder": {"256": {"content": ""}}, "eos_token": "<eos>"}, "empty"),
+    ({"added_tokens_decoder": {"256": {"content": "a"}, "257": {"content": "a"}}, "eos_token": "a"}, "twice"),
+    ({"added_tokens_decoder": {"256": {"content": "<eos>", "lstrip": True}}, "eos_token": "<eos>"}, "lstrip"),
+    ({"added_tokens_decoder": {"x": {"content": "<eos>"}}, "eos_token": "<eos>"}, "not laid out"),
+    ({"added_tokens_decoder": {"256": {"content": 3}}, "eos_token": "<eos>"}, "not laid out"),
+    ({"added_tokens_decoder": [256], "eos_token": "<eos>"}, "not laid out"),
+    ({"eos_token": "<nope>"}, "'<nope>'"),
+    ({"eos_token": 256}, "not the name of a token"),
+    ({"pad_token": {"content": ["<eos>"]}}, "not the name of a token"),
+]
+
+
+@pytest.mark.parametrize(("config", "told"), BAD_SIDECARS, ids=[told for _, told in BAD_SIDECARS])
+def test_a_config_that_does_not_go_with_the_rank_file_is_refused(tmp_path: Path, config: Any, told: str) -> None:
+    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_tokenizer(file)
+    assert told in str(error.value) and str(tmp_path) in str(error.value)
+
+
+# -- which files are a tokenizer --
+
+
+def test_load_tokenizer_finds_what_a_path_means(tmp_path: Path, trained: Path) -> None:
+    expected = Tokenizer.from_folder(trained).encode("it's thinking<|im_end|>")
+    assert load_tokenizer(str(trained)).encode("it's thinking<|im_end|>") == expected
+    older = as_vocab_and_merges(trained, tmp_path)
+    assert load_tokenizer(older).encode("it's thinking<|im_end|>") == expected
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for name in ("qwen.tiktoken", "tokenizer.model"):  # Llama 3 has its ranks in a tokenizer.model
+        file = write_ranks(folder / name, SINGLE_BYTES)
+        for path in (file, folder):
+            tokenizer = load_tokenizer(path)
+            assert isinstance(tokenizer, BpeTokenizer) and tokenizer.encode("a<|im_end|>") == [158, 258]
+        file.rename(folder / "ranks.bak")
+    write(folder, definition([]))
+    write_ranks(folder / "qwen.tiktoken", SINGLE_BYTES)
+    assert load_tokenizer(folder).encode("a") == [97]  # tokenizer.json comes first
+
+
+def test_what_is_no_tokenizer_is_refused_with_path_and_remedy(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello", encoding="utf-8")
+    for path, told in (("nowhere", "no such file or folder"), ("notes.txt", "not a tokenizer"), ("", "no tokenizer:")):
+        for function in (load_tokenizer, tokenizer_files):
+            with pytest.raises(UserError, match=told) as error:
+                function(tmp_path / path)
+            assert str(tmp_path / path) in str(error.value) and ".tiktoken" in str(error.value)
+    for name in ("a.tiktoken", "b.model"):
+        write_ranks(tmp_path / name, SINGLE_BYTES)
+    with pytest.raises(UserError, match=r"has a\.tiktoken, b\.model; name one"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_files_are_those_that_are_read(tmp_path: Path) -> None:
+    def names(path: Path) -> list[str]:
+        files = tokenizer_files(path)
+        assert all(file.parent == tmp_path for file in files)
+        return [file.name for file in files]
+
+    write_ranks(tmp_path / "qwen.tiktoken", SINGLE_BYTES)
+    assert names(tmp_path) == names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken"]
+    for name in ("tokenizer_config.json", "chat_template.jinja", "merges.txt", "config.json"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    beside = ["tokenizer_config.json", "chat_template.jinja"]
+    assert names(tmp_path) == names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken", *beside]
+    (tmp_path / "vocab.json").write_text("", encoding="utf-8")
+    assert names(tmp_path) == ["vocab.json", "merges.txt", *beside]
+    (tmp_path / "tokenizer.json").write_text("", encoding="utf-8")
+    assert names(tmp_path) == ["tokenizer.json", *beside]
+    assert names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken", *beside]
