@@ -17,6 +17,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data of the tests goes to their own folder."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def world():
     """This process as a job of one."""
@@ -37,7 +43,7 @@ def torchrun(
         text=True,
         timeout=300,
         cwd=REPO,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **environment},
+        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO / 'tests'}", **environment},
     )
     if check:
         assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
@@ -50,3 +56,15 @@ def random_documents(
     """Documents of random tokens with random supervision."""
     random = np.random.default_rng(seed)
     return [(random.integers(0, vocabulary, n).astype(np.int32), random.random(n) < supervised_share) for n in lengths]
+
+
+def packed(documents: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int):
+    """(ids, supervised) of each document, packed in memory."""
+    from titan_mi100.data.dataset import Documents, PackedDataset
+    from titan_mi100.data.packing import pack_rows
+    from titan_mi100.data.sft import Document
+
+    values = [Document(*document).values() for document in documents]
+    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.chat_template import ChatTemplate, Rendered
 from titan_mi100.errors import UserError
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
@@ -123,16 +123,27 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 
 
+def generated(rendered: Rendered) -> list[str]:
+    """What the assistant generates itself, turn by turn."""
+    return [rendered.text[turn.answer : turn.stop] for turn in rendered.turns if turn.role == "assistant"]
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_supervised_text_is_what_the_assistant_generates(qwen_like: ChatTemplate, name: str) -> None:
+def test_answers_are_what_the_assistant_generates(qwen_like: ChatTemplate, name: str) -> None:
     messages, expected = CONVERSATIONS[name]
-    rendered = qwen_like.render_supervised(messages)
-    assert [rendered.text[start:end] for start, end in rendered.supervised] == [turn + END for turn in expected]
+    rendered = qwen_like.render_turns(messages)
+    assert generated(rendered) == [turn + END for turn in expected]
     assert rendered.text == qwen_like.render(messages) and type(rendered.text) is str
-    for start, end in rendered.supervised:
-        before = rendered.text[:start]
-        assert before.endswith(("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"))
-        assert rendered.text[end] == "\n"
+    assert [(turn.message, turn.role) for turn in rendered.turns] == [(i, m["role"]) for i, m in enumerate(messages)]
+    for turn in rendered.turns:
+        if turn.role == "assistant":
+            assert rendered.text[: turn.start].endswith("<|im_start|>assistant\n")
+            assert rendered.text[turn.start : turn.answer] in ("", "<think>\n\n</think>\n\n")
+            assert rendered.text[turn.stop] == "\n"
+        else:
+            assert turn.answer == turn.start and not turn.lost_reasoning
+            own = messages[turn.message]["content"]
+            assert rendered.text[turn.start : turn.stop] == (own + END if own else "")
 
 
 def test_tool_calls_are_supervised_and_tool_results_are_not(qwen_like: ChatTemplate) -> None:
@@ -142,12 +153,54 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(qwen_like: ChatTempl
         say("tool", f"result{END}"),
         say("assistant", "done"),
     ]
-    rendered = qwen_like.render_supervised(messages, tools=TOOLS)
-    called, done = (rendered.text[start:end] for start, end in rendered.supervised)
+    rendered = qwen_like.render_turns(messages, tools=TOOLS)
+    called, done = generated(rendered)
     assert called.startswith("<tool_call>") and called.endswith("</tool_call>" + END)
     assert called.count("<tool_call>") == 2 and "result" not in called
     assert done == "done" + END
+    assert rendered.text[rendered.turns[2].start : rendered.turns[2].stop] == f"result{END}"
     assert rendered.text == qwen_like.render(messages, tools=TOOLS)
+
+
+THOUGHT, AGAIN = say("assistant", "a", reasoning_content="why"), [say("user", "r"), say("assistant", "b")]
+IN_CONTENT = say("assistant", "<think>\nwhy\n</think>\n\na")
+CALLING = say("assistant", "<think>why</think>", tool_calls=[CALL])
+
+
+@pytest.mark.parametrize(
+    ("messages", "lost"),
+    [
+        ([say("user"), THOUGHT], []),
+        ([say("user"), IN_CONTENT], []),
+        ([say("user"), THOUGHT, *AGAIN], [1]),
+        ([say("user"), say("assistant", "a", thinking="why"), *AGAIN], [1]),
+        ([say("user"), IN_CONTENT, *AGAIN], [1]),
+        ([say("user"), say("assistant", "why</think>a"), *AGAIN], [1]),
+        ([say("user"), say("assistant", "<think>why</think>"), *AGAIN], [1]),
+        ([say("user"), CALLING, say("tool", "r"), say("assistant", "b")], []),
+        ([say("user"), CALLING, say("tool", "r"), THOUGHT, *AGAIN], [1, 3]),
+        ([say("user"), say("assistant", "a", reasoning_content=" \n"), *AGAIN], []),
+        ([say("user"), say("assistant", "<think>\n\n</think>\n\na"), *AGAIN], []),
+        ([say("user"), say("assistant", "<think>x", reasoning_content=""), *AGAIN], []),
+        # a field comes before the content, which then stands as it is
+        ([say("user"), say("assistant", "<think>x</think>a", reasoning_content="why"), *AGAIN], [1]),
+        ([say("user"), say("assistant", "<think>x</think>a", reasoning_content="why")], []),
+        ([say("user", "<think>why</think>q"), say("system", "s", reasoning_content="why"), *AGAIN], []),
+    ],
+)
+def test_reasoning_that_the_template_leaves_out_is_told(
+    qwen_like: ChatTemplate, messages: list[dict[str, Any]], lost: list[int]
+) -> None:
+    rendered = qwen_like.render_turns(messages)
+    assert [turn.message for turn in rendered.turns if turn.lost_reasoning] == lost
+    assert rendered.text == qwen_like.render(messages)
+
+
+def test_a_thought_that_the_template_rewrites_together_with_the_answer_is_not_lost(tmp_path: Path) -> None:
+    chat = template(tmp_path, chatml("{{ m.content | replace('w', 'W') }}"))
+    rendered = chat.render_turns([say("user", "q"), IN_CONTENT, *AGAIN])
+    assert generated(rendered) == ["<think>\nWhy\n</think>\n\na" + END, "b" + END]
+    assert not any(turn.lost_reasoning for turn in rendered.turns)
 
 
 pieces = st.sampled_from(
@@ -164,9 +217,8 @@ def test_spans_of_any_contents_hold_them_whole(
     messages = [] if system is None else [say("system", system)]
     for question, answer in turns:
         messages += [say("user", question), say("assistant", "|" + answer.replace("</think>", "") + "|")]
-    rendered = qwen_like.render_supervised(messages)
-    generated = [rendered.text[start:end] for start, end in rendered.supervised]
-    assert generated == [message["content"] + END for message in messages if message["role"] == "assistant"]
+    rendered = qwen_like.render_turns(messages)
+    assert generated(rendered) == [message["content"] + END for message in messages if message["role"] == "assistant"]
     assert rendered.text == qwen_like.render(messages)
 
 
@@ -278,7 +330,7 @@ def test_invalid_jinja_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
 )
 def test_an_error_of_the_template_is_a_user_error_with_its_own_message(tmp_path: Path, source: str, told: str) -> None:
     chat = template(tmp_path, source)
-    for render in (chat.render, chat.render_supervised):
+    for render in (chat.render, chat.render_turns):
         with pytest.raises(UserError, match=told) as error:
             render([say("user", "x")])
         assert str(tmp_path) in str(error.value)
@@ -334,18 +386,30 @@ def test_string_operations_of_templates_keep_the_spans_right(tmp_path: Path, bod
     chat = template(tmp_path, chatml(body))
     content = f"a <|im_end|> b {END} c"  # the end token inside: only provenance tells it from the turn's end
     messages = [say("user", content), say("assistant", content), say("user", content)]
-    rendered = chat.render_supervised(messages)
+    rendered = chat.render_turns(messages)
     assert rendered.text == chat.render(messages)
-    ((start, end),) = rendered.supervised
-    turns = rendered.text.split("<|im_start|>")
-    assert rendered.text[start : end + 1] == turns[2].removeprefix("assistant\n")
+    for turn, whole in zip(rendered.turns, rendered.text.split("<|im_start|>")[1:], strict=True):
+        shown, rest = rendered.text[turn.start : turn.stop], ["\n"]
+        if turn.role == "user":  # whose end token is part of the turn only where it follows the content directly
+            rest.append(f" {END}\n")
+        assert whole in [f"{turn.role}\n{shown}{behind}" for behind in rest]
 
 
 def test_contents_made_of_parts_are_traced(tmp_path: Path) -> None:
     chat = template(tmp_path, chatml("{% for part in m.content %}{{ part.text }}{% endfor %}"))
     parts = [{"type": "text", "text": f"one{END}"}, {"type": "text", "text": "two"}]
-    rendered = chat.render_supervised([say("user", parts), say("assistant", parts)])
-    assert [rendered.text[start:end] for start, end in rendered.supervised] == [f"one{END}two{END}"]
+    rendered = chat.render_turns([say("user", parts), say("assistant", parts)])
+    assert [rendered.text[turn.start : turn.stop] for turn in rendered.turns] == [f"one{END}two{END}"] * 2
+
+
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_known_under_each_of_its_names(tmp_path: Path, given: str, read: str) -> None:
+    chat = template(tmp_path, chatml("{% if m." + read + " %}{{ m." + read + " }}: {% endif %}{{ m.content }}"))
+    rendered = chat.render_turns([say("user", "q"), say("assistant", "a", **{given: "why"})])
+    shows = read in (given, "reasoning_content", "thinking")  # `transformers` copies it to these two
+    assert generated(rendered) == ["why: a" + END if shows else "a" + END]
+    assert rendered.turns[1].lost_reasoning is not shows
 
 
 @pytest.mark.parametrize("with_reasoning", [True, False])
@@ -355,9 +419,9 @@ def test_a_think_block_that_the_prompt_opens_is_part_of_the_header_where_the_tur
     source = chatml("{% if m.reasoning %}{{ '<think>\\n' + m.reasoning + '\\n</think>\\n' }}{% endif %}{{ m.content }}")
     chat = template(tmp_path, source.replace("assistant\\n'", "assistant\\n<think>\\n'"))
     answer = say("assistant", "<think>\na", reasoning="why" if with_reasoning else None)
-    rendered = chat.render_supervised([say("user", "q"), answer])
+    rendered = chat.render_turns([say("user", "q"), answer])
     expected = "why\n</think>\n<think>\na" if with_reasoning else "<think>\na"
-    assert [rendered.text[start:end] for start, end in rendered.supervised] == [expected + END]
+    assert generated(rendered) == [expected + END]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +433,7 @@ def test_a_think_block_that_the_prompt_opens_is_part_of_the_header_where_the_tur
         (chatml("{{ '%s.' % m.content }}"), "rewrites its content"),
         (chatml("{{ [m.content, ''] | join }}"), "rewrites its content"),
         (chatml("nothing"), "drops or rewrites its content"),
+        (chatml("{{ messages | tojson }}"), "role|rewrites its content"),
         (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "\n"), "ends the turn"),
         (chatml("{{ m.content }}").replace("{{ '<|im_end|>\\n' }}", "{{ m.content }}\n"), "ends the turn"),
         (chatml("{{ m.content }}{{ messages[0].content }}"), "another message"),
@@ -381,17 +446,105 @@ def test_a_template_that_hides_provenance_is_refused(tmp_path: Path, source: str
     messages = [say("user", f"q{END}"), say("assistant", f"a{END}b")]
     chat.render(messages)
     with pytest.raises(UserError, match=told):
-        chat.render_supervised(messages)
+        chat.render_turns(messages)
+
+
+def test_a_template_that_drops_tool_calls_is_refused(tmp_path: Path) -> None:
+    messages = [say("user", "q"), say("assistant", "a", tool_calls=[CALL])]
+    with pytest.raises(UserError, match="message 1: the template drops or rewrites its tool_calls"):
+        template(tmp_path, chatml("{{ m.content }}")).render_turns(messages)
+    template(tmp_path, chatml("{{ m.content }}")).render_turns([*messages[:1], say("assistant", "a", tool_calls=[])])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% for c in m.tool_calls %}{{ {'call': c.function.name, 'with': c.function.arguments} | tojson }}{% endfor %}",
+        "{% for c in m.tool_calls %}{{ c.function.name ~ (c.function.arguments | tojson) }}{% endfor %}",
+        "{% for c in m.tool_calls %}{% for k, v in c.function.arguments.items() %}{{ k ~ v }}{% endfor %}{% endfor %}",
+        "{{ m | tojson }}",
+    ],
+)
+def test_a_call_whose_arguments_hold_the_end_token_is_supervised_whole(tmp_path: Path, body: str) -> None:
+    messages = [say("user", "q"), say("assistant", "", tool_calls=[CALL])]
+    rendered = template(tmp_path, chatml("{% if m.tool_calls %}" + body + "{% endif %}")).render_turns(messages)
+    (call,) = generated(rendered)
+    assert rendered.text.endswith(f"<|im_start|>assistant\n{call}\n") and call.count(END) == 2
+
+
+def test_a_message_that_does_not_show_has_an_empty_turn(tmp_path: Path) -> None:
+    chat = template(tmp_path, "{% for m in messages if m.role != 'note' %}" + chatml("{{ m.content }}")[22:])
+    rendered = chat.render_turns([say("user", "q"), say("note", "n"), say("assistant", "a"), say("user")])
+    assert [rendered.text[turn.start : turn.stop] for turn in rendered.turns] == ["q" + END, "", "a" + END, ""]
+    assert chat.render_turns([say("note", "n")]).turns[0].stop == 0
+
+
+# -- the generation prompt --
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The variables of every time that a template runs."""
+    runs: list[Any] = []
+    real = ChatTemplate._run
+
+    def run(self: ChatTemplate, messages: Any, prompt: bool, variables: Any) -> str:
+        runs.append(variables)
+        return real(self, messages, prompt, variables)
+
+    monkeypatch.setattr(ChatTemplate, "_run", run)
+    return runs
+
+
+def test_the_prompt_is_asked_for_once_per_variables(tmp_path: Path, counted: list[Any]) -> None:
+    chat, messages = template(tmp_path), [say("user", "q"), say("assistant", "a"), *AGAIN]
+    for _ in range(3):
+        chat.render_turns(messages)
+        chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=True)
+        chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=False)
+    assert len(counted) == 3 * 3 + 2 * 3  # a conversation is one, a prompt three
+
+
+def test_the_prompt_does_not_depend_on_the_order_of_conversations(tmp_path: Path) -> None:
+    # Behind the role's line the header has one that names the tools, and one that opens a thought if it shall be deep.
+    lines = "{{ (tools | tojson) + '\n' }}{{ '<think>\n' if deep }}"
+    source = chatml("{% if m.role == 'assistant' %}" + lines + "{% endif %}{{ m.content }}")
+    source = source.removesuffix("{% endif %}") + lines + "{% endif %}"
+    messages = [say("user", "q"), say("assistant", "a")]
+    variables: list[dict[str, Any]] = [
+        {"tools": [{"a": 1}], "deep": True},
+        {"tools": [{"a": True}], "deep": 1},
+        {"tools": [{"a": 1.0}]},
+        {"tools": [{"a": 1, "b": 2}]},
+        {"tools": [{"b": 2, "a": 1}]},
+        {"tools": ({"a": 1},), "extra": object()},
+        {},
+    ]
+    alone = [template(tmp_path, source).render_turns(messages, **each) for each in variables]
+    assert [generated(each) for each in alone] == [["a" + END]] * len(variables)
+    together = template(tmp_path, source)
+    for order in (variables, variables[::-1]):
+        assert [together.render_turns(messages, **each) for each in order] == alone
+        alone.reverse()
+
+
+def test_a_template_that_refuses_the_probe_is_asked_behind_the_conversations_own_beginning(tmp_path: Path) -> None:
+    demand = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    chat = template(tmp_path, demand + chatml("{{ m.content }}"))
+    for _ in range(2):
+        assert generated(chat.render_turns([say("system", "s"), *AGAIN])) == ["b" + END]
+    with pytest.raises(UserError, match="no system"):
+        chat.render_turns(AGAIN)
 
 
 def test_supervision_needs_an_eos_token(tmp_path: Path) -> None:
     chat = template(tmp_path, eos_token=None)
     with pytest.raises(UserError, match="eos_token is missing"):
-        chat.render_supervised([say("user", "q"), say("assistant", "a")])
+        chat.render_turns([say("user", "q"), say("assistant", "a")])
 
 
 def test_rendering_leaves_the_messages_alone(tmp_path: Path) -> None:
     messages = [say("user", "q"), say("assistant", "a", thinking="t", tool_calls=[CALL], name=None)]
     before = json.dumps(messages)
-    template(tmp_path).render_supervised(messages)
+    template(tmp_path).render_turns(messages)
     assert json.dumps(messages) == before

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100.config import Config, load_config, resolve_run_folder, to_toml
+from titan_mi100.config import load_config, resolve_run_folder, to_toml
+from titan_mi100.settings import Config
 from titan_mi100.errors import UserError
 
 MINIMAL = f"""
@@ -49,7 +50,40 @@ def test_paths_in_a_file_are_relative_to_that_file(tmp_path: Path) -> None:
     inner.mkdir()
     (inner / "rows.jsonl").write_text("{}")
     (inner / "base.toml").write_text(MINIMAL.replace(str(ASSETS / "arithmetic.jsonl"), "rows.jsonl"))
-    assert load(tmp_path, 'base = "inner/base.toml"').data.path == str(inner / "rows.jsonl")
+    assert load(tmp_path, 'base = "inner/base.toml"').data.path == (str(inner / "rows.jsonl"),)
+
+
+def test_lists_come_from_toml_and_the_command_line_and_go_back_to_toml(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    text = MINIMAL.replace(f'"{ASSETS / "arithmetic.jsonl"}"', '["a.jsonl", "*.jsonl"]\nrepeats = [1, 2.5]')
+    config = load(tmp_path, text)
+    assert config.data.path == (str(tmp_path / "a.jsonl"), str(tmp_path / "*.jsonl"))
+    assert config.data.repeats == (1.0, 2.5)
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--job.config_file", str(tmp_path / "again.toml")]).data == config.data
+    arguments = ["--data.path", f"{tmp_path}/b.jsonl,{tmp_path}/a.jsonl", "--data.repeats", "3,1"]
+    config = load_config(["--job.config_file", str(tmp_path / "again.toml"), *arguments])
+    assert config.data.path == (str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl"))
+    assert config.data.repeats == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ('path = "no/*.jsonl"', "[data] path = '{}/no/*.jsonl' matches no file"),
+        ('path = ["no.jsonl", 3]', "[data] path = ['no.jsonl', 3] must be a text, or a list of such"),
+        ('path = "a.jsonl"\nrepeats = [1, 2]', "[data] repeats has 2 values for 1 paths; give one for each path"),
+        ('path = "a.jsonl"\nweights = 0.0', "[data] weights = [0.0] must all be above 0; leave a path out instead"),
+        ('path = "a.jsonl"\nrepeats = 1\nweights = 1', "[data] weights and repeats are both set; keep one"),
+        ('path = "a.jsonl"\nformat = "text"\nprompt_column = "q"', "[data] prompt_column and response_column go"),
+        ('path = "a.jsonl"\nsystem_column = "q"', "[data] system_column needs prompt_column and response_column"),
+    ],
+)
+def test_what_is_wrong_about_data_is_said(data: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    text = MINIMAL.replace(f'path = "{ASSETS / "arithmetic.jsonl"}"', data)
+    assert any(error.format(tmp_path) in line for line in errors(tmp_path, text)), errors(tmp_path, text)
 
 
 def test_every_error_comes_at_once_with_file_key_and_remedy(tmp_path: Path) -> None:
@@ -89,7 +123,7 @@ mode = "some"
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
         "use -1 (all of them) or start with --nproc_per_node 3",
-        f"{file}: [data] path is not set; name a JSONL file",
+        f"{file}: [data] path is not set; name a file or a glob, or several",
         "command line: '--training.sed=4' is not an option; did you mean --training.seed?",
         "command line: --training.seed needs a value",
         "--model.flavor = '0.7B' is not known; did you mean 1.7B?",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_mi100.config import MetricsConfig
+from titan_mi100.settings import MetricsConfig
 from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model_spec import PRESETS, train_flops
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_mi100.config import LRSchedulerConfig
+from titan_mi100.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
 from titan_mi100.hardware import count_gpus, find_gpu
 from titan_mi100.layout import resolve_batch, resolve_layout

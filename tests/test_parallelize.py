@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_mi100 import distributed
-from titan_mi100.config import CompileConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.distributed import World
 from titan_mi100.layout import Layout
 from titan_mi100.model import attention

@@ -1,5 +1,6 @@
 """The trainer as a user runs it: whole processes, real files, exit codes, and a resume that is bit-identical."""
 
+import csv
 import json
 import os
 import shutil
@@ -223,7 +224,9 @@ def test_bad_rows_stop_the_run_before_training_with_exit_code_2(config: Path, tm
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
     result = train(config, tmp_path / "run", "--data.path", str(path), check=False)
-    assert f"{path}:2: has no column 'answer'" in result.stderr
+    assert f"{path}:2: missing key: there is no 'answer'" in result.stderr
+    rows = list(csv.DictReader((tmp_path / "run" / "ledger.csv").open()))
+    assert [(row["line"], row["status"]) for row in rows] == [("1", "kept"), ("2", "rejected")]
     assert "Traceback" not in result.stderr.split("torch/distributed")[0]
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("bad_input", 2) and f"{path}:2" in state["message"]

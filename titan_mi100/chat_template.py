@@ -1,35 +1,54 @@
-"""The folder's own chat template, sandboxed; and which characters of its output the assistant generates itself.
+"""The folder's own chat template, sandboxed; and where in its output each message stands.
 
 The second is known by provenance, not by searching the text: each string of a message enters the template as a
-`_Traced`, which remembers through the template's string operations where each character came from.
+`Traced`, which remembers through the template's string operations where each character came from.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, SupportsIndex
+from types import SimpleNamespace
+from typing import Any
 
 import jinja2
-from jinja2 import ext, nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_mi100.errors import UserError
+from titan_mi100.traced import MIXED, Source, Traced, TracingEnvironment, trace
 
-_Source = tuple[int, str]  # the message's index and the name of its field
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
+_REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
 _PROBE = ({"role": "user", "content": "Hello"},)
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Where one message stands in the text: the characters `[start, stop)`; none where nothing of it shows."""
+
+    message: int  # its index
+    role: str
+    start: int  # assistant: behind the turn's header; others: their first own character (not the role's)
+    stop: int  # assistant: behind the turn's eos_token; others: behind their last own character and an eos_token there
+    answer: int  # start, or behind an empty think block that the template itself put there
+    lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
+
+
+@dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the character spans `[start, end)` of it that the assistant generates."""
+    """A conversation as text, and a turn for each of its messages."""
 
     text: str
-    supervised: list[tuple[int, int]]
+    turns: list[Turn]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    header: str  # what opens an assistant's turn
+    empty_think: str  # what turning thinking off puts behind that
 
 
 class ChatTemplate:
@@ -39,9 +58,10 @@ class ChatTemplate:
         self._file = file
         self._special_tokens = special_tokens
         try:
-            self._template = _environment().from_string(source)
+            self._template = TracingEnvironment().from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"{file}: the chat template is not valid Jinja: {error}; correct or replace it") from error
+        self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "ChatTemplate":
@@ -92,59 +112,75 @@ class ChatTemplate:
         """
         return self._run(self._prepared(messages), add_generation_prompt, variables)
 
-    def render_supervised(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
-        """Render a conversation and say what of it the assistant generates: one span per assistant message.
-
-        A span runs from behind the turn's header, and behind an empty think block that the template itself puts there,
-        to the end of the turn's `eos_token`.
+    def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
+        """Render a conversation and say where each message stands in the text.
 
         Args:
             messages: as for `render`.
             variables: as for `render`.
 
         Returns:
-            The text, the same as `render`'s, and its spans in the order of the messages.
+            The text, the same as `render`'s, and a turn for every message, in their order.
 
         Raises:
-            UserError: as `render`; or the template treats a message in a way that hides what came from where.
+            UserError: as `render`; or the template treats an assistant's message in a way that hides what came from
+                where. Of other messages, what is hidden does not show.
         """
         prepared = self._prepared(messages)
-        traced = [
-            {key: _trace(value, (i, key)) for key, value in message.items()} for i, message in enumerate(prepared)
-        ]
-        text = self._run(traced, False, variables)
-        assistants = [i for i, message in enumerate(prepared) if message.get("role") == "assistant"]
-        if not assistants:
-            return Rendered(str.__str__(text), [])
-        header, empty_think = self._generation_prompt(prepared[: assistants[0]] or list(_PROBE), variables)
-        turns = _Turns(text if isinstance(text, _Traced) else _Traced(text), header, empty_think, self._eos_token())
-        supervised: list[tuple[int, int]] = []
-        for i in assistants:
+        text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
+        finder = _TurnFinder(text, self._special_tokens.get("eos_token") or "")
+        prompt: _Prompt | None = None
+        turns: list[Turn] = []
+        for i, message in enumerate(prepared):
+            if message.get("role") != "assistant":
+                turns.append(finder.other(i, str(message.get("role", ""))))
+                continue
+            self._check_eos_token()
+            prompt = prompt or self._prompt(prepared[:i], variables)
             try:
-                supervised.append(turns.supervised(i, prepared[i], supervised[-1][1] if supervised else 0))
+                turns.append(finder.assistant(i, message, prompt))
             except _Untraceable as problem:
                 raise UserError(
                     f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
                     f"use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        return Rendered(str.__str__(text), supervised)
+        return Rendered(str.__str__(text), turns)
 
-    def _generation_prompt(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, str]:
-        """What opens an assistant's turn, and the empty think block that turning thinking off puts behind that."""
-        plain = {key: value for key, value in variables.items() if key != "enable_thinking"}
-        without = self._run(messages, False, plain)
-        opened = self._run(messages, True, plain)
-        unthinking = self._run(messages, True, {**plain, "enable_thinking": False})
+    def render_supervised(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Any:
+        """Goes with sft.py's rewrite."""  # goes with sft.py's rewrite
+        rendered = self.render_turns(messages, **variables)
+        spans = [(turn.answer, turn.stop) for turn in rendered.turns if turn.role == "assistant"]
+        return SimpleNamespace(text=rendered.text, supervised=spans)
+
+    def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+        """The prompt under these variables. It does not depend on the conversation, so a fixed one is asked, once; the
+        conversation's own beginning only where the template refuses that one."""
+        variables = {key: value for key, value in variables.items() if key != "enable_thinking"}
+        try:
+            prompt = self._probed(json.dumps(variables))
+        except (TypeError, ValueError):  # no JSON
+            prompt = None
+        return prompt or self._prompt_behind(prefix or list(_PROBE), variables)
+
+    def _probe(self, variables: str) -> "_Prompt | None":
+        try:
+            return self._prompt_behind(list(_PROBE), json.loads(variables))
+        except UserError:
+            return None
+
+    def _prompt_behind(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+        without = self._run(messages, False, variables)
+        opened = self._run(messages, True, variables)
+        unthinking = self._run(messages, True, {**variables, "enable_thinking": False})
         if not opened.startswith(without) or len(opened) == len(without):
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
-        return opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else ""
+        return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
 
-    def _eos_token(self) -> str:
+    def _check_eos_token(self) -> None:
         if not self._special_tokens.get("eos_token"):
             raise UserError(
                 f"{self._file.parent / 'tokenizer_config.json'}: eos_token is missing; name what ends a turn"
             )
-        return self._special_tokens["eos_token"]
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `transformers` hands them to a template: keys without a value dropped, reasoning aliased."""
@@ -153,7 +189,7 @@ class ChatTemplate:
         prepared = []
         for message in messages:
             present = {key: value for key, value in message.items() if value is not None}
-            names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in present]
+            names = [name for name in _REASONING_FIELDS if name in present]
             if names:
                 reasoning = present[names[0]]
                 present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
@@ -171,241 +207,127 @@ class ChatTemplate:
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
 
 
+def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    traced = {
+        key: trace(value, Source(index, _REASONING if key in _REASONING_FIELDS else key))
+        for key, value in message.items()
+    }
+    if thoughts := _thoughts(message):
+        runs, position = [], 0
+        for start, stop in thoughts:
+            runs += [(start - position, Source(index, "content")), (stop - start, Source(index, _REASONING))]
+            position = stop
+        content = message["content"]
+        traced["content"] = Traced(content, [*runs, (len(content) - position, Source(index, "content"))])
+    return traced
+
+
+def _thoughts(message: dict[str, Any]) -> list[tuple[int, int]]:
+    """What of an assistant's content is reasoning: where its think blocks say something, and no field of its own does.
+
+    The first block may lack its opening tag, which some models' prompts end with.
+    """
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or _says(message.get(_REASONING)):
+        return []
+    thoughts, position = [], 0
+    for before in content.split("</think>")[:-1]:
+        opened, stop = before.rfind("<think>"), position + len(before)
+        if opened >= 0 or position == 0:
+            start = position + opened + len("<think>") if opened >= 0 else 0
+            if _says(content[start:stop]):
+                thoughts.append((start, stop))
+        position = stop + len("</think>")
+    return thoughts
+
+
+def _says(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
 class _Untraceable(Exception):
     """What is known of the text's provenance does not settle where an assistant's turn begins or ends."""
 
 
-class _Turns:
-    """Finds assistant turns in a rendered text by where its characters came from."""
+class _TurnFinder:
+    """Finds the turns of a rendered text, message after message, by where its characters came from."""
 
-    def __init__(self, text: "_Traced", header: str, empty_think: str, eos_token: str) -> None:
-        self._text = text
-        self._header, self._empty_think, self._eos_token = header, empty_think, eos_token
-        self._spans: list[tuple[int, int, _Source]] = []  # of characters that came from messages, in order
+    def __init__(self, text: str, eos_token: str) -> None:
+        self._text, self._eos_token = str.__str__(text), eos_token
+        self._spans: list[tuple[int, int, Source]] = []  # of characters that came from messages, in order
+        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # begin, end, field
         position = 0
-        for length, source in text.runs:
+        for length, source in text.runs if isinstance(text, Traced) else ():
             if source is not None:
                 self._spans.append((position, position + length, source))
+                self._of_message[source.message].append((position, position + length, source.field))
             position += length
+        self._ends = [end for _, end, _ in self._spans]
+        self._behind = 0  # where the last turn stops
+        self._behind_assistant = 0
 
-    def supervised(self, index: int, message: dict[str, Any], after: int) -> tuple[int, int]:
-        """The span that the assistant generates in message `index`, which begins at or behind `after`."""
-        start = self._header_end(index, message["role"], after)
-        if self._literal(start, self._empty_think):
-            start += len(self._empty_think)
-        if str(message.get("content", "")).strip() and not any(s == (index, "content") for _, _, s in self._spans):
+    def other(self, index: int, role: str) -> Turn:
+        """The turn of a message that is not the assistant's."""
+        own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
+        start, stop = (own[0][0], own[-1][1]) if own else (self._behind, self._behind)
+        if own and self._eos_token and self._is_literal(stop, self._eos_token):
+            stop += len(self._eos_token)
+        self._behind = stop
+        return Turn(index, role, start, stop, start, False)
+
+    def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
+        """The assistant's turn in message `index`, which begins behind the one before."""
+        spans = self._of_message[index]
+        fields = {field for _, _, field in spans}
+        start = self._header_end(spans, message["role"], prompt.header)
+        answer = start + len(prompt.empty_think) if self._is_literal(start, prompt.empty_think) else start
+        content = message.get("content")
+        answered = _says(content.split("</think>")[-1] if isinstance(content, str) else content)
+        if answered and not fields & {"content", MIXED}:
             raise _Untraceable("the template drops or rewrites its content")
-        last = max([start, *(end for _, end, source in self._spans if source[0] == index)])
-        found = str.find(self._text, self._eos_token, last)
+        if _says(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
+            raise _Untraceable("the template drops or rewrites its tool_calls")
+        last = max([answer, *(end for _, end, _ in spans)])
+        found = self._text.find(self._eos_token, last)
         if found < 0:
             raise _Untraceable(f"no {self._eos_token!r} ends the turn")
-        end = found + len(self._eos_token)
-        if any(begin < end and stop > start and source[0] != index for begin, stop, source in self._spans):
+        stop = found + len(self._eos_token)
+        if any(source.message != index for source in self._sources_between(start, stop)):
             raise _Untraceable("text of another message stands inside of its turn")
-        return start, end
+        reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
+        lost = reasoned and not fields & {_REASONING, MIXED}
+        self._behind = self._behind_assistant = stop
+        return Turn(index, message["role"], start, stop, answer, lost)
 
-    def _header_end(self, index: int, role: str, after: int) -> int:
+    def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """Where the header ends that was written with this message's role: the generation prompt up to a line's end."""
-        for begin, end, source in self._spans:
-            if source != (index, "role") or begin < after or str.__getitem__(self._text, slice(begin, end)) != role:
+        for begin, end, field in spans:
+            if field != "role" or begin < self._behind_assistant or self._text[begin:end] != role:
                 continue
-            at = self._header.find(role)
+            at = header.find(role)
             while at >= 0:
-                before, behind = self._header[:at], self._header[at + len(role) :]
-                if begin >= len(before) and self._literal(begin - len(before), before):
+                before, behind = header[:at], header[at + len(role) :]
+                if begin >= len(before) and self._is_literal(begin - len(before), before):
                     # A prompt can open a think block in further lines, which turns without reasoning do not have.
                     lines = behind.splitlines(keepends=True) or [""]
                     for count in range(len(lines), 0, -1):
-                        if self._literal(end, "".join(lines[:count])):
+                        if self._is_literal(end, "".join(lines[:count])):
                             return end + len("".join(lines[:count]))
-                at = self._header.find(role, at + 1)
+                at = header.find(role, at + 1)
         raise _Untraceable("the template does not write its role between the lines of the generation prompt")
 
-    def _literal(self, position: int, expected: str) -> bool:
+    def _is_literal(self, position: int, expected: str) -> bool:
         """Whether the template itself wrote `expected` there."""
-        stop = position + len(expected)
-        return str.startswith(self._text, expected, position) and not any(
-            begin < stop and end > position for begin, end, _ in self._spans
+        return self._text.startswith(expected, position) and not self._sources_between(
+            position, position + len(expected)
         )
 
-
-class _Traced(str):
-    """A string that knows from which message field its characters came: runs of (length, source), in order.
-
-    Operations that keep characters keep their sources. Those that rewrite them (`replace`, `upper` ...) keep the source
-    of a string that has only one, else they give a plain `str`, and the checks of `_Turns` decide.
-    """
-
-    runs: tuple[tuple[int, _Source | None], ...]
-
-    def __new__(cls, text: str, runs: Iterable[tuple[int, _Source | None]] | None = None) -> "_Traced":
-        traced = super().__new__(cls, text)
-        merged: list[tuple[int, _Source | None]] = []
-        for length, source in [(len(text), None)] if runs is None else runs:
-            if merged and merged[-1][1] == source:
-                merged[-1] = (merged[-1][0] + length, source)
-            elif length:
-                merged.append((length, source))
-        traced.runs = tuple(merged)
-        return traced
-
-    def __str__(self) -> str:
-        return self  # `str(x)` around each output of a template must not lose the runs
-
-    def __add__(self, other: str) -> str:
-        return _concat([self, other]) if isinstance(other, str) else NotImplemented
-
-    def __radd__(self, other: str) -> str:
-        return _concat([other, self])  # reached because str has no number protocol: Python asks the right operand first
-
-    def __getitem__(self, key: SupportsIndex | slice) -> str:
-        text = super().__getitem__(key)
-        if not isinstance(key, slice):
-            start = key.__index__() % len(self)
-            key = slice(start, start + 1)
-        start, stop, step = key.indices(len(self))
-        if step != 1:
-            return _as_rewritten(self, text)
-        runs, position = [], 0
-        for length, source in self.runs:
-            runs.append((max(0, min(position + length, stop) - max(position, start)), source))
-            position += length
-        return _Traced(text, runs)
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[i] for i in range(len(self)))
-
-    def lstrip(self, chars: str | None = None, /) -> str:
-        return self[len(self) - len(super().lstrip(chars)) :]
-
-    def rstrip(self, chars: str | None = None, /) -> str:
-        return self[: len(super().rstrip(chars))]
-
-    def strip(self, chars: str | None = None, /) -> str:
-        return self[: len(super().rstrip(chars))].lstrip(chars)
-
-    def removeprefix(self, prefix: str, /) -> str:
-        return self[len(self) - len(super().removeprefix(prefix)) :]
-
-    def removesuffix(self, suffix: str, /) -> str:
-        return self[: len(super().removesuffix(suffix))]
-
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
-        return self._located(super().split(sep, maxsplit), len(sep or ""))
-
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:  # type: ignore[override]
-        return self._located(super().rsplit(sep, maxsplit), len(sep or ""))
-
-    def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
-        whole = self._located(super().splitlines(keepends=True), 0)
-        return whole if keepends else [line[: len(str.splitlines(line)[0])] for line in whole]
-
-    def partition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, after = self._located(list(super().partition(sep)), 0)
-        return before, found, after
-
-    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, after = self._located(list(super().rpartition(sep)), 0)
-        return before, found, after
-
-    def _located(self, pieces: list[str], gap: int) -> list[str]:
-        """The pieces as slices of this string: in order, `gap` characters (or, for 0, spaces) left out between them."""
-        located, position = [], 0
-        for piece in pieces:
-            position = super().find(piece, position)
-            located.append(self[position : position + len(piece)])
-            position += len(piece) + gap
-        return located
-
-
-def _rewriting(name: str) -> Callable[..., str]:
-    def method(self: _Traced, *args: Any, **kwargs: Any) -> str:
-        return _as_rewritten(self, getattr(str, name)(self, *args, **kwargs))
-
-    return method
-
-
-for _name in ("replace", "upper", "lower", "title", "capitalize", "swapcase", "casefold", "expandtabs", "__mul__"):
-    setattr(_Traced, _name, _rewriting(_name))
-
-
-def _as_rewritten(origin: _Traced, text: str) -> str:
-    return _Traced(text, [(len(text), origin.runs[0][1])]) if len(origin.runs) == 1 else text
-
-
-def _concat(pieces: Iterable[str]) -> str:
-    parts = list(pieces)
-    text = "".join(parts)
-    if not any(isinstance(part, _Traced) for part in parts):
-        return text
-    runs = [run for p in parts for run in (p.runs if isinstance(p, _Traced) else ((len(p), None),))]
-    return _Traced(text, runs)
-
-
-def _trace(value: Any, source: _Source) -> Any:
-    if isinstance(value, str):
-        return _Traced(value, [(len(value), source)])
-    if isinstance(value, Mapping):
-        return {_trace(key, source): _trace(item, source) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_trace(item, source) for item in value]
-    return value
-
-
-def _sources(value: Any) -> set[_Source | None]:
-    if isinstance(value, str):
-        return {source for _, source in value.runs} if isinstance(value, _Traced) else {None}
-    if isinstance(value, Mapping):
-        return set().union(*map(_sources, value.keys()), *map(_sources, value.values()))
-    return set().union(*map(_sources, value)) if isinstance(value, list | tuple) else set()
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The filter of `transformers`: no escaping of HTML; the JSON of one message's data stays that message's."""
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    sources = _sources(value)
-    return _Traced(text, [(len(text), sources.pop())]) if len(sources) == 1 else text
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class _GenerationTag(ext.Extension):
-    """Accepts `{% generation %} ... {% endgeneration %}`, a tag of `transformers`, as a plain scope."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _TracingCodeGenerator(CodeGenerator):
-    """Jinja's `~` joins by a module's function; this one by the environment's `concat`, as all other output."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("concat(map(str, (")
-        for operand in node.nodes:
-            self.visit(operand, frame)
-            self.write(", ")
-        self.write(")))")
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    code_generator_class = _TracingCodeGenerator
-    concat = staticmethod(_concat)
-
-
-def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    def _sources_between(self, start: int, stop: int) -> list[Source]:
+        """Of the characters in `[start, stop)` that came from messages."""
+        sources = []
+        for i in range(bisect_right(self._ends, start), len(self._spans)):
+            begin, _, source = self._spans[i]
+            if begin >= stop:
+                break
+            sources.append(source)
+        return sources

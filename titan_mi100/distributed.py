@@ -112,6 +112,14 @@ def raise_together() -> Iterator[None]:
         raise UserError(first)
 
 
+def same_on_all_ranks(value: str, otherwise: str) -> None:
+    """Raise a UserError on every rank if they do not all hold the same value. A collective."""
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    if set(everyone) != {value}:
+        raise UserError(otherwise)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale all gradients so that their global norm is at most max_norm (0: leave them); returns the norm before."""
     parameters = list(parameters)

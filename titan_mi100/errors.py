@@ -1,5 +1,14 @@
 """The one exception for what a user causes: it ends a run with exit code 2 and its message, no traceback."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake in the config or the input. The message names file, line or key, what is wrong, and the remedy."""
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of a message about an unknown word."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else "; --help lists them"

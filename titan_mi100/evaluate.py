@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import validation_batches
-from titan_mi100.data.sft import PackedDataset
 from titan_mi100.distributed import sum_over_ranks
 from titan_mi100.layout import Batch
 from titan_mi100.loss import IGNORE

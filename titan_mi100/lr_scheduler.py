@@ -2,7 +2,7 @@
 
 import math
 
-from titan_mi100.config import LRSchedulerConfig
+from titan_mi100.settings import LRSchedulerConfig
 
 
 def lr_factor(config: LRSchedulerConfig, step: int, steps: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from titan_mi100.config import MetricsConfig
+from titan_mi100.settings import MetricsConfig
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec, train_flops
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from titan_mi100.config import OptimizerConfig
+from titan_mi100.settings import OptimizerConfig
 
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 

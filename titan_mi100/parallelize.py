@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_mi100.config import CompileConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.model.qwen3 import Qwen3
 
 

@@ -3,7 +3,7 @@
 Reads from top to bottom: what is prepared, then the loop, then one step.
 """
 
-from titan_mi100.config import Config, config_from_command_line, resolve_run_folder, to_toml
+from titan_mi100.config import config_from_command_line, resolve_run_folder, to_toml
 
 if __name__ == "__main__":
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 import traceback
@@ -26,11 +27,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100 import distributed, hardware, model_spec
-from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.checkpoint import Checkpointer, list_checkpoints
+from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, build_loader, rows_per_epoch
-from titan_mi100.data.sft import PADDING_DOCUMENT, SFTData, load_sft
-from titan_mi100.distributed import World, raise_together, sum_over_ranks
+from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
+from titan_mi100.distributed import World, raise_together, same_on_all_ranks, sum_over_ranks
 from titan_mi100.errors import UserError
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.hf_io import HFWeights
@@ -43,7 +44,7 @@ from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import parallelize
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.settings import Config
 
 
 class NumericalError(RuntimeError):
@@ -101,9 +102,7 @@ def train(config: Config, world: World, folder: Path) -> None:
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
 
-    tokenizer, data = _load_data(config, spec)
-    for line in data.summary:
-        log.info(line)
+    data = _load_data(config, spec, folder)
     steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
     steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
@@ -118,8 +117,8 @@ def train(config: Config, world: World, folder: Path) -> None:
     checkpointer = Checkpointer(folder / "checkpoint", config.checkpoint.keep_latest_k, model, optimizer, world)
     identity = {
         "model": spec.__dict__,
-        "tokenizer": tokenizer.fingerprint,
-        "data": data.train.fingerprint(),
+        "tokenizer": data.facts["tokenizer"],
+        "data": data.facts["fingerprint"],
         "seed": config.training.seed,
         "global_batch_size": batch.global_batch_size,
     }
@@ -291,18 +290,43 @@ def _write_run_state(world: World, folder: Path, state: str, exit_code: int, mes
             log.error(f"{folder}: cannot be written to: {error.strerror}")
 
 
-def _load_data(config: Config, spec: model_spec.ModelSpec) -> tuple[Tokenizer, SFTData]:
-    """Every rank reads the whole set; a bad row on any of them stops all."""
+def _load_data(config: Config, spec: model_spec.ModelSpec, folder: Path) -> Prepared:
+    """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
+    started = time.perf_counter()
+    path = config.tokenizer_path()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_writer = os.environ.get("RANK", "0") == "0"
     with raise_together():
-        tokenizer = Tokenizer.from_folder(config.tokenizer_folder())
-        if tokenizer.n_vocab > spec.vocab_size:
+        try:
+            data = prepare_data(
+                config.data, path, config.model.chat_template, config.training.seq_len, patience=0 if first else 1
+            )
+        except RefusedData as error:
+            if is_writer:
+                _keep_ledger(error.ledger, folder)
+            raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
+        if data.facts["n_vocab"] > spec.vocab_size:
             raise UserError(
-                f"{config.tokenizer_folder()}: has {tokenizer.n_vocab:,} tokens, more than the model's vocab_size = "
+                f"{path}: has {data.facts['n_vocab']:,} tokens, more than the model's vocab_size = "
                 f"{spec.vocab_size:,}; use the model's own tokenizer"
             )
-        template = ChatTemplate.from_folder(config.tokenizer_folder())
-        data = load_sft(config.data, tokenizer, template, config.training.seq_len)
-    return tokenizer, data
+        if is_writer:
+            _keep_ledger(data.ledger(), folder)
+    same_on_all_ranks(data.facts["plan"], "the data files are not the same on all nodes; copy them again")
+    for line in data.facts["summary"]:
+        log.info(line)
+    for line in data.facts["warnings"]:
+        log.warning(line)
+    how = "already prepared" if data.cached else "prepared"
+    log.info(f"data: {how} in {data.folder} ({time.perf_counter() - started:.2f} s)")
+    return data
+
+
+def _keep_ledger(ledger: Path, folder: Path) -> None:
+    try:
+        shutil.copyfile(ledger, folder / "ledger.csv")
+    except OSError as error:
+        raise UserError(f"{folder / 'ledger.csv'}: cannot be written: {error.strerror}") from None
 
 
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
@@ -346,7 +370,8 @@ def _say_where(folder: Path, config: Config) -> None:
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
-    log.info("  metrics.jsonl, train.log, config.toml (resolved), environment.json, run_state.json")
+    log.info("  ledger.csv (every row of the data), metrics.jsonl, train.log")
+    log.info("  config.toml (resolved), environment.json, run_state.json")
 
 
 if __name__ == "__main__":

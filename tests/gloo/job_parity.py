@@ -6,12 +6,12 @@ Arguments: input file (model spec, weights, documents, splits), output file.
 import sys
 
 import torch
+from conftest import packed
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import distributed
-from titan_mi100.config import ActivationCheckpointConfig, CompileConfig, Config, ParallelismConfig, TrainingConfig
+from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import RowStream
-from titan_mi100.data.sft import PackedDataset
 from titan_mi100.layout import Batch, Layout
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallelize import parallelize
@@ -58,7 +58,7 @@ def run_split(world: distributed.World, case: dict, split: dict) -> dict:
         return case["weights"][name][part]
 
     distributed.fill_parameters(model, read)
-    dataset = PackedDataset(case["documents"], split.get("seq_len", case["seq_len"]), pad_id=0)
+    dataset = packed(case["documents"], split.get("seq_len", case["seq_len"]), pad_id=0)
     batch = Batch(split["local_batch_size"], split["accumulation"], world.size)
     optimizer = CatchGradients(model)
     stream = RowStream(dataset, batch, world.rank, seed=split.get("seed", 0))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_mi100.data.sft import PackedDataset
+from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.layout import Batch
 
 Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: each (local_batch_size, seq) int64

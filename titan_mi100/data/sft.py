@@ -1,204 +1,164 @@
-"""From conversations to packed rows: render with the model's own template, tokenise, mark what is supervised, pack.
+"""From a row of input to documents: render with the model's own template, tokenise, mark what is supervised, fit.
 
-Legend: document = one conversation's tokens; row = `seq_len` tokens of one or more whole documents, then padding.
+Legend: document = the tokens of one conversation, text or piece of one: what attention does not look out of.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_mi100.chat_template import ChatTemplate
-from titan_mi100.config import DataConfig
-from titan_mi100.data.formats import BadRows, Conversation, choose_reader, read_conversations
-from titan_mi100.data.packing import pack_rows
+from titan_mi100.data.rows import BadRow, Example
+from titan_mi100.data.supervision import Span, supervise
 from titan_mi100.errors import UserError
-from titan_mi100.loss import IGNORE
+from titan_mi100.settings import DataConfig
 from titan_mi100.tokenizer import Tokenizer
 
-Document = tuple[np.ndarray, np.ndarray]  # ids, supervised: (n,) int32, (n,) bool
-PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
+STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
+KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
+OVERLONG = "longer than seq_len"  # the reason's kind
+
+
+class Document(NamedTuple):
+    ids: np.ndarray  # (n,) int32
+    supervised: np.ndarray  # (n,) bool: the token is learned, given those before it (a document's first never is)
+
+    def values(self) -> np.ndarray:
+        """(n,) uint32: 2 * id + supervised, as documents are kept."""
+        return self.ids.astype(np.uint32) * 2 + self.supervised
 
 
 @dataclass(frozen=True)
-class Row:
-    """One packed row; each array is (seq_len,) int64."""
+class Encoded:
+    """What became of a row."""
 
-    input_ids: np.ndarray
-    labels: np.ndarray  # the next token where that is supervised, else loss.IGNORE
-    positions: np.ndarray  # from 0 in each document
-    document_ids: np.ndarray  # 0, 1, ... along the row; PADDING_DOCUMENT
+    status: int  # of STATUSES; whether it is a duplicate is not known yet
+    documents: list[Document]
+    tokens: int  # of the row, before anything was cut off
+    kind: str = ""  # why it is not kept as it is: a short phrase to count by
+    detail: str = ""  # the same for this row
 
 
-class PackedDataset:
-    """Tokenised documents and the rows that they are packed into, by best-fit decreasing."""
+class Encoder:
+    """Rows to documents of at most seq_len tokens. `template` is needed for conversations only."""
 
-    def __init__(self, documents: list[Document], seq_len: int, pad_id: int) -> None:
-        """Pack the documents.
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: DataConfig, seq_len: int) -> None:
+        self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
 
-        Args:
-            documents: (ids, supervised) of each, at most seq_len tokens.
+    def encode(self, example: Example) -> Encoded:
+        """The row's documents.
+
+        Raises:
+            BadRow: the template refuses the conversation, nothing in the row is supervised, or it is longer than
+                seq_len under data.overlong = "error".
         """
-        self.seq_len, self.pad_id = seq_len, pad_id
-        self._documents = documents
-        self._rows = pack_rows([len(ids) for ids, _ in documents], seq_len)
-        self.tokens = sum(len(ids) for ids, _ in documents)
-        self.supervised = sum(int(mask[1:].sum()) for _, mask in documents)
+        if example.messages is not None:
+            documents = self._conversation(example.messages, example.tools)
+        elif example.text is not None:
+            documents = [self._text(example.text)]
+        else:
+            assert example.input_ids is not None
+            documents = [self._tokens(example.input_ids, example.labels)]
+        if not any(document.supervised[1:].any() for document in documents):
+            raise BadRow("nothing is supervised", self._why_nothing(example))
+        return self._fit(documents)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def describe(self) -> str:
-        """Its size, for the log."""
-        return (
-            f"{len(self._documents):,} conversations, {self.tokens:,} tokens, {self.supervised:,} supervised, "
-            f"in {len(self):,} rows of {self.seq_len} ({self.tokens / (len(self) * self.seq_len):.1%} real)"
-        )
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all that training reads: a resume on other rows is another run."""
-        digest = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
-        for row in self._rows:
-            for index in row:
-                ids, supervised = self._documents[index]
-                digest.update(ids.tobytes() + supervised.tobytes())
-            digest.update(b"row")
-        return digest.hexdigest()
-
-    def row(self, index: int) -> Row:
-        """The packed row; index -1 is a row of padding, which fills up the last batch of an epoch."""
-        input_ids = np.full(self.seq_len, self.pad_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        positions = np.arange(self.seq_len, dtype=np.int64)
-        document_ids = np.full(self.seq_len, PADDING_DOCUMENT, dtype=np.int64)
-        start = 0
-        for number, document in enumerate([] if index < 0 else self._rows[index]):
-            ids, supervised = self._documents[document]
-            stop = start + len(ids)
-            input_ids[start:stop] = ids
-            labels[start : stop - 1] = np.where(supervised[1:], ids[1:], IGNORE)
-            positions[start:stop] = np.arange(len(ids))
-            document_ids[start:stop] = number
-            start = stop
-        positions[start:] = np.arange(self.seq_len - start)
-        return Row(input_ids, labels, positions, document_ids)
-
-
-@dataclass(frozen=True)
-class SFTData:
-    train: PackedDataset
-    validation: PackedDataset | None
-    summary: list[str]  # what was read, for the log
-
-
-def load_sft(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, seq_len: int) -> SFTData:
-    """Read, check, tokenise and pack the training and validation sets.
-
-    Raises:
-        UserError: every bad row with file:line and reason, or a set with nothing in it.
-    """
-    bad, forms = BadRows(), {}
-
-    def conversations(path: str) -> Iterator[Conversation]:
-        reader = choose_reader(path, config.format, config.prompt_column, config.response_column)
-        forms[path] = reader.description
-        return read_conversations(path, reader, bad)
-
-    encoder = _Encoder(tokenizer, template, seq_len, config.overlong, bad)
-    train: list[Document] = []
-    held_out: list[Document] = []
-    for conversation in conversations(config.path):
-        if (document := encoder.encode(conversation)) is not None:
-            (held_out if _held_out(conversation, config.validation_fraction) else train).append(document)
-    for conversation in conversations(config.validation_path) if config.validation_path else ():
-        if (document := encoder.encode(conversation)) is not None:
-            held_out.append(document)
-    bad.raise_if_any()
-
-    summary = encoder.summary()
-    if not train:
-        raise UserError("; ".join([f"{config.path}: nothing is left to train on", *summary]))
-    sets = {"train": PackedDataset(train, seq_len, tokenizer.pad_token_id)}
-    if config.validation_path or config.validation_fraction:
-        if not held_out:
-            raise UserError(
-                f"{config.validation_path or config.path}: no conversation is left to validate on; "
-                "raise [data] validation_fraction, or leave validation out"
-            )
-        sets["validation"] = PackedDataset(held_out, seq_len, tokenizer.pad_token_id)
-    summary += [f"read as {form}: {path}" for path, form in forms.items()]
-    summary += [f"{name}: {rows.describe()}" for name, rows in sets.items()]
-    return SFTData(sets["train"], sets.get("validation"), summary)
-
-
-def _held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether it belongs to the validation set: by a hash of its content, so that duplicates go the same way."""
-    if not fraction:
-        return False
-    content = json.dumps(conversation.messages, sort_keys=True).encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") < fraction * 2**64
-
-
-class _Encoder:
-    """Conversations to (ids, supervised), with what cannot be used noted."""
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, seq_len: int, overlong: str, bad: BadRows) -> None:
-        self.tokenizer, self.template, self.bad = tokenizer, template, bad
-        self.seq_len, self.overlong = seq_len, overlong
-        self.dropped: list[str] = []  # file:line of over-long conversations
-
-    def encode(self, conversation: Conversation) -> Document | None:
+    def _conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Document]:
+        assert self._template is not None
+        variables: dict[str, Any] = {} if tools is None else {"tools": tools}
+        config = self._config
+        how = (config.loss, config.empty_think == "supervised", config.earlier_thinking)
         try:
-            ids, supervised = encode_conversation(conversation.messages, self.tokenizer, self.template)
+            supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:
-            self.bad.add(conversation.where, str(error))
-            return None
-        if len(ids) > self.seq_len:
-            if self.overlong == "error":
-                reason = f"has {len(ids)} tokens, [training] seq_len is {self.seq_len}; raise it, or drop such rows"
-                self.bad.add(conversation.where, reason)
-            else:
-                self.dropped.append(conversation.where)
-            return None
-        return ids, supervised
+            raise BadRow("the chat template refuses it", str(error)) from error
+        return [self._rendered(rendered.text, spans) for rendered, spans in supervised]
 
-    def summary(self) -> list[str]:
-        if not self.dropped:
-            return []
-        return [
-            f"dropped {len(self.dropped):,} conversations of more than seq_len = {self.seq_len} tokens, "
-            f"the first at {self.dropped[0]}"
-        ]
+    def _rendered(self, text: str, spans: list[Span]) -> Document:
+        ids, ends = self.tokenizer.encode_with_offsets(text)
+        starts = np.concatenate(([0], ends[:-1]))
+        supervised = np.zeros(len(ids), dtype=bool)
+        offset = _Offsets(text, self.tokenizer)
+        for span_start, span_stop in spans:
+            supervised |= (starts < offset.of(span_stop)) & (ends > offset.of(span_start))
+        return Document(ids, supervised)
+
+    def _text(self, text: str) -> Document:
+        ids = self.tokenizer.encode(text)
+        if not ids or ids[-1] != self.tokenizer.eos_token_id:
+            ids.append(self.tokenizer.eos_token_id)
+        return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
+
+    def _tokens(self, input_ids: list[int], labels: list[int] | None) -> Document:
+        if max(input_ids) >= self.tokenizer.n_vocab:
+            place = int(np.argmax(np.array(input_ids) >= self.tokenizer.n_vocab))
+            raise BadRow(
+                "unknown token id",
+                f"input_ids[{place}] = {input_ids[place]}, the tokenizer has {self.tokenizer.n_vocab:,} tokens; was the "
+                "file made with another tokenizer?",
+            )
+        ids = np.array(input_ids, dtype=np.int32)
+        return Document(ids, np.ones(len(ids), bool) if labels is None else np.array(labels) == ids)
+
+    def _why_nothing(self, example: Example) -> str:
+        if example.messages is None:
+            return "a row needs at least one supervised token behind its first"
+        return f"no turn is learned with data.loss = {self._config.loss!r}, or it holds no text"
+
+    def _fit(self, documents: list[Document]) -> Encoded:
+        """Documents as they fit into rows of seq_len tokens, by data.overlong."""
+        tokens = sum(len(document.ids) for document in documents)
+        overlong = [document for document in documents if len(document.ids) > self._seq_len]
+        whole = SPLIT if len(documents) > 1 else KEPT
+        if not overlong:
+            reason = (f"{len(documents)} rounds, a document each",) if whole == SPLIT else ("",)
+            return Encoded(whole, _learnable(documents), tokens, "unrolled" if whole == SPLIT else "", *reason)
+        detail = f"{len(overlong[0].ids):,} tokens, seq_len is {self._seq_len:,}"
+        if self._config.overlong == "error":
+            raise BadRow(OVERLONG, f"{detail}; raise it, or set data.overlong to drop, truncate or split")
+        if len(documents) > 1:
+            detail = f"{len(overlong)} of {len(documents)} rounds, one of {detail}"
+        fitted: list[Document] = []
+        for document in documents:
+            if len(document.ids) <= self._seq_len:
+                fitted.append(document)
+            elif self._config.overlong == "truncate":
+                fitted.append(_slice(document, 0, self._seq_len))
+            elif self._config.overlong == "split":
+                steps = range(0, len(document.ids), self._seq_len)
+                fitted += [_slice(document, start, start + self._seq_len) for start in steps]
+        left = _learnable(fitted)
+        if not left and self._config.overlong == "truncate":
+            detail += "; nothing supervised is in its beginning"
+        cut = {"truncate": TRUNCATED, "split": SPLIT}.get(self._config.overlong, whole)
+        return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail)
 
 
-def encode_conversation(
-    messages: list[dict[str, str]], tokenizer: Tokenizer, template: ChatTemplate
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the rendered conversation, and which of them the assistant itself generates.
-
-    Returns:
-        ids: (n,) int32. supervised: (n,) bool: a token that holds a supervised character.
-
-    Raises:
-        UserError: the template refuses the messages, or nothing in them is supervised.
-    """
-    rendered = template.render_supervised(messages)
-    ids, ends = tokenizer.encode_with_offsets(rendered.text)
-    starts = np.concatenate(([0], ends[:-1]))
-    supervised = np.zeros(len(ids), dtype=bool)
-    for span_start, span_stop in rendered.supervised:
-        first, last = (_byte_offset(rendered.text, position, tokenizer) for position in (span_start, span_stop))
-        supervised |= (starts < last) & (ends > first)
-    if not supervised[1:].any():
-        raise UserError("nothing is supervised: the template renders no assistant text")
-    return ids, supervised
+def _slice(document: Document, start: int, stop: int) -> Document:
+    return Document(document.ids[start:stop], document.supervised[start:stop])
 
 
-def _byte_offset(text: str, position: int, tokenizer: Tokenizer) -> int:
-    """Where a character position lies in the UTF-8 of the normalised text, in which the tokenizer counts."""
-    before = tokenizer.normalize(text[:position])
-    if before + tokenizer.normalize(text[position:]) != tokenizer.normalize(text):
-        raise UserError("a message begins with a combining character that joins the template's text before it")
-    return len(before.encode())
+def _learnable(documents: list[Document]) -> list[Document]:
+    return [document for document in documents if document.supervised[1:].any()]
+
+
+class _Offsets:
+    """Where character positions of a text lie in the UTF-8 of the normalised text, in which the tokenizer counts."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+        self._text, self._tokenizer = text, tokenizer
+        self._ascii = text.isascii()  # then nothing is normalised and a character is a byte
+        self._normalized = "" if self._ascii else tokenizer.normalize(text)
+
+    def of(self, position: int) -> int:
+        if self._ascii:
+            return position
+        before = self._text[:position]
+        if self._normalized != self._text:
+            before = self._tokenizer.normalize(before)
+            if before + self._tokenizer.normalize(self._text[position:]) != self._normalized:
+                raise BadRow(
+                    "the template refuses it", "a message begins with a combining character that joins the text before"
+                )
+        return len(before.encode())

@@ -1,0 +1,111 @@
+"""Preparing data: cold, warm, and on a file larger than is comfortable. Prints one line of figures for each.
+
+    python scripts/bench/data.py --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/
+    python scripts/bench/data.py --gigabytes 2 --model.tokenizer_path Qwen3-0.6B/
+
+Every measurement is a process of its own, watched from outside: seconds of the data stage as the trainer logs them,
+memory as the largest sum of proportional set sizes over the process and its workers, and of resident set sizes (which
+count pages that workers share with their parent once for each).
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STAGE = """
+import json, os, sys, time
+from titan_mi100.data.prepare import prepare_data
+from titan_mi100.settings import DataConfig
+path, cache, tokenizer, seq_len, workers = sys.argv[1:]
+started = time.perf_counter()
+data = prepare_data(DataConfig(path=(path,), cache_folder=cache, workers=int(workers)), tokenizer, "", int(seq_len))
+print(json.dumps({"seconds": time.perf_counter() - started, **data.facts["sets"]["train"]}))
+"""
+WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
+
+
+def synthetic(path: Path, gigabytes: float) -> None:
+    """Question and answer of made-up words, about 500 bytes a row."""
+    draw = random.Random(0)
+    words = [*WORDS.split(), *("".join(draw.choices("abcdefghiklmnoprstuvwy", k=draw.randint(3, 11))) for _ in range(4000))]
+    with path.open("w", encoding="utf-8") as file:
+        size, number = 0, 0
+        while size < gigabytes * 1e9:
+            lines = []
+            for _ in range(1000):
+                question, answer = (" ".join(draw.choices(words, k=draw.randint(10, 60))) for _ in range(2))
+                lines.append(json.dumps({"question": f"{number}: {question}?", "answer": answer}) + "\n")
+                number += 1
+            block = "".join(lines)
+            file.write(block)
+            size += len(block)
+
+
+def memory(session: int) -> tuple[float, float]:
+    """MiB of all processes of a session: proportional, resident."""
+    pss = rss = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) != session:
+                continue
+            for line in (process / "smaps_rollup").read_text().splitlines():
+                pss += int(line.split()[1]) if line.startswith("Pss:") else 0
+                rss += int(line.split()[1]) if line.startswith("Rss:") else 0
+        except (OSError, IndexError, ValueError):
+            continue
+    return pss / 1024, rss / 1024
+
+
+def measure(path: str, cache: str, tokenizer: str, seq_len: int, workers: int) -> dict[str, float]:
+    command = [sys.executable, "-c", STAGE, path, cache, tokenizer, str(seq_len), str(workers)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pss = rss = 0.0
+    while process.poll() is None:
+        now = memory(process.pid)
+        pss, rss = max(pss, now[0]), max(rss, now[1])
+        time.sleep(0.1)
+    assert process.returncode == 0 and process.stdout is not None
+    return {**json.loads(process.stdout.read()), "pss": pss, "rss": rss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data.path", dest="path", default="")
+    parser.add_argument("--gigabytes", type=float, default=0.0, help="make a file of this size instead")
+    parser.add_argument("--model.tokenizer_path", dest="tokenizer", required=True)
+    parser.add_argument("--training.seq_len", dest="seq_len", type=int, default=1024)
+    parser.add_argument("--data.workers", dest="workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--runs", type=int, default=3, help="cold and warm starts")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.path
+        if options.gigabytes:
+            path = str(Path(folder) / "synthetic.jsonl")
+            synthetic(Path(path), options.gigabytes)
+        megabytes = os.path.getsize(path) / 1e6
+        print(f"{path}: {megabytes:,.1f} MB, {options.workers} workers, seq_len {options.seq_len}")
+        for run in range(options.runs):
+            for name in ("cold", "warm"):
+                cache = str(Path(folder) / f"cache{run}")
+                found = measure(path, cache, options.tokenizer, options.seq_len, options.workers)
+                real = found["tokens"] / (found["rows"] * options.seq_len)
+                speed = (
+                    f", {megabytes / found['seconds']:.2f} MB/s, {found['tokens'] / found['seconds']:,.0f} tok/s "
+                    f"({found['tokens'] / found['seconds'] / options.workers:,.0f} per worker)"
+                )
+                print(
+                    f"{name}: {found['seconds']:.2f} s{speed if name == 'cold' else ''}, {found['documents']:,} "
+                    f"documents, {found['tokens']:,} tokens, {real:.2%} real, memory {found['pss']:,.0f} MiB "
+                    f"proportional, {found['rss']:,.0f} MiB resident summed",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

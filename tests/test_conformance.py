@@ -1,0 +1,579 @@
+"""Conformance with `transformers`: the same text, the same tokens, and the same tokens supervised, in every mode.
+
+The conversations are our own (assets/conversations.jsonl). What is supervised is reckoned here a second time, from
+`transformers` alone (`Reference`): assistant turns from `{% generation %}` marks set into the template, other messages
+and lost reasoning from a second rendering in which they are replaced by private-use characters. It shares no code with
+`titan_mi100`, and marks characters in an array where that works with spans.
+
+Markers inside of contents make nothing ambiguous: `transformers` counts the characters that have been rendered when a
+mark opens and closes, and never searches the text. Tokens are where two ways are thinkable: a turn that begins with a
+line break shares the token "\\n\\n" with its header, and an emoji can be several tokens of one character. Here a token
+is supervised if it holds a supervised character, which is also what `transformers` does at a span's beginning; at its
+end it takes only the first token of the last character, but an assistant's turn ends with the end token.
+"""
+
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from titan_mi100.chat_template import ChatTemplate, Rendered, Turn
+from titan_mi100.data.rows import BadRow, Example
+from titan_mi100.data.sft import Encoder
+from titan_mi100.data.supervision import rounds, supervise, supervised_spans
+from titan_mi100.errors import UserError
+from titan_mi100.settings import DataConfig
+from titan_mi100.tokenizer import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+ASSETS = Path(__file__).parent / "assets"
+QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
+END = "<|im_end|>"
+
+LOSSES, EMPTY_THINK, EARLIER = ("assistant", "last", "all", "weight"), (False, True), ("template", "mask", "unroll")
+MODES = list(itertools.product(LOSSES, EMPTY_THINK, EARLIER))
+
+Conversation = dict[str, Any]  # name, messages, tools
+Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
+
+
+def hand_written() -> list[Conversation]:
+    lines = (ASSETS / "conversations.jsonl").read_text(encoding="utf-8").split("\n")
+    return [{"tools": None, **json.loads(line)} for line in lines if line]
+
+
+# -- the reference --
+
+
+class Marking(NamedTuple):
+    """Where a template writes an assistant's turn, and in its words, whether and what thought it shows there."""
+
+    opening: str  # what stands from here up to `calls` is written anew
+    calls: str
+    closing: str
+    header: str
+    shows: str
+    thought: str
+    content: str
+
+
+MARKINGS = {
+    "qwen3": Marking(
+        opening="{%- if loop.index0 > ns.last_query_index %}",
+        calls="{%- if message.tool_calls %}",
+        closing="{{- '<|im_end|>\\n' }}",
+        header="<|im_start|>assistant\\n",
+        shows="loop.index0 > ns.last_query_index and (loop.last or reasoning_content)",
+        thought="reasoning_content.strip('\\n')",
+        content="content.lstrip('\\n') if shows else content",
+    ),
+    "asset": Marking(
+        opening="{%- if loop.index0 > ns.last_user",
+        calls="{%- for call in message.tool_calls",
+        closing="{{- '<|im_end|>\\n' -}}",
+        header="",
+        shows="loop.index0 > ns.last_user and (loop.last or thought)",
+        thought="thought.strip('\\n')",
+        content="text",
+    ),
+}
+
+
+def marked(source: str, marking: Marking, empty_think: bool) -> str:
+    """The template with `{% generation %}` around each assistant's turn, an empty think block included or not."""
+    opening = source.index(marking.opening)
+    calls = source.index(marking.calls, opening)
+    closing = source.index(marking.closing, calls)
+    before, after = ("not shows", "shows") if empty_think else ("shows and not shown", "shows and shown")
+    parts = [
+        source[:opening],
+        "{%- set shows = " + marking.shows + " %}{%- set shown = " + marking.thought + " %}",
+        "{{- '"
+        + marking.header
+        + "' }}{%- if "
+        + before
+        + " and shows %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
+        "{%- generation %}{%- if " + after + " %}{{- '<think>\\n' ~ shown ~ '\\n</think>\\n\\n' }}{%- endif %}",
+        "{{- " + marking.content + " }}",
+        source[calls:closing],
+        "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}",
+        source[closing + len(marking.closing) :],
+    ]
+    return "".join(parts)
+
+
+class Described(NamedTuple):
+    """A rendered conversation: for each message its characters, with and without the empty think block."""
+
+    text: str
+    whole: list[tuple[int, int]]
+    answers: list[tuple[int, int]]
+    lost: set[int]
+
+
+class Reference:
+    """What `transformers` makes of conversations, and what follows from that alone."""
+
+    def __init__(self, folder: Path, marking: Marking) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        source = self.tokenizer.chat_template
+        self.marked = {empty_think: marked(source, marking, empty_think) for empty_think in (False, True)}
+
+    def render(self, messages: list[Any], tools: Any, **variables: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+
+    def documents(self, messages: list[Any], tools: Any) -> Iterator[tuple[tuple[str, bool, str], list[Document]]]:
+        """Each mode with the documents that it trains on."""
+        whole = self._described(messages, tools)
+        # A cut comes behind each assistant turn where, of assistant and user, the user speaks next.
+        roles = "".join(message["role"][0] for message in messages)
+        cuts = [i + 1 for i, role in enumerate(roles) if role == "a" and re.match("[^au]*u", roles[i + 1 :])]
+        cuts = [0, *(cuts if whole.lost else []), len(messages)]
+        unrolled = [(self._described(messages[:stop], tools), first) for first, stop in itertools.pairwise(cuts[:-1])]
+        unrolled.append((whole, cuts[-2]))
+        for mode in MODES:
+            cut = unrolled if mode[2] == "unroll" else [(whole, 0)]
+            yield mode, [(each.text, self._supervised(each, messages, first, *mode)) for each, first in cut]
+
+    def tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def _supervised(
+        self, each: Described, messages: list[Any], first: int, loss: str, empty_think: bool, earlier: str
+    ) -> np.ndarray:
+        on = np.zeros(len(each.text), dtype=bool)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+        if loss == "all":
+            on[each.whole[first - 1][1] if first else 0 :] = True
+        for i in range(first, len(each.whole)):
+            role, weight = messages[i]["role"], messages[i].get("weight")
+            if earlier != "template" and i in each.lost:
+                weight = 0
+            start, stop = each.whole[i] if empty_think or loss == "all" else each.answers[i]
+            if loss == "all" and weight == 0:
+                on[start:stop] = False
+            if loss == "weight" and weight == 1:
+                on[start:stop] = True
+            if loss in ("assistant", "last") and role == "assistant" and weight != 0 and (loss != "last" or i == last):
+                on[start:stop] = True
+        return on
+
+    def _described(self, messages: list[Any], tools: Any) -> Described:
+        text = self.render(messages, tools)
+        others, (whole, answers) = self._others(messages, tools, text), self._assistants(messages, tools, text)
+        both = []
+        for turns in (iter(whole), iter(answers)):
+            both.append([next(turns) if m["role"] == "assistant" else others[i] for i, m in enumerate(messages)])
+            assert next(turns, None) is None
+        return Described(text, both[0], both[1], self._lost(messages, tools))
+
+    def _assistants(self, messages: list[Any], tools: Any, text: str) -> list[list[tuple[int, int]]]:
+        """The assistant's turns in order, with and without the empty think block."""
+        found = []
+        for empty_think in (True, False):
+            texts, spans = transformers.utils.chat_template_utils.render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.marked[empty_think],
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+            assert texts == [text]  # the marks changed nothing else
+            found.append(spans[0])
+        return found
+
+    def _others(self, messages: list[Any], tools: Any, text: str) -> list[tuple[int, int]]:
+        """The characters of the messages that are not the assistant's, and an end token directly behind them."""
+        replaced, contents = [], []
+        for i, message in enumerate(messages):
+            # A user's turn that is a tool's result is no question to Qwen3's template, so those tags have to stay.
+            before, content, behind = ("", message["content"], "")
+            if content.startswith("<tool_response>") and content.endswith("</tool_response>"):
+                before, content, behind = "<tool_response>", content[15:-16], "</tool_response>"
+            contents.append((before, content, behind))
+            own = message["role"] != "assistant" and message["content"]
+            replaced.append({**message, "content": f"{before}\ue000{i}\ue001{behind}"} if own else message)
+        spans, at, rebuilt = [(0, 0)] * len(messages), 0, ""
+        pieces = re.split("\ue000([0-9]+)\ue001", self.render(replaced, tools))
+        for piece, number, follows in zip(pieces[::2], pieces[1::2], pieces[2::2], strict=False):
+            before, content, behind = contents[int(number)]
+            rebuilt += piece + content
+            at = len(rebuilt)
+            ended = len(END) if follows.removeprefix(behind).startswith(END) else 0
+            spans[int(number)] = (at - len(content) - len(before), at + len(behind) + ended)
+        assert rebuilt + pieces[-1] == text
+        return spans
+
+    def _lost(self, messages: list[Any], tools: Any) -> set[int]:
+        """The assistant's messages whose reasoning is missing from the text."""
+        replaced, reasoned = [], set()
+        for i, message in enumerate(messages):
+            sign, reasoning = f"\ue002{i}\ue003", message_reasoning(message)
+            if reasoning is not None and reasoning.strip():
+                message = {**message, "reasoning_content": sign}
+                reasoned.add(i)
+            elif message["role"] == "assistant":
+                content = re.sub(THOUGHT, rf"\g<tag>{sign}</think>", message["content"])
+                if content != message["content"]:
+                    reasoned.add(i)
+                message = {**message, "content": content}
+            replaced.append(message)
+        text = self.render(replaced, tools) if reasoned else ""
+        return {i for i in reasoned if f"\ue002{i}\ue003" not in text}
+
+
+# What a think block holds that says something; the first may lack its opening tag.
+THOUGHT = re.compile(r"(?s)(?P<tag>\A|<think>)(?=(?:(?!</?think>)\s)*(?!</?think>)\S)(?:(?!</?think>).)+</think>")
+
+
+def message_reasoning(message: dict[str, Any]) -> str | None:
+    if message["role"] != "assistant":
+        return None
+    return next((message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message), None)
+
+
+# -- the candidate --
+
+
+class Candidate:
+    """`titan_mi100`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.template, self.tokenizer = ChatTemplate.from_folder(folder), Tokenizer.from_folder(folder)
+
+    def documents(
+        self, messages: list[Any], tools: Any, modes: list[tuple[str, bool, str]]
+    ) -> list[list[tuple[str, np.ndarray]]]:
+        """As the reference's, per mode; those without a supervised character are left out."""
+        once = RenderedOnce(self.template)
+        found = []
+        for mode in modes:
+            documents = []
+            for rendered, spans in supervise(once, messages, *mode, tools=tools):
+                on = np.zeros(len(rendered.text), dtype=bool)
+                for start, stop in spans:
+                    assert start < stop and not on[start:stop].any()
+                    on[start:stop] = True
+                documents.append((rendered.text, on))
+            found.append(documents)
+        return found
+
+    def tokens(
+        self, messages: list[Any], tools: Any, mode: tuple[str, bool, str]
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Token ids, and which are supervised, of every document, as training gets them."""
+        loss, empty_think, earlier = mode
+        empty = "supervised" if empty_think else "masked"
+        config = DataConfig(loss=loss, empty_think=empty, earlier_thinking=earlier)
+        encoder = Encoder(self.tokenizer, self.template, config, 1 << 20)
+        try:
+            encoded = encoder.encode(Example(messages=messages, tools=tools))
+        except BadRow as error:
+            if error.kind != "nothing is supervised":
+                raise
+            return []
+        return [(document.ids.tolist(), document.supervised.tolist()) for document in encoded.documents]
+
+
+class RenderedOnce(ChatTemplate):
+    """A template that keeps what it rendered: the modes differ in what they do with it only."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._real, self._kept = template, {}  # type: ignore[var-annotated]
+
+    def render_turns(self, messages: Any, **variables: Any) -> Rendered:
+        if len(messages) not in self._kept:
+            self._kept[len(messages)] = self._real.render_turns(messages, **variables)
+        return self._kept[len(messages)]
+
+
+# -- the comparison --
+
+
+class Pair(NamedTuple):
+    reference: Reference
+    candidate: Candidate
+
+    def texts_differ(self, messages: list[Any], tools: Any, all_variables: bool) -> bool:
+        """Whether a way to render gives another text."""
+        ways: list[dict[str, Any]] = [
+            {},
+            {"add_generation_prompt": True},
+            {"add_generation_prompt": True, "enable_thinking": False},
+            {"add_generation_prompt": True, "enable_thinking": True},
+            {"enable_thinking": False},
+            {"enable_thinking": True},
+        ]
+        return any(
+            self.candidate.template.render(messages, tools=tools, **way)
+            != self.reference.render(messages, tools, **way)
+            for way in ways[: None if all_variables else 3]
+        )
+
+    def modes_that_differ(
+        self, messages: list[Any], tools: Any, in_tokens: list[tuple[str, bool, str]]
+    ) -> list[tuple[str, bool, str]]:
+        """Modes in which documents differ: their texts, which characters are supervised, for some which tokens."""
+        differ = []
+        found = self.candidate.documents(messages, tools, MODES)
+        for (mode, documents), ours in zip(self.reference.documents(messages, tools), found, strict=True):
+            expected = [(text, on) for text, on in documents if on.any()]
+            same = [(text, on.tolist()) for text, on in expected] == [(text, on.tolist()) for text, on in ours]
+            if same and mode in in_tokens:
+                same = self._with_tokens(expected) == self.candidate.tokens(messages, tools, mode)
+            if not same:
+                differ.append(mode)
+        return differ
+
+    def _with_tokens(self, documents: list[Document]) -> list[tuple[list[int], list[bool]]]:
+        """The reference's tokens; a document's first is never learned, so it alone is nothing to learn."""
+        encoded = []
+        for text, on in documents:
+            ids, offsets = self.reference.tokens(text)
+            supervised = [bool(on[start:stop].any()) for start, stop in offsets]
+            if any(supervised[1:]):
+                encoded.append((ids, supervised))
+        return encoded
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "asset",
+        pytest.param("qwen3", marks=pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here")),
+    ],
+)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    folder = ASSETS / "tokenizer" if request.param == "asset" else QWEN3
+    return Pair(Reference(folder, MARKINGS[request.param]), Candidate(folder))
+
+
+def test_every_conversation_is_rendered_and_tokenised_as_transformers_does_it(pair: Pair) -> None:
+    conversations = hand_written()
+    assert len(conversations) >= 100 and len({each["name"] for each in conversations}) == len(conversations)
+    for name, messages, tools in ((each["name"], each["messages"], each["tools"]) for each in conversations):
+        assert not pair.texts_differ(messages, tools, all_variables=True), name
+        for prompt in (False, True):
+            text = pair.candidate.template.render(messages, add_generation_prompt=prompt, tools=tools)
+            theirs = pair.reference.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=prompt, return_dict=True
+            )
+            assert pair.candidate.tokenizer.encode(text) == theirs["input_ids"], name
+
+
+def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(
+    pair: Pair, request: pytest.FixtureRequest
+) -> None:
+    conversations, equal = hand_written(), Counter[tuple[str, bool, str]]()
+    different = []
+    for each in conversations:
+        differ = pair.modes_that_differ(each["messages"], each["tools"], MODES)
+        different += [(each["name"], mode) for mode in differ]
+        equal.update(set(MODES) - set(differ))
+    print(f"\n{request.node.name}\n{table(equal, len(conversations))}")
+    assert not different
+
+
+def table(equal: Counter[tuple[str, bool, str]], of: int) -> str:
+    """Conversations whose documents, tokens and supervised tokens are the reference's, per mode."""
+    lines = ["| loss | empty think block | " + " | ".join(EARLIER) + " |", "|---|---|" + "---|" * len(EARLIER)]
+    for loss, empty_think in itertools.product(LOSSES, EMPTY_THINK):
+        counts = " | ".join(f"{equal[loss, empty_think, earlier]}/{of}" for earlier in EARLIER)
+        lines.append(f"| {loss} | {'learned' if empty_think else 'not learned'} | {counts} |")
+    return "\n".join(lines)
+
+
+def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
+    """`return_assistant_tokens_mask` itself, with the marked template and nothing of ours in between."""
+    for each, empty_think in itertools.product(hand_written(), EMPTY_THINK):
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
+        theirs = pair.reference.tokenizer.apply_chat_template(
+            messages,
+            tools=each["tools"],
+            chat_template=pair.reference.marked[empty_think],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        expected = [(theirs["input_ids"], list(map(bool, theirs["assistant_masks"])))]
+        ours = pair.candidate.tokens(messages, each["tools"], ("assistant", empty_think, "template"))
+        assert ours == [document for document in expected if any(document[1])], each["name"]
+
+
+def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair: Pair) -> None:
+    unrolled = 0
+    for each in hand_written():
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
+        template = pair.candidate.template
+        documents = supervise(template, messages, "assistant", False, "unroll", tools=each["tools"])
+        learned, hopeless = Counter[int](), set()
+        for rendered, spans in documents:
+            for turn in rendered.turns:
+                if (turn.answer, turn.stop) in spans:
+                    learned[turn.message] += 1
+                    assert not turn.lost_reasoning, each["name"]
+        for i, message in enumerate(messages):
+            # Where no user asks, Qwen3's template shows no reasoning at all.
+            if message["role"] == "assistant" and template.render_turns(messages[: i + 1]).turns[i].lost_reasoning:
+                hopeless.add(i)
+        assistants = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
+        assert learned == Counter(assistants - hopeless), each["name"]
+        unrolled += len(documents) > 1
+    assert unrolled > 10
+
+
+# -- random conversations --
+
+PIECES = [
+    *("word", " word", "two words", "\n", "\n\n", " ", "\t", ".", "é", "e\u0301", "🙂", "漢", "مرحبا", "12", "-3.5"),
+    *("<think>", "</think>", "<think>\n\n</think>\n\n", END, "<|im_start|>", "assistant", "user\n", "<tool_call>"),
+    *(
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "{{ x }}",
+        "{% if %}",
+        '"',
+        "\\",
+        "\\n",
+        "'",
+        "&lt;",
+        "<b>",
+    ),
+]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": f'"é" {END}', "parameters": {"a": [1, None]}}}
+]
+
+
+def random_text(chance: random.Random) -> str:
+    return "".join(chance.choices(PIECES, k=chance.choice((0, 1, 1, 2, 3, 5))))
+
+
+def random_message(chance: random.Random, role: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": role, "content": random_text(chance)}
+    if role == "user" and chance.random() < 0.1:
+        message["content"] = f"<tool_response>{random_text(chance)}</tool_response>"
+    if role == "assistant":
+        if chance.random() < 0.3:
+            message["content"] = f"<think>{random_text(chance)}</think>{message['content']}"
+        if chance.random() < 0.3:
+            message[chance.choice(("reasoning_content", "reasoning_content", "thinking"))] = random_text(chance)
+        if chance.random() < 0.3:
+            arguments = [{random_text(chance): chance.choice((1, None, [random_text(chance)]))}, random_text(chance)]
+            calls = [{"name": "look", "arguments": chance.choice(arguments)} for _ in range(chance.choice((1, 2)))]
+            message["tool_calls"] = [chance.choice((call, {"function": call})) for call in calls]
+    if chance.random() < 0.2:
+        message["weight"] = chance.choice((0, 1))
+    return message
+
+
+def random_conversation(chance: random.Random) -> tuple[list[dict[str, Any]], Any]:
+    roles = chance.choice(("", "", "s")) + "".join(
+        chance.choice(("ua", "ua", "ua", "uata", "uatta", "a", "u", "s")) for _ in range(chance.choice((1, 1, 2, 2, 3)))
+    )
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [random_message(chance, names[role]) for role in roles], chance.choice((None, None, TOOLS))
+
+
+def test_random_conversations_agree_with_the_reference(pair: Pair, request: pytest.FixtureRequest) -> None:
+    best = request.node.callspec.params["pair"] == "qwen3" or not QWEN3.exists()  # templates differ little: 5,000 once
+    chance, modes = random.Random(20261121), itertools.cycle(MODES)
+    for number in range(5_000 if best else 1_000):
+        messages, tools = random_conversation(chance)
+        assert not pair.texts_differ(messages, tools, all_variables=False), (number, messages, tools)
+        differ = pair.modes_that_differ(messages, tools, [next(modes)])
+        assert not differ, (number, differ, messages, tools)
+
+
+def test_what_transformers_refuses_is_refused(pair: Pair) -> None:
+    for messages in ([{"role": "user"}], [{"role": "assistant", "tool_calls": [1]}], [{"content": "x"}]):
+        try:
+            expected = pair.reference.render(messages, None)
+        except Exception:
+            with pytest.raises(UserError):
+                pair.candidate.template.render(messages)
+        else:
+            assert pair.candidate.template.render(messages) == expected
+
+
+# -- decisions, by hand --
+
+TEXT = "S|Q1|A1!|Q2|?A2!"  # the second answer stands behind an empty think block, "?"
+TURNS = [
+    Turn(0, "system", 0, 1, 0, False),
+    Turn(1, "user", 2, 4, 2, False),
+    Turn(2, "assistant", 5, 8, 5, True),
+    Turn(3, "user", 9, 11, 9, False),
+    Turn(4, "assistant", 12, 16, 13, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("weights", "how", "learned"),
+    [
+        ({}, {}, ["A1!", "A2!"]),
+        ({}, {"empty_think": True}, ["A1!", "?A2!"]),
+        ({}, {"earlier_thinking": "mask"}, ["A2!"]),
+        ({}, {"first": 3}, ["A2!"]),
+        ({4: 0}, {}, ["A1!"]),
+        ({2: 1, 1: 1}, {}, ["A1!", "A2!"]),
+        ({}, {"loss": "last"}, ["A2!"]),
+        ({4: 0}, {"loss": "last"}, []),
+        ({}, {"loss": "all"}, [TEXT]),
+        ({0: 0, 2: 0}, {"loss": "all"}, ["|Q1|", "|Q2|?A2!"]),
+        ({4: 0}, {"loss": "all"}, ["S|Q1|A1!|Q2|"]),
+        ({}, {"loss": "all", "earlier_thinking": "mask"}, ["S|Q1|", "|Q2|?A2!"]),
+        ({}, {"loss": "all", "first": 3}, ["|Q2|?A2!"]),
+        ({}, {"loss": "weight"}, []),
+        ({0: 1, 3: 1, 4: 1, 2: 0}, {"loss": "weight"}, ["S", "Q2", "A2!"]),
+        ({3: 1, 4: 1}, {"loss": "weight", "empty_think": True, "first": 4}, ["?A2!"]),
+    ],
+)
+def test_what_is_learned(weights: dict[int, int], how: dict[str, Any], learned: list[str]) -> None:
+    messages: list[dict[str, Any]] = [{"role": turn.role, "content": "x"} for turn in TURNS]
+    for message, weight in weights.items():
+        messages[message]["weight"] = weight
+    spans = supervised_spans(Rendered(TEXT, TURNS), messages, **how)
+    assert [TEXT[start:stop] for start, stop in spans] == learned
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("weight", 1), ("all", 0)])
+def test_a_weight_on_a_message_that_does_not_show_is_refused(loss: str, weight: int) -> None:
+    hidden = Rendered("S", [Turn(0, "system", 0, 1, 0, False), Turn(1, "note", 1, 1, 1, False)])
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}]
+    messages.append({"role": "note", "content": "n", "weight": weight})
+    with pytest.raises(UserError, match=rf"message 1 \(note\) has weight {weight}, .* drops or rewrites"):
+        supervised_spans(hidden, messages, loss)
+    messages[1]["content"] = " "
+    assert supervised_spans(hidden, messages, loss) == ([] if loss == "weight" else [(0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("roles", "cuts"),
+    [
+        ("ua", [(2, 0)]),
+        ("suaua", [(3, 0), (5, 3)]),
+        ("uatataua", [(6, 0), (8, 6)]),
+        ("uatua", [(2, 0), (5, 2)]),
+        ("uasuua", [(2, 0), (6, 2)]),
+        ("aaua", [(2, 0), (4, 2)]),
+        ("uau", [(2, 0), (3, 2)]),
+        ("uuaa", [(4, 0)]),
+        ("u", [(1, 0)]),
+    ],
+)
+def test_a_round_ends_behind_the_last_answer_to_one_user(roles: str, cuts: list[tuple[int, int]]) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [{"role": names[role]} for role in roles]
+    for lost, expected in ((True, cuts), (False, [(len(roles), 0)])):
+        turns = [Turn(i, message["role"], 0, 0, 0, lost and i == 0) for i, message in enumerate(messages)]
+        assert rounds(messages, Rendered("", turns)) == expected

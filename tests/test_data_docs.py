@@ -1,0 +1,33 @@
+"""Every example of docs/DATA.md does what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ASSETS, REPO
+from test_prepare import load, supervised_texts
+
+from titan_mi100.data.rows import FORMATS
+from titan_mi100.tokenizer import load_tokenizer
+
+PAGE = (REPO / "docs" / "DATA.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    (name, rows, learned)
+    for name, section in re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.S | re.M)
+    for rows, learned in re.findall(r"```jsonl\n(.*?)```\nLearned:\n```text\n(.*?)\n```", section, re.S)
+]
+
+
+def test_every_format_has_an_example() -> None:
+    assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
+
+
+@pytest.mark.parametrize(("name", "rows", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
+def test_the_example_is_detected_and_learned_as_the_page_says(
+    name: str, rows: str, learned: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows, encoding="utf-8")
+    data = load(path)
+    assert data.facts["summary"][0].startswith(f"{path}: format {name}")
+    assert "\n".join(supervised_texts(data.train, load_tokenizer(ASSETS / "tokenizer"))) == learned

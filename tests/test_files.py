@@ -1,0 +1,344 @@
+"""Records of files: by content and not by name, numbered right, streamed in bounded memory, with progress."""
+
+import gzip
+import json
+import os
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_mi100.data import files
+from titan_mi100.data.files import Record, RecordReader, expand, file_size, read_records
+from titan_mi100.data.rows import parse
+from titan_mi100.errors import UserError
+
+ROWS = [
+    {"question": f"{n} größe \U0001f600", "answer": '"\\[{' * (n % 7), "more": [n, {"x": None}]} for n in range(300)
+]
+LINES = [json.dumps(row, ensure_ascii=False).encode() for row in ROWS]
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def pretty(rows: list[Any]) -> bytes:
+    return json.dumps(rows, indent=2, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_is_a_record_with_its_number(end: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.whatever", b"\n".join(LINES) + end)
+    assert list(read_records(path)) == [Record(number, line, "") for number, line in enumerate(LINES, 1)]
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    text = '{"a": "\u2028 \u2029 \u0085 \x0b \x0c \x1c"}'.encode()
+    assert [record.raw for record in read_records(write(tmp_path / "a", text + b"\n" + text))] == [text, text]
+
+
+@pytest.mark.parametrize("members", [1, 2, 50])
+@pytest.mark.parametrize("chunk", [1, 7, 1000, 2**20])
+def test_gzip_is_read_with_all_its_members_and_padding(
+    members: int, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    monkeypatch.setattr(files, "_GZIP_PIECE", 64)
+    data = b"\n".join(LINES)
+    pieces = [data[len(data) * i // members : len(data) * (i + 1) // members] for i in range(members)]
+    path = write(tmp_path / "rows.jsonl", b"".join(gzip.compress(piece) for piece in pieces) + bytes(1000))
+    assert list(read_records(path)) == [Record(number, line, "") for number, line in enumerate(LINES, 1)]
+
+
+def test_gzip_that_unpacks_to_far_more_than_it_is_comes_out_whole(tmp_path: Path) -> None:
+    line = b'{"a": "%s"}' % (b"b" * 5_000_000)
+    path = write(tmp_path / "rows.gz", gzip.compress(line + b"\n" + line))
+    assert [record.raw == line for record in read_records(path)] == [True, True]
+
+
+def test_rows_before_the_damage_of_a_gzip_file_are_read(tmp_path: Path) -> None:
+    data = gzip.compress(b"\n".join(LINES) + b"\n")
+    read: list[Record] = []
+    with pytest.raises(UserError, match=r"rows.gz: the gzip data is damaged or cut off behind line 300 \(it ends"):
+        read.extend(read_records(write(tmp_path / "rows.gz", data[:-8])))
+    assert [record.raw for record in read] == LINES
+    read.clear()
+    with pytest.raises(UserError, match=r"cut off behind line \d+ \(it ends too early\); copy or write the file again"):
+        read.extend(read_records(write(tmp_path / "rows.gz", data[: len(data) // 2])))
+    assert 0 < len(read) < 300 and [record.raw for record in read] == LINES[: len(read)]  # no half line
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 64, 1000, 2**20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_array_gives_its_elements_with_the_line_where_each_begins(
+    chunk: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    rows = ROWS[:30]
+    tight = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    for text in (pretty(rows), tight, b" \n\t" + pretty(rows) + b"\n \n", pretty(rows).replace(b"\n", b"\r\n")):
+        found = list(read_records(write(tmp_path / "rows", gzip.compress(text) if packed else text)))
+        assert [parse(record.raw) for record in found] == rows
+        assert not any(record.problem for record in found)
+        lines = text.split(b"\n")
+        for record in found:
+            assert record.raw.split(b"\n")[0].rstrip() in lines[record.number - 1]
+        if text is not tight:
+            firsts = [number for number, line in enumerate(lines, 1) if line.strip(b"\r,") == b"  {"]
+            assert [record.number for record in found] == firsts
+
+
+@pytest.mark.parametrize("chunk", range(1, 40))
+def test_no_chunk_limit_cuts_a_token_of_an_array(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    elements = [
+        "-1.5e+30",
+        "true",
+        "false",
+        "null",
+        '"\\ud83d\\ude00\\\\"',
+        "[-Infinity]",
+        "[1e5,-0.5,true]",
+        "{}",
+        "12",
+    ]
+    path = write(tmp_path / "rows", f"[{' ,'.join(elements)}\n]".encode())
+    assert list(read_records(path)) == [Record(1, element.encode(), "") for element in elements]
+
+
+def test_an_array_is_read_in_linear_time_and_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 2**14)
+    path = tmp_path / "rows.json"
+    element = json.dumps({"a": ["x" * 100] * 10}, indent=1).encode()
+    with path.open("wb") as file:  # 13 MB, one of the elements 4 MB
+        file.write(b"[" + element + b",\n" + json.dumps({"a": [1234567] * 450_000}).encode())
+        for _ in range(8000):
+            file.write(b",\n" + element)
+        file.write(b"]")
+    wasted = 0
+    longest: list[int] = []
+    decode = json.JSONDecoder.raw_decode
+
+    def counted(self: json.JSONDecoder, text: str, at: int = 0) -> Any:
+        nonlocal wasted
+        longest.append(len(text))
+        try:
+            return decode(self, text, at)
+        except json.JSONDecodeError:
+            wasted += len(text) - at
+            raise
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    assert sum(1 for _ in read_records(str(path))) == 8002
+    assert max(longest) < 10_000_000 and max(longest[-7000:]) < 100_000  # what is done with is dropped
+    assert wasted < 3 * path.stat().st_size
+
+
+def test_a_mistake_in_an_array_is_found_without_reading_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"a": 1},\n{"a": 1,},\n' + b'{"a": 1},\n' * 1_000_000)
+    reader = RecordReader(str(path))
+    records = iter(reader)
+    assert next(records) == Record(1, b'{"a": 1}', "")
+    number, raw, problem = next(records)
+    assert (number, raw) == (2, b"") and problem.startswith("broken JSON array: ")
+    assert reader.consumed <= 2 * files.CHUNK
+    assert next(records, None) is None
+
+
+def test_a_line_over_the_limit_is_passed_over_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(files, "CHUNK", 4096)
+    monkeypatch.setattr(files, "HEAD", 4096)
+    path = tmp_path / "rows.jsonl"
+    fits = b'{"a": "%s"}' % (b"b" * 991)
+    assert len(fits) == 1000
+    with path.open("wb") as file:
+        file.write(fits + b"\n")
+        for _ in range(40):
+            file.write(b"x" * 1_000_000)
+        file.write(b"\n" + fits + b"\n" + fits + b" \n" + fits)
+    tracemalloc.start()
+    found = [(record.number, record.raw == fits, record.problem) for record in read_records(str(path))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    too_long = "line too long: over 1,000 bytes; is a line end missing?"
+    good = [(number, True, "") for number in (1, 3, 5)]
+    assert found == [good[0], (2, False, too_long), good[1], (4, False, too_long), good[2]]
+    assert peak < 200_000
+
+
+def test_an_array_element_over_the_limit_is_refused_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(files, "CHUNK", 64)
+    rows = b'[{"a": 1},\n{"a": "%s"},\n{"a": 2}]'
+    found = list(read_records(write(tmp_path / "rows", rows % (b"b" * 1200))))  # just over: the rest can be read
+    assert [(r.number, r.raw) for r in found] == [(1, b'{"a": 1}'), (2, b""), (3, b'{"a": 2}')]
+    assert found[1].problem.startswith("line too long: over 1,000 bytes")
+    path = write(tmp_path / "rows", rows % (b"b" * 20_000_000))
+    tracemalloc.start()
+    found = list(read_records(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(r.number, r.raw) for r in found] == [(1, b'{"a": 1}'), (2, b"")]
+    assert found[1].problem.startswith("broken JSON array: an element of over 1,000 bytes; the rest of the file")
+    assert peak < 2_000_000  # the head that tells the file's kind is part of it
+
+
+def test_the_first_lines_may_be_long_or_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "HEAD", 100)
+    long = json.dumps({"a": "b" * 500}).encode()
+    for first in (long, b"x\n" + long, b'{"a": [', b'{"a": "b"', b"\n\n" + long, b"\xef\xbb\xbf" + long):
+        found = list(read_records(write(tmp_path / "rows", first + b"\n" + b'{"c": 1}\n' * 9)))
+        assert [record.raw for record in found[-9:]] == [b'{"c": 1}'] * 9
+        assert len(found) == 10 + first.count(b"\n")
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=100)
+    return str(path)
+
+
+def test_parquet_rows_come_as_json(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": f"ü{n}"}, {"role": "assistant", "content": None}] for n in range(700)]
+    scores = [n / 7 if n % 2 else None for n in range(700)]
+    path = parquet(tmp_path / "rows.json", messages=messages, score=scores, ids=[[n, n + 1] for n in range(700)])
+    found = list(read_records(path))
+    assert [record.number for record in found] == list(range(1, 701))
+    rows = [parse(record.raw) for record in found]
+    assert [row["messages"] for row in rows] == messages
+    assert [row["score"] for row in rows] == scores
+    assert rows[3]["ids"] == [3, 4]
+
+
+def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    text = pyarrow.array(["a", "b"])
+    columns = {
+        "large": text.cast(pyarrow.large_string()),
+        "dictionary": text.dictionary_encode(),
+        "map": pyarrow.array([[("k", 1)], []], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "null": pyarrow.nulls(2),
+        "small": pyarrow.array([1, 2], pyarrow.uint8()),
+        "flag": [True, None],
+        "binary": [b"\xff", b"a"],
+        "when": pyarrow.array([1, 2], pyarrow.timestamp("ns")),
+        "image": [{"bytes": b"\xff", "path": "a"}] * 2,
+    }
+    rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
+    read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "null": None, "small": 1, "flag": True}
+    assert rows == [read, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2, "flag": None}]
+    with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them$"):
+        list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))
+    with pytest.raises(UserError, match="holds no rows"):
+        list(read_records(parquet(tmp_path / "rows", text=pyarrow.array([], pyarrow.string()))))
+
+
+def test_bad_values_in_parquet_are_refused_by_their_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    offsets = pyarrow.py_buffer(b"".join(n.to_bytes(4, "little") for n in range(6)))
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 5, [None, offsets, pyarrow.py_buffer(b"ab\xffcd")])
+    found = list(read_records(parquet(tmp_path / "rows", text=text)))
+    assert [record.raw for record in found] == [
+        b'{"text": "%s"}' % c if c else b"" for c in (b"a", b"b", b"", b"c", b"d")
+    ]
+    assert found[2] == Record(3, b"", "not UTF-8: a text of the row; write the file again")
+    monkeypatch.setattr(files, "LONGEST_LINE", 20)
+    found = list(read_records(parquet(tmp_path / "rows", text=["a", "b" * 100, "c"])))
+    assert [bool(record.problem) for record in found] == [False, True, False]
+
+
+def test_a_cut_off_parquet_file_and_missing_pyarrow_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "rows.parquet", text=[str(n) for n in range(1000)])
+    data = Path(path).read_bytes()
+    for size in (5, 100, len(data) // 2, len(data) - 1):
+        Path(path).write_bytes(data[:size])
+        with pytest.raises(UserError, match=r"is parquet that cannot be read: .*; write it again"):
+            list(read_records(path))
+    Path(path).write_bytes(data)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"which needs pyarrow: pip install 'titan_mi100\[parquet\]'"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "array", "parquet"])
+def test_progress_counts_up_to_the_bytes_on_disk(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 1000)
+    monkeypatch.setattr(files, "_GZIP_PIECE", 1000)
+    path = tmp_path / "rows"
+    if kind == "parquet":
+        parquet(path, text=[str(row) for row in ROWS])
+    else:
+        text = b"\n".join(b'{"a": "%s"}' % os.urandom(20).hex().encode() for _ in range(300))
+        path.write_bytes({"jsonl": text, "gz": gzip.compress(text), "array": pretty(ROWS)}[kind])
+    reader = RecordReader(str(path))
+    assert reader.size == path.stat().st_size == file_size(str(path)) and reader.consumed == 0
+    for _ in range(2):  # a reader can be used again
+        seen = [reader.consumed for _ in reader]
+        assert len(seen) == 300 and seen == sorted(seen)
+        assert len(set(seen)) > 3 and seen[0] < reader.size // 2 and seen[-1] == reader.size == reader.consumed
+    records = iter(reader)
+    next(records)
+    records.close()
+    assert reader.consumed == reader.size  # given up: nothing is left to wait for
+
+
+def test_globs_stand_for_their_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "d/e/f.jsonl", "d/a.jsonl", "x[1].jsonl", "x1.jsonl"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}\n")
+    Path("folder.jsonl").mkdir()
+    assert expand(["c.txt", "[ab].jsonl"]) == [["c.txt"], ["a.jsonl", "b.jsonl"]]
+    assert expand(["d/**/*.jsonl"]) == [["d/a.jsonl", "d/e/f.jsonl"]]
+    assert expand(["**"]) == [
+        ["a.jsonl", "b.jsonl", "c.txt", "d/a.jsonl", "d/e/f.jsonl", "x1.jsonl", "x[1].jsonl"],
+    ]
+    assert expand(["x[1].jsonl"]) == [["x[1].jsonl"]]  # a file of that name wins over the glob
+    assert expand([]) == []
+
+
+def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text("{}\n")
+    Path("secret.jsonl").write_text("{}\n")
+    Path("folder").mkdir()
+    Path("dangling.jsonl").symlink_to("nowhere")
+    os.mkfifo("pipe")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "secret" not in str(path) and access(path, mode))
+    with pytest.raises(UserError) as caught:
+        expand(["*.parquet", "good.jsonl", "none.jsonl", "folder", "fold*", "dangling.jsonl", "pipe", "se*", ""])
+    assert str(caught.value).splitlines() == [
+        "*.parquet: matches no file",
+        "none.jsonl: cannot be read: No such file or directory",
+        "folder: is a folder; name its files, e.g. folder/*.jsonl",
+        "fold*: matches no file",
+        "dangling.jsonl: cannot be read: No such file or directory",
+        "pipe: is no regular file (a pipe?); it is read more than once, so write it to disk first",
+        "secret.jsonl: cannot be read: Permission denied",
+        ": cannot be read: No such file or directory",
+    ]
+    for path, reason in (("none.jsonl", "No such file"), ("folder", "is a folder"), ("secret.jsonl", "Permission")):
+        with pytest.raises(UserError, match=f"{path}: .*{reason}"):
+            list(read_records(path))
+    with pytest.raises(UserError, match=r"none.jsonl: cannot be read: No such file"):
+        file_size("none.jsonl")
+
+
+def test_reading_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, titan_mi100.data.rows; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pyarrow')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,425 @@
+"""From files to packed rows: nothing lost, nothing invented, the right tokens supervised, every row accounted for."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ASSETS, REPO, SHARED_DATA
+
+from titan_mi100.data import prepare
+from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
+from titan_mi100.errors import UserError
+from titan_mi100.loss import IGNORE
+from titan_mi100.settings import DataConfig
+from titan_mi100.tokenizer import Tokenizer
+
+ARITHMETIC = ASSETS / "arithmetic.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(ASSETS / "tokenizer")
+
+
+def load(*paths: Path, seq_len: int = 256, tokenizer: Path = ASSETS / "tokenizer", **options: Any) -> Prepared:
+    config = DataConfig(path=tuple(map(str, paths)), **options)
+    return prepare_data(config, str(tokenizer), "", seq_len)
+
+
+def write(path: Path, *rows: dict[str, Any] | str) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def qa(question: str, answer: str) -> dict[str, Any]:
+    return {"question": question, "answer": answer}
+
+
+def say(*turns: str, **last: Any) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(turns)
+    messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]
+    messages[-1].update(last)
+    return {"messages": messages}
+
+
+def documents(dataset: PackedDataset) -> list[tuple[list[int], list[int]]]:
+    """Ids and supervised ids of each document of each row."""
+    found = []
+    for index in range(len(dataset)):
+        row = dataset.row(index)
+        for number in range(row.document_ids.max() + 1):
+            labels = row.labels[row.document_ids == number]
+            found.append((row.input_ids[row.document_ids == number].tolist(), labels[labels != IGNORE].tolist()))
+    return found
+
+
+def supervised_texts(dataset: PackedDataset, tokenizer: Tokenizer) -> list[str]:
+    return sorted(tokenizer.decode(supervised) for _, supervised in documents(dataset))
+
+
+def ledger(data: Prepared | RefusedData) -> list[dict[str, str]]:
+    path = data.ledger() if isinstance(data, Prepared) else data.ledger
+    return list(csv.DictReader(path.open(encoding="utf-8", newline="")))
+
+
+def answers_of(path: Path) -> list[str]:
+    return sorted(json.loads(line)["answer"] + "<|im_end|>" for line in path.open(encoding="utf-8"))
+
+
+@pytest.mark.skipif(not SHARED_DATA.exists(), reason="the real data is not beside this checkout")
+def test_gsm8k_is_learned_exactly_and_fills_its_rows() -> None:
+    folder, path = SHARED_DATA / "qwen3_tokenizer", SHARED_DATA / "gsm8k" / "train.jsonl"
+    data = load(path, seq_len=1024, tokenizer=folder)
+    assert supervised_texts(data.train, Tokenizer.from_folder(folder)) == answers_of(path)
+    counts = data.facts["sets"]["train"]
+    assert counts["documents"] == 7473 and counts["tokens"] == 1_460_527
+    assert counts["tokens"] / (counts["rows"] * 1024) >= 0.995
+    assert Counter(row["status"] for row in ledger(data)) == {"kept": 7473}
+
+
+def test_the_answers_and_their_end_tokens_are_supervised_and_nothing_else(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    answers = answers_of(ARITHMETIC)
+    assert supervised_texts(load(ARITHMETIC).train, tokenizer) == answers
+    rows = [json.loads(line) for line in ARITHMETIC.open(encoding="utf-8")]
+    messages = write(tmp_path / "messages.jsonl", *(say(row["question"], row["answer"]) for row in rows))
+    assert supervised_texts(load(messages).train, tokenizer) == answers
+    renamed = write(tmp_path / "renamed.jsonl", *({"f": r["question"], "g": r["answer"], "h": 1} for r in rows))
+    assert supervised_texts(load(renamed, prompt_column="f", response_column="g").train, tokenizer) == answers
+
+
+def test_several_turns_and_text_that_is_not_in_nfc(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", say("one", "ONE", "ONE", "\u0065\u0301 two"))
+    found = documents(load(path).train)
+    assert [tokenizer.decode(supervised) for _, supervised in found] == ["ONE<|im_end|>\u00e9 two<|im_end|>"]
+
+
+def test_text_and_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = write(tmp_path / "text.jsonl", {"text": "plain words"}, {"text": "ended<|im_end|>"})
+    ids = [[*tokenizer.encode("plain words"), tokenizer.eos_token_id], tokenizer.encode("ended<|im_end|>")]
+    assert sorted(documents(load(text).train)) == sorted((row, row[1:]) for row in ids)
+    tokens = write(tmp_path / "tokens.jsonl", {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]})
+    assert documents(load(tokens).train) == [([5, 6, 7, 8], [7, 8])]
+    unknown = write(tmp_path / "unknown.jsonl", {"input_ids": [5, tokenizer.n_vocab]})
+    with pytest.raises(RefusedData, match=rf"{unknown}:1: unknown token id: input_ids\[1\] = {tokenizer.n_vocab}"):
+        load(unknown)
+
+
+LOSSES = {
+    "assistant": ["ONE<|im_end|>TWO<|im_end|>"],
+    "last": ["TWO<|im_end|>"],
+    "weight": ["ONE<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_says_which_turns_are_learned(loss: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = say("one", "ONE", "two", "TWO")
+    row["messages"][1]["weight"] = 1
+    path = write(tmp_path / "chat.jsonl", row)
+    assert supervised_texts(load(path, loss=loss).train, tokenizer) == LOSSES[loss]
+
+
+def test_loss_on_everything_learns_every_token_but_the_first(tmp_path: Path) -> None:
+    [(ids, supervised)] = documents(load(write(tmp_path / "chat.jsonl", say("one", "ONE")), loss="all").train)
+    assert supervised == ids[1:]
+
+
+def test_a_weight_of_zero_is_heard_and_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", say("a", "b"), say("one", "ONE", weight=0))
+    with pytest.raises(RefusedData, match=f"{path}:2: nothing is supervised"):
+        load(path)
+
+
+def test_earlier_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row = say("one", "ONE", "two", "TWO", reasoning_content="second")
+    row["messages"][1]["reasoning_content"] = "first"
+    path = write(tmp_path / "chat.jsonl", row)
+    first, second = "<think>\nfirst\n</think>\n\nONE<|im_end|>", "<think>\nsecond\n</think>\n\nTWO<|im_end|>"
+    expected = {"template": ["ONE<|im_end|>" + second], "mask": [second], "unroll": [first, second]}
+    for how, texts in expected.items():
+        data = load(path, earlier_thinking=how)
+        assert supervised_texts(data.train, tokenizer) == texts, how
+        assert ledger(data)[0]["status"] == ("split" if how == "unroll" else "kept")
+
+
+def test_an_empty_think_block_is_learned_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", say("one", "ONE"))
+    assert supervised_texts(load(path).train, tokenizer) == ["ONE<|im_end|>"]
+    learned = load(path, empty_think="supervised")
+    assert supervised_texts(learned.train, tokenizer) == ["<think>\n\n</think>\n\nONE<|im_end|>"]
+
+
+def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "rows.jsonl", qa("a", "b"), qa("a", "bcd " * 50), qa("abc " * 60, "b"))
+    whole = {len(ids): (ids, supervised) for ids, supervised in documents(load(path).train)}
+    long_answer, long_question = sorted(whole)[1:]
+    if whole[long_answer][1] == whole[long_question][1][-2:]:
+        long_answer, long_question = long_question, long_answer
+    size = 64
+
+    dropped = load(path, seq_len=size)
+    assert [row["status"] for row in ledger(dropped)] == ["kept", "dropped", "dropped"]
+    assert len(documents(dropped.train)) == 1
+    assert f"  dropped: 2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)" in (
+        dropped.facts["summary"]
+    )
+
+    cut = load(path, seq_len=size, overlong="truncate")
+    assert [row["status"] for row in ledger(cut)] == ["kept", "truncated", "dropped"]
+    assert "nothing supervised is in its beginning" in ledger(cut)[2]["reason"]
+    ids, supervised = whole[long_answer]
+    begin = len(ids) - len(supervised) - 1  # of the answer: a line break follows the end token
+    assert (ids[:size], supervised[: size - begin]) in documents(cut.train)
+
+    split = load(path, seq_len=size, overlong="split")
+    assert [row["status"] for row in ledger(split)] == ["kept", "split", "split"]
+    found = documents(split.train)
+    assert all(supervised for _, supervised in found)
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    assert [piece for piece in pieces if piece in [found_ids for found_ids, _ in found]] == pieces
+    assert int(ledger(split)[2]["documents"]) == 1  # the question's pieces hold nothing to learn
+
+    with pytest.raises(RefusedData, match=rf"{path}:2: longer than seq_len: {long_answer} tokens"):
+        load(path, seq_len=size, overlong="error", on_bad_row="skip")
+    with pytest.raises(RefusedData, match="nothing is left to train on; ledger: 3 rows read"):
+        load(path, seq_len=4)
+
+
+BAD_ROWS = {
+    '{"question": "a", "answer": "b"': "not JSON",
+    '{"question": "a", "answer": NaN}': "NaN",
+    '["question", "answer"]': "object",
+    '{"question": "a"}': "answer",
+    '{"question": "a", "answer": 3}': "answer",
+    '{"question": "a", "answer": "  "}': "answer",
+    '{"question": "a", "question": "a", "answer": "b"}': "question",
+    '{"question": "\\ud800", "answer": "b"}': "surrogate",
+    "[" * 100_000: "nest",
+    "": "blank line",
+    '{"question": "a", "answer": "b"}\r': "CRLF",
+}
+
+
+def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap(tmp_path: Path) -> None:
+    good = json.dumps(qa("a", "b"))
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(line for bad in BAD_ROWS for line in (good, bad)) + "\n", newline="")
+    with pytest.raises(RefusedData) as caught:
+        load(path)
+    found = str(caught.value).splitlines()
+    assert len(found) == len(BAD_ROWS) + 1
+    for number, (line, reason) in enumerate(zip(found, BAD_ROWS.values(), strict=False)):
+        assert line.startswith(f"{path}:{2 * number + 2}: ") and reason in line, line
+    assert found[-1] == 'correct these rows, or leave them out with data.on_bad_row = "skip"'
+    rejected = [row for row in ledger(caught.value) if row["status"] == "rejected"]
+    assert [int(row["line"]) for row in rejected] == [2 * number + 2 for number in range(len(BAD_ROWS))]
+    assert all(row["reason"] for row in rejected)
+
+    data = load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS))
+    assert data.facts["sets"]["train"]["documents"] == len(BAD_ROWS)
+    assert any(line.startswith(f"  rejected: {len(BAD_ROWS)} rows") for line in data.facts["summary"])
+    with pytest.raises(RefusedData, match=rf"more than \[data\] max_bad_rows = {len(BAD_ROWS) - 1}"):
+        load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS) - 1)
+
+
+def test_a_thousand_bad_rows_are_counted_not_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", *[{"question": "a"}] * 1000)
+    with pytest.raises(RefusedData) as caught:
+        load(path, prompt_column="question", response_column="answer")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 7 and lines[5].startswith("... and 995 more; 1,000 bad rows in all (")
+    assert len(ledger(caught.value)) == 1000
+
+
+def test_duplicates_are_found_reported_and_never_straddle_the_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = ARITHMETIC.read_text(encoding="utf-8").splitlines()
+    unlike = [json.dumps(dict(reversed(json.loads(line).items()))) for line in lines]  # other key order, same content
+    path = write(tmp_path / "twice.jsonl", *lines, *unlike)
+    data = load(path, validation_fraction=0.3)
+    assert data.validation is not None
+    train, held_out = (supervised_texts(part, tokenizer) for part in (data.train, data.validation))
+    assert len(train) + len(held_out) == 1200
+    assert 0.2 < len(held_out) / 1200 < 0.4
+    assert all(held_out.count(text) % 2 == 0 for text in held_out)
+    rows = ledger(data)
+    assert [row["status"] for row in rows].count("duplicate") >= 600
+    assert rows[600]["reason"] == f"of {path}:1" and rows[600]["set"] == rows[0]["set"]
+
+    once = load(path, duplicates="drop")
+    assert once.facts["sets"]["train"]["documents"] == len(set(lines))
+    assert ledger(once)[600]["reason"] == f"of {path}:1, left out"
+
+
+def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", qa("a", "b"), qa("c", "d"))
+    held_out = write(tmp_path / "held_out.jsonl", qa("e", "f"), qa("c", "d"))
+    data = load(train, validation_path=(str(held_out),))
+    assert data.facts["warnings"] == [
+        f"1 validation rows are training rows too: the validation loss flatters ({held_out}:2 is {train}:2)"
+    ]
+    assert data.validation is not None and len(documents(data.validation)) == 2
+    assert load(train).facts["fingerprint"] == data.facts["fingerprint"]  # a resume may add or change validation
+
+
+def test_repeats_and_weights(tmp_path: Path) -> None:
+    many = write(tmp_path / "many.jsonl", *(qa(f"q{i}", "yes") for i in range(400)))
+    few = write(tmp_path / "few.jsonl", *(qa(f"r{i}", "no") for i in range(100)))
+    counts = {}
+    for options in ({"repeats": (1.0, 2.5)}, {"weights": (1.0, 1.0)}, {"repeats": (0.25, 1.0)}):
+        counts[str(options)] = Counter(
+            len(supervised) and supervised[0] for _, supervised in documents(load(many, few, **options).train)
+        )
+    assert sorted(counts["{'repeats': (1.0, 2.5)}"].values()) == [250, 400]
+    assert sorted(counts["{'repeats': (0.25, 1.0)}"].values()) == [100, 100]
+    low, high = sorted(counts["{'weights': (1.0, 1.0)}"].values())
+    assert low == 400 and high <= 440  # equal tokens; those of `few` are a little shorter
+
+
+def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path / "b.jsonl", qa("a", "columns"))
+    write(tmp_path / "a.jsonl", say("a", "messages"))
+    data = load(tmp_path / "*.jsonl")
+    assert supervised_texts(data.train, tokenizer) == ["columns<|im_end|>", "messages<|im_end|>"]
+    assert data.facts["summary"][0] == f"{tmp_path / 'a.jsonl'}: format messages"
+    with pytest.raises(UserError, match=r"no\*.jsonl: matches no file"):
+        load(tmp_path / "no*.jsonl")
+
+
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    rows = [qa(f"question {i} " * (i % 40 + 1), f"answer {i}") for i in range(9000)]
+    path = write(tmp_path / "rows.jsonl", *rows, "not json", qa("a", ""))
+    assert path.stat().st_size > 2 << 20
+    plans = []
+    for workers in (1, 3):
+        data = load(path, workers=workers, on_bad_row="skip", cache_folder=str(tmp_path / f"cache{workers}"))
+        plans.append((data.facts["plan"], data.ledger().read_text()))
+        assert not data.cached
+    assert plans[0] == plans[1]
+
+
+def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", qa("a", "b"), qa("c", "d"))
+    cache = str(tmp_path / "cache")
+    first = load(path, cache_folder=cache)
+    again = load(path, cache_folder=cache, workers=2)
+    assert not first.cached and again.cached and again.folder == first.folder
+    assert documents(again.train) == documents(first.train)
+
+    times = path.stat()
+    write(path, qa("a", "b"), qa("c", "e"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same time of modification
+    changed = load(path, cache_folder=cache)
+    assert not changed.cached and changed.facts["plan"] != first.facts["plan"]
+    for options in ({"seq_len": 128}, {"loss": "all"}, {"overlong": "split"}, {"duplicates": "drop"}):
+        assert load(path, cache_folder=cache, **options).folder != changed.folder
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for file in (ASSETS / "tokenizer").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    same = load(path, cache_folder=cache, tokenizer=folder)
+    assert same.facts["plan"] == changed.facts["plan"]
+    config["chat_template"] = config["chat_template"].replace("{{-", "{{- '' ~")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load(path, cache_folder=cache, tokenizer=folder).folder != same.folder
+
+
+def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    cache.mkdir()
+    path.write_text("one")
+    first = prepare._content_hash(path, cache)
+    stamp = prepare._stamp(path)
+    monkeypatch.setattr(prepare, "_stamp", lambda _: stamp)  # a change within the file system's tick
+    path.write_text("two")
+    assert prepare._content_hash(path, cache) != first
+    record = next((cache / "hashes").iterdir())
+    record.write_text(record.read_text()[:20])  # cut short by a kill
+    assert prepare._content_hash(path, cache) != first
+
+
+def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", qa("a", "b"))
+    tokens = load(path).folder / "tokens.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-4])
+    with pytest.raises(UserError, match=rf"{tokens}: has .* remove {tokens.parent}, it will be made again"):
+        load(path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=rf"{tmp_path}/file.*: .*data.cache_folder"):
+        load(write(tmp_path / "rows.jsonl", qa("a", "b")), cache_folder=str(tmp_path / "file" / "cache"))
+
+
+BUILD = """
+import sys
+from titan_mi100.data.prepare import prepare_data
+from titan_mi100.settings import DataConfig
+data = prepare_data(DataConfig(path=(sys.argv[1],), cache_folder=sys.argv[2], workers=2), sys.argv[3], "", 256)
+print(data.facts["plan"], data.cached)
+"""
+
+
+def start_build(path: Path, cache: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILD, str(path), str(cache), str(ASSETS / "tokenizer")]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+
+
+def processes_of_session(session: int) -> list[str]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
+def test_two_builds_at_once_and_killed_builds_end_with_the_same_plan(tmp_path: Path) -> None:
+    """The full 50 kills are in scripts/bench/kill_builds.py; this keeps a few of them in the suite."""
+    path = write(tmp_path / "rows.jsonl", *(qa(f"question {i} " * 20, f"answer {i}") for i in range(6000)))
+    both = [start_build(path, tmp_path / "both") for _ in range(2)]
+    results = [process.communicate(timeout=120)[0].split() for process in both]
+    assert results[0][0] == results[1][0] and sorted(cached for _, cached in results) == ["False", "True"]
+
+    cache = tmp_path / "killed"
+    for attempt in range(3):
+        process = start_build(path, cache)
+        deadline = time.monotonic() + 60
+        while not list(cache.glob(".*-*/tokens.bin")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.15 * attempt)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + 10
+        while processes_of_session(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not processes_of_session(process.pid), "a worker outlived its parent"
+    assert start_build(path, cache).communicate(timeout=120)[0].split()[0] == results[0][0]
+    assert not list(cache.glob(".*-*")), "what killed builds left is not removed"
+    folders = [entry for entry in cache.iterdir() if re.fullmatch("[0-9a-f]{32}", entry.name)]
+    assert len(folders) == 1
+
+
+def test_rows_name_their_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", "bad", *(qa(f"q{i}", f"a{i}") for i in range(5)))
+    data = load(path, on_bad_row="skip")
+    rows = np.load(data.folder / "rows.npy")
+    assert rows.tolist() == [[0, line] for line in range(1, 7)]
+    assert np.load(data.folder / "document_rows.npy").tolist() == [1, 2, 3, 4, 5]

@@ -1,0 +1,379 @@
+"""What a row may look like: every format's good rows come out as the same kind of Example, under the right format."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_mi100.data.rows import FORMATS, Example, Format, choose_format, content_hash, parse
+from titan_mi100.errors import UserError
+
+USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "be kind"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ARGUMENTS = '{"b": 2,  "a": 2.50, "n": null}'  # not as json.dumps would write it
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+BARE_CALL = {"name": "add", "arguments": {"b": 2, "a": None}}
+
+
+def read(name: str, row: dict[str, Any], **columns: str) -> Example:
+    return choose("", name, **columns).read(parse(json.dumps(row).encode()))
+
+
+def choose(
+    path: str | Path, name: str, prompt: str = "", response: str = "", system: str = "", text: str = "text"
+) -> Format:
+    return choose_format(str(path), name, prompt, response, system, text)
+
+
+GOOD: list[tuple[str, dict[str, Any], Example]] = [
+    ("messages", {"messages": [USER, ASSISTANT], "id": 7, "source": None}, Example([USER, ASSISTANT])),
+    ("messages", {"messages": [ASSISTANT]}, Example([ASSISTANT])),
+    ("messages", {"messages": [SYSTEM, ASSISTANT, ASSISTANT, USER]}, Example([SYSTEM, ASSISTANT, ASSISTANT, USER])),
+    ("messages", {"messages": [USER, SYSTEM, ASSISTANT]}, Example([USER, SYSTEM, ASSISTANT])),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": ""}, ASSISTANT]},
+        Example([{**USER, "content": ""}, ASSISTANT]),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+                ASSISTANT,
+            ]
+        },
+        Example([USER, ASSISTANT]),
+    ),
+    (  # parquet fills a struct's missing keys with null
+        "messages",
+        {"messages": [{**USER, "name": None, "tool_calls": None, "weight": None}, {**ASSISTANT, "tool_calls": []}]},
+        Example([USER, ASSISTANT]),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": ""},
+            ]
+        },
+        Example([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": ""}]),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}]},
+            ]
+        },
+        Example([{"role": "assistant", "content": "", "tool_calls": [{"function": BARE_CALL}]}]),
+    ),
+    (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [BARE_CALL]}]},
+        Example([USER, {"role": "assistant", "content": "", "tool_calls": [BARE_CALL]}]),
+    ),
+    *(
+        (
+            "messages",
+            {"messages": [USER, {"role": "assistant", key: "think"}]},
+            Example([USER, {"role": "assistant", "content": "", "reasoning_content": "think"}]),
+        )
+        for key in ("reasoning_content", "reasoning", "thinking")
+    ),
+    (
+        "messages",
+        {"messages": [USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}]},
+        Example([USER, {**ASSISTANT, "reasoning_content": "a"}]),
+    ),
+    (
+        "messages",
+        {"messages": [{**USER, "weight": 1, "reasoning_content": ""}, {**ASSISTANT, "weight": 0.0}]},
+        Example([{**USER, "weight": 1}, {**ASSISTANT, "weight": 0}]),
+    ),
+    (
+        "messages",
+        {"messages": [USER, {"role": "assistant", "content": " ", "weight": 0}, USER, ASSISTANT]},
+        Example([USER, {"role": "assistant", "content": " ", "weight": 0}, USER, ASSISTANT]),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {**USER, "name": "Ann", "id": "m1"},
+                ASSISTANT,
+                {"role": "tool", "content": "4", "tool_call_id": "c1"},
+            ]
+        },
+        Example(
+            [{**USER, "name": "Ann", "id": "m1"}, ASSISTANT, {"role": "tool", "content": "4", "tool_call_id": "c1"}]
+        ),
+    ),
+    ("messages", {"messages": [USER, ASSISTANT], "tools": [TOOL]}, Example([USER, ASSISTANT], [TOOL])),
+    ("messages", {"messages": [USER, ASSISTANT], "tools": json.dumps([TOOL])}, Example([USER, ASSISTANT], [TOOL])),
+    (
+        "messages",
+        {"messages": [USER, ASSISTANT], "tools": [{"name": "add"}]},
+        Example([USER, ASSISTANT], [{"name": "add"}]),
+    ),
+    *(
+        ("messages", {"messages": [USER, ASSISTANT], "tools": none}, Example([USER, ASSISTANT]))
+        for none in (None, [], "", "[]", "null")
+    ),
+    *(
+        (
+            "sharegpt",
+            {"conversations": [{"from": a, "value": "2+2?"}, {"from": b, "value": "4"}]},
+            Example([USER, ASSISTANT]),
+        )
+        for a, b in (("human", "gpt"), ("user", "assistant"), ("human", "chatgpt"), ("user", "bard"), ("human", "bing"))
+    ),
+    ("sharegpt", {"conversations": [USER, ASSISTANT]}, Example([USER, ASSISTANT])),
+    (
+        "sharegpt",
+        {
+            "system": "be kind",
+            "conversations": [
+                {"from": "human", "value": "2+2?", "weight": 0},
+                {"from": "gpt", "value": "4", "weight": 1},
+            ],
+        },
+        Example([SYSTEM, {**USER, "weight": 0}, {**ASSISTANT, "weight": 1}]),
+    ),
+    (
+        "sharegpt",
+        {"system": " ", "conversations": [{"from": "system", "value": "be kind"}, {"from": "gpt", "value": "4"}]},
+        Example([SYSTEM, ASSISTANT]),
+    ),
+    *(
+        (
+            "sharegpt",
+            {
+                "conversations": [USER, {"from": "function_call", "value": value}, {"from": answer, "value": "4"}],
+                "tools": json.dumps([TOOL]),
+            },
+            Example(
+                [
+                    USER,
+                    {"role": "assistant", "content": "", "tool_calls": [BARE_CALL] * calls},
+                    {"role": "tool", "content": "4"},
+                ],
+                [TOOL],
+            ),
+        )
+        for value, calls, answer in (
+            (json.dumps(BARE_CALL), 1, "tool"),
+            (json.dumps([BARE_CALL]), 1, "observation"),
+            (json.dumps([BARE_CALL, BARE_CALL]), 2, "function_response"),
+        )
+    ),
+    ("alpaca", {"instruction": "2+2?", "output": "4"}, Example([USER, ASSISTANT])),
+    (
+        "alpaca",
+        {"instruction": "2+2?", "output": "4", "input": " ", "system": "", "history": None},
+        Example([USER, ASSISTANT]),
+    ),
+    (
+        "alpaca",
+        {"instruction": "2+", "output": "4", "input": "2?"},
+        Example([{**USER, "content": "2+\n2?"}, ASSISTANT]),
+    ),
+    (
+        "alpaca",
+        {"instruction": "2+2?", "output": "4", "system": "be kind", "history": [["a", "b"], ["c", "d"]]},
+        Example(
+            [
+                SYSTEM,
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+                USER,
+                ASSISTANT,
+            ]
+        ),
+    ),
+    ("prompt_completion", {"prompt": "2+2?", "completion": "4"}, Example([USER, ASSISTANT])),
+    ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, Example([SYSTEM, USER, ASSISTANT])),
+    (
+        "prompt_completion",
+        {
+            "prompt": [USER, {**ASSISTANT, "weight": 1}, USER, {"role": "assistant", "content": ""}],
+            "completion": [ASSISTANT, USER, ASSISTANT],
+            "tools": [TOOL],
+        },
+        Example(
+            [
+                *(USER, {**ASSISTANT, "weight": 0}, USER, {"role": "assistant", "content": "", "weight": 0}),
+                *(ASSISTANT, USER, ASSISTANT),
+            ],
+            [TOOL],
+        ),
+    ),
+    ("text", {"text": " two \n", "url": "x"}, Example(text=" two \n")),
+    ("tokens", {"input_ids": [0, 151935, 2**31 - 1]}, Example(input_ids=[0, 151935, 2**31 - 1])),
+    ("tokens", {"input_ids": [5]}, Example(input_ids=[5])),
+    ("tokens", {"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}, Example(input_ids=[5, 6])),
+    (
+        "tokens",
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]},
+        Example(input_ids=[5, 6, 7], labels=[-100, 6, -100]),
+    ),
+    ("tokens", {"input_ids": [5, 6], "labels": [5, 6]}, Example(input_ids=[5, 6])),  # the same as no labels
+]
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), GOOD, ids=range(len(GOOD)))
+def test_a_good_row_is_read(name: str, row: dict[str, Any], expected: Example) -> None:
+    assert read(name, row) == expected
+
+
+def test_columns_are_read_with_their_system_message() -> None:
+    row = {"frage": "2+2?", "antwort": "4", "rolle": "be kind"}
+    assert read("columns", row, prompt="frage", response="antwort") == Example([USER, ASSISTANT])
+    assert read("auto", row, prompt="frage", response="antwort", system="rolle") == Example([SYSTEM, USER, ASSISTANT])
+    for none in (None, "", " \n"):
+        row["rolle"] = none  # type: ignore[assignment]
+        assert read("columns", row, prompt="frage", response="antwort", system="rolle") == Example([USER, ASSISTANT])
+    with pytest.raises(ValueError, match="missing key: there is no 'role'; the row has antwort, frage, rolle"):
+        read("columns", row, prompt="frage", response="antwort", system="role")
+    assert read("text", {"body": "a"}, text="body") == Example(text="a")
+
+
+def test_arguments_of_a_tool_call_keep_their_bytes() -> None:
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, BARE_CALL]}]
+    [first, second] = read("messages", {"messages": messages}).messages[1]["tool_calls"]  # type: ignore[index]
+    assert first["function"]["arguments"] == ARGUMENTS
+    assert list(second["arguments"].items()) == [("b", 2), ("a", None)]
+
+
+def test_reading_leaves_the_row_as_it_was() -> None:
+    for name, row, _ in GOOD:
+        before = json.dumps(row)
+        choose("", name).read(row)
+        assert json.dumps(row) == before
+
+
+AUTO: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": [USER, ASSISTANT], "prompt": "a", "prompt_id": "b"}, "messages", "messages"),
+    ({"conversations": [USER, ASSISTANT], "system": "a"}, "sharegpt", "conversations (ShareGPT)"),
+    ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, "alpaca", "instruction and output (Alpaca)"),
+    ({"prompt": "a", "completion": "b"}, "prompt_completion", "prompt and completion"),
+    ({"question": "a", "answer": "b"}, "columns", "columns question and answer"),
+    ({"prompt": "a", "response": "b"}, "columns", "columns prompt and response"),
+    ({"text": "a", "meta": {}}, "text", "text (column text)"),
+    ({"input_ids": [1], "labels": [1]}, "tokens", "tokens (input_ids)"),
+    ({"messages": None, "conversations": None, "text": "a"}, "text", "text (column text)"),  # as parquet has it
+]
+
+
+@pytest.mark.parametrize(("row", "name", "description"), AUTO, ids=range(len(AUTO)))
+def test_auto_goes_by_the_first_row_that_can_be_read(
+    row: dict[str, Any], name: str, description: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    other = json.dumps({"messages" if name != "messages" else "text": "x"})
+    bad = '\n{"messages": \n[]\n{"messages": 1, "messages": 2}\n'
+    path.write_text(f"{bad}{json.dumps(row)}\n{other}\n")
+    form = choose(path, "auto")
+    assert (form.name, form.description) == (name, description)
+    path.write_text(json.dumps([row, json.loads(other)]))
+    assert choose(path, "auto").name == name
+    assert choose(path, "columns").name == "columns" if name == "columns" else True
+
+
+def test_named_columns_and_formats_win_over_the_keys(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"  # not even looked at
+    assert choose(path, "auto", prompt="q", response="a").description == "columns q and a"
+    assert choose(path, "columns", "q", "a", "s").description == "columns q and a, system message from s"
+    assert choose(path, "auto", text="body").description == "text (column body)"
+    assert choose(path, "text", text="").description == "text (column text)"
+    for name in set(FORMATS) - {"columns"}:
+        assert choose(path, name).name == name
+    path.write_text('{"question": "a", "answer": "b", "s": "c"}\n')
+    assert choose(path, "auto", system="s").read({"question": "2+2?", "answer": "4", "s": "be kind"}) == Example(
+        [SYSTEM, USER, ASSISTANT]
+    )
+
+
+def test_unknown_keys_and_contradicting_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"frage": "a", "antwort": "b"}\n')
+    for name in ("auto", "columns"):
+        with pytest.raises(UserError, match=r"rows.jsonl: rows have the keys antwort, frage; expected messages, conv"):
+            choose(path, name)
+    with pytest.raises(UserError, match="prompt_column and response_column go together"):
+        choose(path, "auto", prompt="q")
+    with pytest.raises(UserError, match="format = 'csv' is not known; known are auto, messages, sharegpt"):
+        choose(path, "csv")
+    with pytest.raises(UserError, match="format = 'messages' has no columns"):
+        choose(path, "messages", prompt="q", response="a")
+    path.write_text('\n{"a": 1\n{"a": }\n')
+    with pytest.raises(UserError) as caught:
+        choose(path, "auto")
+    assert str(caught.value).splitlines() == [
+        f"{path}:1: blank line: delete it",
+        f"{path}: no row can be read, so its format is not known",
+    ]
+
+
+def shuffled(value: Any, chance: random.Random) -> Any:
+    """The same JSON value with the keys of all objects in another order."""
+    if isinstance(value, dict):
+        keys = chance.sample(list(value), len(value))
+        return {key: shuffled(value[key], chance) for key in keys}
+    return [shuffled(item, chance) for item in value] if isinstance(value, list) else value
+
+
+def test_equal_content_and_only_that_has_an_equal_hash() -> None:
+    chance = random.Random(0)
+    hashes: dict[bytes, str] = {}
+    for name, row, expected in GOOD:
+        found = content_hash(read(name, row))
+        assert len(found) == 16 and found == content_hash(expected)
+        canonical = json.dumps(expected, sort_keys=True)
+        assert hashes.setdefault(found, canonical) == canonical
+        for _ in range(5):
+            assert content_hash(read(name, shuffled(row, chance))) == found
+    assert len(hashes) == len({json.dumps(expected, sort_keys=True) for *_, expected in GOOD}) > 20
+    different = [
+        Example(text="a"),
+        Example(text="a "),
+        Example(text="[1]"),
+        Example(input_ids=[1]),
+        Example(input_ids=[1, 2]),
+        Example(input_ids=[12]),
+        Example(input_ids=[1, 2], labels=[-100, 2]),
+        Example([USER, ASSISTANT]),
+        Example([ASSISTANT, USER]),
+        Example([USER, ASSISTANT], []),
+        Example([USER, ASSISTANT], [TOOL]),
+        Example([USER, {**ASSISTANT, "weight": 1}]),
+        Example([USER, {**ASSISTANT, "weight": 0}]),
+        Example([USER, {**ASSISTANT, "tool_calls": [CALL]}]),
+        Example([USER, {**ASSISTANT, "tool_calls": [BARE_CALL]}]),
+        Example([USER, {**ASSISTANT, "tool_calls": [{**BARE_CALL, "arguments": {"b": 2.0, "a": None}}]}]),
+        Example([USER, {**ASSISTANT, "tool_calls": [{**BARE_CALL, "arguments": {"b": True, "a": None}}]}]),
+        Example([USER, {**ASSISTANT, "content": "\u00e9"}]),
+        Example([USER, {**ASSISTANT, "content": "e\u0301"}]),
+        Example([USER, {**ASSISTANT, "content": "\\u00e9"}]),
+    ]
+    assert len({content_hash(example) for example in different}) == len(different)
+
+
+def test_what_is_unusual_but_right_json_is_read() -> None:
+    deep = b'{"b": [], "a": ' + b"[" * 99 + b"]" * 99 + b"}"
+    assert parse(deep)["a"]
+    assert parse(b'{"a": "' + b"[{" * 5000 + b'"}') == {"a": "[{" * 5000}  # brackets in a text are no levels
+    assert parse(b'{"a": "\\ud83d\\ude00 \\\\ud800"}') == {"a": "\U0001f600 \\ud800"}
+    assert parse(b'{"a": ' + b"7" * 1000 + b"}") == {"a": int("7" * 1000)}
+    assert parse(b'{"a": "' + b"7" * 5000 + b'"}') == {"a": "7" * 5000}  # digits in a text are no integer
+    assert parse(b'\t{"a": [1e300, -0.0, 1E-999, {"a": {"a": 1}}], "\\u0000": "\\u0000\xef\xbb\xbf"} ') == {
+        "a": [1e300, -0.0, 0.0, {"a": {"a": 1}}],
+        "\0": "\0\ufeff",
+    }

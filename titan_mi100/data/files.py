@@ -1,0 +1,316 @@
+"""The records of a data file, one after another, from files of any size: JSONL, a JSON array, parquet; gzip.
+
+What a file is goes by its content, not by its name. Nothing here looks into a record; `rows` does.
+"""
+
+import glob
+import io
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from titan_mi100.data.json_array import BrokenArray, array_elements, object_spans_lines
+from titan_mi100.errors import UserError
+
+LONGEST_LINE = 64 * 2**20  # bytes of one record; a longer one is passed over unread, so that memory stays bounded
+CHUNK = 2**20  # bytes read at a time
+HEAD = 2**18  # bytes that tell what a file is
+_GZIP_PIECE = 2**16  # bytes unpacked at a time; what a damaged piece held is lost
+_PARQUET_BATCH = 256  # rows unpacked at a time
+_BOM = b"\xef\xbb\xbf"
+
+# Why a record cannot be handed on, as "kind: what to do".
+BLANK = "blank line: delete it"
+CRLF = "CRLF line end: convert the file, e.g. with dos2unix"
+BOM = "byte order mark: save the file as UTF-8 without BOM, e.g. with dos2unix"
+NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
+_TOO_LONG = "line too long: over {:,} bytes; is a line end missing?"
+_BROKEN = "broken JSON array: {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
+
+_FOREIGN = {  # what some files begin with
+    b"\x28\xb5\x2f\xfd": "zstd-compressed; unpack it first (zstd -d)",
+    b"\xfd7zXZ\0": "xz-compressed; unpack it first (xz -d)",
+    b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
+    b"\x04\x22\x4d\x18": "lz4-compressed; unpack it first (lz4 -d)",
+    b"7z\xbc\xaf": "a 7-Zip archive; unpack it first",
+    b"PK\x03\x04": "a zip archive (or what is built on one: .pt, .npz, .xlsx); unpack or convert it first",
+    b"\x1f\x8b": "gzipped twice; unpack it once (gzip -d)",
+    b"PAR1": "parquet inside gzip; unpack it first (gzip -d)",
+    b"ARROW1": "an Arrow file; save it as parquet or JSONL",
+    b"\xff\xff\xff\xff": "an Arrow stream (a datasets cache?); save it as parquet or JSONL",
+    b"\x93NUMPY": "a NumPy array; write JSONL with input_ids",
+    b"\x89HDF": "HDF5; save it as parquet or JSONL",
+    b"SQLite": "an SQLite database; export it as JSONL",
+    b"\xff\xfe": "UTF-16 or UTF-32; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
+}
+_WANTED = "expected JSONL (one JSON object per line), a JSON array of objects, or parquet; JSON may be gzipped"
+
+
+class Record(NamedTuple):
+    """One JSON object of a file, not decoded yet, or the reason why there is none."""
+
+    number: int  # the line, from 1 (of a JSON array: where the element begins); of parquet the row
+    raw: bytes  # empty where there is a problem
+    problem: str  # "", or "kind: detail" as of a `rows.BadRow`
+
+
+def read_records(path: str) -> Iterator[Record]:
+    """Every record of the file in order; see `RecordReader`."""
+    return iter(RecordReader(path))
+
+
+def file_size(path: str) -> int:
+    """Bytes of the file as it lies on disk."""
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def expand(patterns: Sequence[str]) -> list[list[str]]:
+    """The files that each path or glob pattern (`**`: any folders) stands for, sorted by name.
+
+    Raises:
+        UserError: every pattern that gives no file, or one that cannot be read, a line each.
+    """
+    found, wrong = [], []
+    for pattern in patterns:
+        literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # a file may be called data[1].jsonl
+        files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
+        wrong += [f"{file}: {reason}" for file in files if (reason := _unusable(file))]
+        if not files:
+            wrong.append(f"{pattern}: matches no file")
+        found.append(files)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return found
+
+
+def _unusable(path: str) -> str:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if stat.S_ISDIR(mode):
+        return f"is a folder; name its files, e.g. {os.path.join(path, '*.jsonl')}"
+    if not stat.S_ISREG(mode):
+        return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
+    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
+
+
+class RecordReader:
+    """Iterates over the records of one file, with a bounded part of it in memory.
+
+    While it is iterated over, `consumed` counts up to `size`, the file's bytes on disk: for a progress bar.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = file_size(path)
+        self._position: Callable[[], int] = lambda: 0
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file read so far, of a gzip file the compressed ones; up to `CHUNK` ahead of the records."""
+        return self._position()
+
+    def __iter__(self) -> Iterator[Record]:
+        """Read from the start.
+
+        Raises:
+            UserError: the file is of no kind that can be read, holds nothing, or is damaged so that no more can be
+                read. Lines that are wrong by themselves come as records with a `problem`.
+        """
+        if reason := _unusable(self.path):
+            raise UserError(f"{self.path}: {reason}")
+        number = 0
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                self._position = file.tell
+                for record in self._records(file):
+                    number = record.number
+                    yield record
+        except (EOFError, zlib.error) as error:
+            raise UserError(
+                f"{self.path}: the gzip data is damaged or cut off behind line {number} ({error}); copy or write the "
+                "file again (gzip -t tells whether it is whole)"
+            ) from None
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        finally:
+            self._position = lambda: self.size
+        if not number:
+            raise UserError(f"{self.path}: holds no rows; {_WANTED}")
+
+    def _records(self, file: io.FileIO) -> Iterator[Record]:
+        head = file.read(HEAD)
+        file.seek(0)
+        if head.startswith(b"PAR1"):
+            return self._parquet_rows()
+        source: io.RawIOBase = file
+        if head.startswith(b"\x1f\x8b"):
+            head = _start_of_gzip(file)
+            file.seek(0)
+            source = _Gunzip(file)
+        if reason := _foreign(head):
+            raise UserError(f"{self.path}: is {reason}")
+        stream: io.BufferedReader = io.BufferedReader(source, CHUNK)
+        return _elements(stream, head.startswith(_BOM)) if _first_byte(head) == b"[" else _lines(stream)
+
+    def _parquet_rows(self) -> Iterator[Record]:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise UserError(
+                f"{self.path}: is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
+            ) from None
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                yield from self._rows_of_batches(file, pyarrow)
+        except UserError:
+            raise
+        except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises all of them for damage
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UserError(f"{self.path}: is parquet that cannot be read: {reason}; write it again") from None
+
+    def _rows_of_batches(self, file: Any, pyarrow: Any) -> Iterator[Record]:
+        columns = [field.name for field in file.schema_arrow if _is_json(field.type, pyarrow.types)]
+        if not columns:
+            raise UserError(f"{self.path}: is parquet without a column of text, numbers or lists of them")
+        number, rows = 0, file.metadata.num_rows
+        self._position = lambda: self.size * number // max(rows, 1)
+        # Without threads: the rows' consumer forks.
+        for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
+            for row in _unpacked(batch):
+                number += 1
+                raw = b"" if row is None else json.dumps(row, ensure_ascii=False).encode()
+                if len(raw) > LONGEST_LINE:
+                    yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
+                else:
+                    yield Record(number, raw, "" if raw else "not UTF-8: a text of the row; write the file again")
+
+
+def _is_json(kind: Any, types: Any) -> bool:
+    """Whether a parquet column's values are JSON values. Others (images, times) are left out, and read as missing."""
+    if types.is_dictionary(kind):
+        return _is_json(kind.value_type, types)
+    if types.is_nested(kind):
+        return all(_is_json(kind.field(i).type, types) for i in range(kind.num_fields))
+    tests = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_null)
+    return any(test(kind) for test in tests) or types.is_float32(kind) or types.is_float64(kind)
+
+
+def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
+    """The rows of an Arrow batch; None where a text is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [None]
+        return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
+
+
+class _Gunzip(io.RawIOBase):
+    """The unpacked bytes of a gzip file, of several members too. What stands before damage is handed out first."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self._packed = file, b""
+        self._unpacker = zlib.decompressobj(wbits=31)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            self._packed = self._packed or self._file.read(CHUNK)
+            at_end = not self._packed
+            if self._unpacker.eof:  # another member, padding, or nothing follows
+                if at_end:
+                    return 0
+                self._packed = self._packed.lstrip(b"\0")
+                if self._packed:
+                    self._unpacker = zlib.decompressobj(wbits=31)
+                continue
+            data = self._unpacker.decompress(self._packed, min(len(buffer), _GZIP_PIECE))
+            self._packed = self._unpacker.unconsumed_tail or self._unpacker.unused_data
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+            if at_end and not self._unpacker.eof:
+                raise EOFError("it ends too early")
+
+
+def _start_of_gzip(file: io.FileIO) -> bytes:
+    """As much of the first `HEAD` unpacked bytes as is sound; damage is for the reader, which knows the line."""
+    stream, start, piece = _Gunzip(file), bytearray(), bytearray(_GZIP_PIECE)
+    try:
+        while len(start) < HEAD and (count := stream.readinto(piece)):
+            start += piece[:count]
+    except (EOFError, zlib.error):
+        if not start:
+            raise
+    return bytes(start)
+
+
+def _first_byte(text: bytes) -> bytes:
+    return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
+
+
+def _foreign(head: bytes) -> str:
+    """What the file is if it cannot be read, with the remedy; "" if it can."""
+    for magic, reason in _FOREIGN.items():
+        if head.startswith(magic):
+            return reason
+    if head[257:262] == b"ustar":
+        return "a tar archive; unpack it first (tar -x)"
+    lines = [line for line in head.splitlines() if _first_byte(line)]
+    if not lines:
+        return "" if len(head) >= HEAD else f"empty; {_WANTED}"
+    if _first_byte(head) == b"[":
+        return ""
+    if not any(_first_byte(line) == b"{" for line in lines):
+        shown = repr(lines[0][:40].decode("latin-1"))
+        return f"neither JSON nor parquet: its first line begins with {shown}; {_WANTED}"
+    if object_spans_lines(head.removeprefix(_BOM), whole=len(head) < HEAD):
+        return "JSON whose first object takes several lines; write each row on one line (jq -c), or an array of rows"
+    return ""
+
+
+def _elements(file: io.BufferedReader, has_bom: bool) -> Iterator[Record]:
+    if has_bom:
+        file.read(len(_BOM))
+        yield Record(1, b"", BOM)
+    try:
+        for line, raw in array_elements(file, CHUNK, LONGEST_LINE):
+            long = len(raw) > LONGEST_LINE
+            yield Record(line, b"" if long else raw, _TOO_LONG.format(LONGEST_LINE) if long else "")
+    except BrokenArray as broken:
+        yield Record(broken.line, b"", _BROKEN.format(broken))
+
+
+def _lines(file: io.BufferedReader) -> Iterator[Record]:
+    number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
+    while line := readline(limit):
+        number += 1
+        if line.endswith(b"\n"):
+            line = line[:-1]
+        elif len(line) == limit:
+            while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
+                pass
+            yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
+            continue
+        if line.endswith(b"\r"):
+            yield Record(number, b"", CRLF)
+        elif not line or line.isspace():
+            yield Record(number, b"", BLANK)
+        elif line.startswith(_BOM):
+            yield Record(number, b"", BOM)
+        elif b"\0" in line:
+            yield Record(number, b"", NUL)
+        else:
+            yield Record(number, line, "")

@@ -1,0 +1,142 @@
+"""What became of every row of input, with its reason and file:line."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, OVERLONG, REJECTED, STATUSES
+from titan_mi100.data.tokenise import Batch, Source
+from titan_mi100.settings import DataConfig
+
+_SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are only counted
+_DETAILS = 100_000  # reasons kept word for word; of later rows only their kind
+_SETS = ("", "train", "validation")
+
+
+class Ledger:
+    """Collects the rows batch by batch; `close` makes the arrays, one entry per row of input."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._batches: list[tuple[np.ndarray, ...]] = []
+        self._kinds: list[str] = [""]
+        self._details: dict[int, str] = {}
+        self._rows = 0
+
+    def add(self, batch: Batch) -> None:
+        kinds = np.zeros(len(batch.numbers), dtype=np.uint16)
+        for place, (kind, detail) in batch.reasons.items():
+            if kind not in self._kinds:
+                self._kinds.append(kind)
+            kinds[place] = self._kinds.index(kind)
+            if len(self._details) < _DETAILS:
+                self._details[self._rows + place] = detail
+        first = np.concatenate(([0], np.cumsum(batch.supervised)))
+        stops = np.cumsum(batch.documents)
+        supervised = first[stops] - first[stops - batch.documents]
+        files = np.full(len(kinds), batch.file, dtype=np.int32)
+        self._batches.append(
+            (files, batch.numbers, batch.statuses, batch.tokens, batch.documents, supervised, kinds, batch.hashes)
+        )
+        self._rows += len(kinds)
+
+    def close(self) -> None:
+        """After the last batch; finds duplicates: rows with the content of an earlier row that gave documents."""
+        columns = [np.concatenate(column) for column in zip(*self._batches, strict=True)] if self._batches else None
+        assert columns is not None, "files without a row are refused before"
+        self._batches = []
+        self.files, self.numbers, self.statuses, self.tokens, self.documents, self.supervised = columns[:6]
+        self.kinds, self.hashes = columns[6:]
+        self.sets = np.zeros(len(self.files), dtype=np.uint8)  # of _SETS: where its documents are used
+        self.original = np.full(len(self.files), -1, dtype=np.int64)  # of a duplicate: the row that came first
+        used = np.flatnonzero(self.documents)
+        order = used[np.lexsort(self.hashes[used].T)]  # stable: equal content stays in the order of the files
+        equal = (self.hashes[order[1:]] == self.hashes[order[:-1]]).all(axis=1)
+        place = np.arange(len(order))
+        place[1:][equal] = 0
+        again = order[1:][equal]
+        self.original[again] = order[np.maximum.accumulate(place)][1:][equal]
+        self.statuses[again] = DUPLICATE
+
+    def where(self, row: int) -> str:
+        """Its file:line."""
+        return f"{self._sources[self.files[row]].path}:{self.numbers[row]}"
+
+    def reason(self, row: int) -> str:
+        if self.statuses[row] == DUPLICATE:
+            return f"of {self.where(self.original[row])}" + ("" if self.sets[row] else ", left out")
+        kind = self._kinds[self.kinds[row]]
+        detail = self._details.get(row, "")
+        return detail if kind in detail else f"{kind}: {detail}" if detail else kind
+
+    def refusal(self, config: DataConfig) -> str:
+        """Why nothing is trained on these files, a line per bad row and in the end their numbers; "": nothing is."""
+        bad = np.flatnonzero(self.statuses == REJECTED)
+        overlong = config.overlong == "error" and OVERLONG in {self._kinds[kind] for kind in set(self.kinds[bad])}
+        if not bad.size or (config.on_bad_row == "skip" and len(bad) <= config.max_bad_rows and not overlong):
+            return ""
+        shown: list[int] = []
+        of_a_kind: Counter[int] = Counter()
+        for row in bad.tolist():
+            of_a_kind[self.kinds[row]] += 1
+            if len(shown) < _SHOWN and of_a_kind[self.kinds[row]] <= _SHOWN_OF_A_KIND:
+                shown.append(row)
+        lines = [f"{self.where(row)}: {self.reason(row)}" for row in shown]
+        if len(bad) > len(shown):
+            counts = ", ".join(f"{self._kinds[kind]}: {number:,}" for kind, number in of_a_kind.most_common(_SHOWN))
+            lines.append(f"... and {len(bad) - len(shown):,} more; {len(bad):,} bad rows in all ({counts})")
+        if config.on_bad_row == "skip" and not overlong:
+            lines.append(f"more than [data] max_bad_rows = {config.max_bad_rows} rows are bad; correct them or raise it")
+        elif not overlong:
+            lines.append('correct these rows, or leave them out with data.on_bad_row = "skip"')
+        return "\n".join(lines)
+
+    def summary(self) -> list[str]:
+        """Totals, and a line for each status but kept that occurs."""
+        kept = np.count_nonzero(self.statuses == KEPT)
+        read = f"{len(self.files):,} rows read, {int(self.tokens.sum()):,} tokens"
+        lines = [f"ledger: {read}; {kept:,} rows kept"]
+        for status, name in enumerate(STATUSES):
+            rows = np.flatnonzero(self.statuses == status)
+            if not rows.size or status == KEPT:
+                continue
+            why = Counter(self._kinds[kind] for kind in self.kinds[rows].tolist())
+            reasons = ", ".join(f"{kind}: {number:,}" for kind, number in why.most_common(4) if kind)
+            if status == DUPLICATE:
+                kept = np.count_nonzero(self.sets[rows])
+                reasons = f"trained on all the same: {kept:,}" if kept else "left out"
+            first = f", the first at {self.where(rows[0])}" if status in (DROPPED, DUPLICATE, REJECTED) else ""
+            line = f"  {name}: {len(rows):,} rows, {int(self.tokens[rows].sum()):,} tokens"
+            lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
+        return lines
+
+    def straddling(self) -> list[str]:
+        """A warning about validation rows that stand in the training files too (only separate files can)."""
+        twice = np.flatnonzero((self.original >= 0) & (self.sets == 2))
+        twice = twice[self.sets[self.original[twice]] == 1]
+        if not twice.size:
+            return []
+        first = f"{self.where(twice[0])} is {self.where(self.original[twice[0]])}"
+        return [f"{len(twice):,} validation rows are training rows too: the validation loss flatters ({first})"]
+
+    def write(self, path: Path) -> None:
+        """All rows as CSV: file, line, status, set, tokens, supervised, documents, reason."""
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("file", "line", "status", "set", "tokens", "supervised", "documents", "reason"))
+            writer.writerows(self._lines())
+
+    def _lines(self) -> Iterator[tuple[object, ...]]:
+        names = [source.path for source in self._sources]
+        columns = (self.files, self.numbers, self.statuses, self.sets, self.tokens, self.supervised, self.documents)
+        for start in range(0, len(self.files), 65536):  # lists of Python numbers, but not of all rows at once
+            block = zip(*(column[start : start + 65536].tolist() for column in columns), strict=True)
+            for row, (file, number, status, used_in, tokens, supervised, documents) in enumerate(block, start):
+                plain = status != DUPLICATE and not self.kinds[row]
+                reason = "" if plain else self.reason(row)
+                yield (
+                    names[file], number, STATUSES[status], _SETS[used_in], tokens, supervised, documents, reason
+                )  # fmt: skip
