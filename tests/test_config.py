@@ -10,8 +10,8 @@ import pytest
 from conftest import ASSETS, REPO
 
 from titan_mi100.config import load_config, resolve_run_folder, to_toml
-from titan_mi100.settings import Config
 from titan_mi100.errors import UserError
+from titan_mi100.settings import Config
 
 MINIMAL = f"""
 [model]

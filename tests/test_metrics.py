@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_mi100.settings import MetricsConfig
 from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model_spec import PRESETS, train_flops
+from titan_mi100.settings import MetricsConfig
 
 RESULT = StepResult(
     loss=1.5, grad_norm=0.25, tokens=2000, supervised=500, attention_pairs=10_000, seconds=0.5, waited=0.01

@@ -8,13 +8,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_mi100 import distributed
-from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.distributed import World
 from titan_mi100.layout import Layout
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallelize import parallelize
+from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 
 LAYERS = 3
 

@@ -1,5 +1,6 @@
 """From files to packed rows: nothing lost, nothing invented, the right tokens supervised, every row accounted for."""
 
+import base64
 import csv
 import json
 import os
@@ -22,7 +23,7 @@ from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
 from titan_mi100.errors import UserError
 from titan_mi100.loss import IGNORE
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.tokenizer import Tokenizer, load_tokenizer
 
 ARITHMETIC = ASSETS / "arithmetic.jsonl"
 
@@ -171,8 +172,9 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
     dropped = load(path, seq_len=size)
     assert [row["status"] for row in ledger(dropped)] == ["kept", "dropped", "dropped"]
     assert len(documents(dropped.train)) == 1
-    assert f"  dropped: 2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)" in (
-        dropped.facts["summary"]
+    assert (
+        f"  dropped: 2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)"
+        in (dropped.facts["summary"])
     )
 
     cut = load(path, seq_len=size, overlong="truncate")
@@ -284,6 +286,27 @@ def test_repeats_and_weights(tmp_path: Path) -> None:
     assert sorted(counts["{'repeats': (0.25, 1.0)}"].values()) == [100, 100]
     low, high = sorted(counts["{'weights': (1.0, 1.0)}"].values())
     assert low == 400 and high <= 440  # equal tokens; those of `few` are a little shorter
+
+
+def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "rows.jsonl", qa("one", "ONE"))
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n>> ' if m.role == 'user' else '<|im_start|>' + m.role }}"
+        "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    ranks = [bytes([byte]) for byte in range(256)]
+    file = tmp_path / "bytes.tiktoken"
+    file.write_text("".join(f"{base64.b64encode(rank).decode()} {i}\n" for i, rank in enumerate(ranks)))
+    config = DataConfig(path=(str(path),))
+    for source in (file, ASSETS / "tokenizer"):
+        data = prepare_data(config, str(source), str(template), 256)
+        read = load_tokenizer(source)
+        [(ids, supervised)] = documents(data.train)
+        assert read.decode(ids) == "<|im_start|>user\n>> one<|im_end|><|im_start|>assistantONE<|im_end|>"
+        assert read.decode(supervised) == "ONE<|im_end|>"
+    with pytest.raises(UserError, match=r"no \(default\) chat_template, .*or name a Jinja file in model.chat_template"):
+        prepare_data(config, str(file), "", 256)
 
 
 def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -64,11 +63,13 @@ class ChatTemplate:
         self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "ChatTemplate":
+    def from_folder(cls, path: str | Path, template: str | Path = "", eos_token: str = "") -> "ChatTemplate":
         """Read `chat_template.jinja`, else the (default) `chat_template` of `tokenizer_config.json`.
 
         Args:
-            path: an HF tokenizer folder.
+            path: an HF tokenizer folder, or a tokenizer file in such a folder.
+            template: a Jinja file to use instead.
+            eos_token: of the tokenizer, in case `tokenizer_config.json` is missing or does not name it.
 
         Returns:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
@@ -76,22 +77,28 @@ class ChatTemplate:
         Raises:
             UserError: a file is missing or malformed, or there is no template.
         """
-        folder = Path(path)
-        config_file, jinja_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        config_file, jinja_file = folder / "tokenizer_config.json", Path(template or folder / "chat_template.jinja")
+        file = config_file
         try:
-            config = json.loads(config_file.read_text(encoding="utf-8"))
-            file = jinja_file if jinja_file.is_file() else config_file
+            # Beside a tokenizer file there may be none; a folder's is part of it.
+            needed = folder == Path(path) or config_file.is_file()
+            config = json.loads(config_file.read_text(encoding="utf-8")) if needed else {}
+            file = jinja_file if template or jinja_file.is_file() else config_file
             source = jinja_file.read_text(encoding="utf-8") if file is jinja_file else config.get("chat_template")
             if isinstance(source, list):
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
             tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
             special_tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
-            ) from error
+            raise UserError(f"{file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files") from error
         if not isinstance(source, str):
-            raise UserError(f"{config_file}: no (default) chat_template, and no {jinja_file.name}; add one of them")
+            raise UserError(
+                f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
+                "Jinja file in model.chat_template"
+            )
+        if eos_token:
+            special_tokens.setdefault("eos_token", eos_token)
         return cls(file, source, special_tokens)
 
     def render(
@@ -145,12 +152,6 @@ class ChatTemplate:
                     f"use a template that writes each assistant message as Qwen3's does"
                 ) from problem
         return Rendered(str.__str__(text), turns)
-
-    def render_supervised(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Any:
-        """Goes with sft.py's rewrite."""  # goes with sft.py's rewrite
-        rendered = self.render_turns(messages, **variables)
-        spans = [(turn.answer, turn.stop) for turn in rendered.turns if turn.role == "assistant"]
-        return SimpleNamespace(text=rendered.text, supervised=spans)
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
         """The prompt under these variables. It does not depend on the conversation, so a fixed one is asked, once; the

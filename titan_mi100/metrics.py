@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from titan_mi100.settings import MetricsConfig
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec, train_flops
+from titan_mi100.settings import MetricsConfig
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
 
 
 def apply_compile(model: Qwen3, config: CompileConfig) -> None:

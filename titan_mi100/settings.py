@@ -220,7 +220,7 @@ class Config:
 
 
 def check(config: Config, world_size: int | None) -> list[str]:
-    """Everything that is wrong with the combination of settings, one message each; None: for any number of processes."""
+    """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
     errors = _check_paths(config)
     training, data, schedule = config.training, config.data, config.lr_scheduler
     if training.steps and training.epochs:

@@ -33,7 +33,10 @@ WORDS = "the of and to in a is that for it as was with be by on not he his but a
 def synthetic(path: Path, gigabytes: float) -> None:
     """Question and answer of made-up words, about 500 bytes a row."""
     draw = random.Random(0)
-    words = [*WORDS.split(), *("".join(draw.choices("abcdefghiklmnoprstuvwy", k=draw.randint(3, 11))) for _ in range(4000))]
+    words = [
+        *WORDS.split(),
+        *("".join(draw.choices("abcdefghiklmnoprstuvwy", k=draw.randint(3, 11))) for _ in range(4000)),
+    ]
     with path.open("w", encoding="utf-8") as file:
         size, number = 0, 0
         while size < gigabytes * 1e9:

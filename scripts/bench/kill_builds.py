@@ -1,6 +1,6 @@
 """Kill the preparation of data at random moments; each time the next start must end with the same plan.
 
-    python scripts/bench/kill_builds.py --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/ --kills 50
+python scripts/bench/kill_builds.py --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/ --kills 50
 """
 
 import argparse
@@ -54,7 +54,10 @@ def main() -> None:
                 left_over += bool(list(Path(cache).glob(".*-*")))
             found, cached = start(cache).communicate()[0].split()
             same += found == plan
-            print(f"killed after {moment:5.2f} s: {'same' if found == plan else 'ANOTHER'} plan, cached {cached}", flush=True)
+            print(
+                f"killed after {moment:5.2f} s: {'same' if found == plan else 'ANOTHER'} plan, cached {cached}",
+                flush=True,
+            )
         print(
             f"{same} of {options.kills} starts after a kill ended with the same plan; {left_over} kills fell into the "
             f"writing, {late} came too late"

@@ -10,11 +10,11 @@ from conftest import packed
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import distributed
-from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.layout import Batch, Layout
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallelize import parallelize
+from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.train import Trainer
 
 

@@ -89,7 +89,9 @@ class Ledger:
             counts = ", ".join(f"{self._kinds[kind]}: {number:,}" for kind, number in of_a_kind.most_common(_SHOWN))
             lines.append(f"... and {len(bad) - len(shown):,} more; {len(bad):,} bad rows in all ({counts})")
         if config.on_bad_row == "skip" and not overlong:
-            lines.append(f"more than [data] max_bad_rows = {config.max_bad_rows} rows are bad; correct them or raise it")
+            lines.append(
+                f"more than [data] max_bad_rows = {config.max_bad_rows} rows are bad; correct them or raise it"
+            )
         elif not overlong:
             lines.append('correct these rows, or leave them out with data.on_bad_row = "skip"')
         return "\n".join(lines)

@@ -35,7 +35,13 @@ from titan_mi100.logging import log
 from titan_mi100.settings import DataConfig
 from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
 
-_CODE = ("data/*.py", "chat_template.py", "traced.py", "*tokenizer*.py", "rank_file.py")  # what decides the contents of a folder
+_CODE = (
+    "data/*.py",
+    "chat_template.py",
+    "traced.py",
+    "*tokenizer*.py",
+    "rank_file.py",
+)  # what decides the contents of a folder
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2")
 _SETTLES_NS = 2_000_000_000  # a file changed so shortly before it was hashed may have changed again with the same time
 
@@ -262,7 +268,7 @@ def _fill(
     sources = [Source(file, choose_format(file, config.format, *columns), file_size(file)) for file in files]
     template = None
     if any(source.format.name not in ("text", "tokens") for source in sources):
-        template = ChatTemplate.from_folder(tokenizer_path)
+        template = ChatTemplate.from_folder(tokenizer_path, chat_template, tokenizer.eos_token)
     encoder = Encoder(tokenizer, template, config, seq_len)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, lengths = Ledger(sources), hashlib.sha256(), [np.zeros(1, dtype=np.int64)]

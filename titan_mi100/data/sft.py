@@ -95,8 +95,8 @@ class Encoder:
             place = int(np.argmax(np.array(input_ids) >= self.tokenizer.n_vocab))
             raise BadRow(
                 "unknown token id",
-                f"input_ids[{place}] = {input_ids[place]}, the tokenizer has {self.tokenizer.n_vocab:,} tokens; was the "
-                "file made with another tokenizer?",
+                f"input_ids[{place}] = {input_ids[place]}, the tokenizer has {self.tokenizer.n_vocab:,} tokens; was "
+                "the file made with another tokenizer?",
             )
         ids = np.array(input_ids, dtype=np.int32)
         return Document(ids, np.ones(len(ids), bool) if labels is None else np.array(labels) == ids)
