@@ -292,7 +292,7 @@ def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: 
     path = write(tmp_path / "rows.jsonl", qa("one", "ONE"))
     template = tmp_path / "mine.jinja"
     template.write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n>> ' if m.role == 'user' else '<|im_start|>' + m.role }}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ('\\n>> ' if m.role == 'user' else '') }}"
         "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
     ranks = [bytes([byte]) for byte in range(256)]
@@ -370,6 +370,20 @@ def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, mo
     record = next((cache / "hashes").iterdir())
     record.write_text(record.read_text()[:20])  # cut short by a kill
     assert prepare._content_hash(path, cache) != first
+
+
+def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    pack = prepare.pack_rows
+
+    def meanwhile(*arguments: Any) -> Any:
+        write(path, qa("a", "c"))
+        return pack(*arguments)
+
+    monkeypatch.setattr(prepare, "pack_rows", meanwhile)
+    with pytest.raises(UserError, match="changed while it was read; start again"):
+        load(path, cache_folder=str(cache))
+    assert {entry.suffix for entry in cache.iterdir()} <= {".lock", ""} and not list(cache.glob("*/meta.json"))
 
 
 def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:

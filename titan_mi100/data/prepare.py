@@ -83,7 +83,7 @@ def prepare_data(
         RefusedData: bad rows, or nothing to train on; the same again until a file or a setting changes.
         UserError: a file cannot be read, or the cache not be written.
     """
-    patterns = [expand([pattern])[0] for pattern in (*config.path, *config.validation_path)]
+    patterns = expand((*config.path, *config.validation_path))
     cache = _cache_folder(config)
     with _writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,10 @@ def prepare_data(
             with _locked(cache / f"{key}.lock") as exclusive:
                 if not folder.is_dir():
                     cached = False
-                    _build(folder, config, patterns, tokenizer_path, chat_template, seq_len, exclusive)
+                    with _aside(folder, exclusive) as aside:
+                        _fill(aside, config, patterns, tokenizer_path, chat_template, seq_len)
+                        if _key(config, patterns, tokenizer_path, chat_template, seq_len, cache) != key:
+                            raise UserError("a data or tokenizer file changed while it was read; start again")
     return _open(folder, cached)
 
 
@@ -223,25 +226,17 @@ def _locked(path: Path) -> Iterator[bool]:
         yield True
 
 
-def _build(
-    folder: Path,
-    config: DataConfig,
-    patterns: list[list[str]],
-    tokenizer_path: str,
-    chat_template: str,
-    seq_len: int,
-    exclusive: bool,
-) -> None:
+@contextmanager
+def _aside(folder: Path, exclusive: bool) -> Iterator[Path]:
+    """A temporary folder beside `folder` that becomes it when all went well."""
     if exclusive:  # what a killed build left
         for left in folder.parent.glob(f".{folder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        facts = _fill(aside, config, patterns, tokenizer_path, chat_template, seq_len)
-        facts["sizes"] = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
-        _write_text(aside / "meta.json", json.dumps(facts, indent=1))
-        for file in (*aside.iterdir(), aside):
-            _sync(file)
+        yield aside
+        for path in (*aside.iterdir(), aside):
+            _sync(path)
         try:
             aside.rename(folder)
         except OSError:
@@ -259,8 +254,8 @@ def _fill(
     tokenizer_path: str,
     chat_template: str,
     seq_len: int,
-) -> dict[str, Any]:
-    """Write everything but meta.json, and return what that shall hold."""
+) -> None:
+    """Make all files of a prepared folder."""
     started = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_path)
     files = [file for files in patterns for file in files]
@@ -313,7 +308,8 @@ def _fill(
         facts["warnings"] = ledger.straddling()
     ledger.write(folder / "ledger.csv")
     facts["seconds"] = round(time.perf_counter() - started, 3)
-    return facts
+    facts["sizes"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    _write_text(folder / "meta.json", json.dumps(facts, indent=1))
 
 
 def _choose(
