@@ -102,6 +102,17 @@ def special_id(theirs: sentencepiece.SentencePieceProcessor, content: str) -> in
 # -- the same ids --
 
 
+def test_the_bytes_of_tokens_spell_the_text(both: Any) -> None:
+    ours, theirs = both
+    text = "hello world <|im_end|>"
+    assert b"".join(map(ours.token_bytes, ours.encode(text))).decode().replace(" ", "") == text.replace(" ", "")
+    emoji = ours.encode("\U0001f600")
+    if not any(map(theirs.is_unknown, emoji)):  # with byte fallback
+        assert b"".join(map(ours.token_bytes, emoji)).decode().strip() == "\U0001f600"
+    with pytest.raises(UserError, match="2000"):
+        ours.token_bytes(2000)
+
+
 @fuzz
 @given(text=plain_text)
 def test_ordinary_text_gets_the_ids_of_sentencepiece(both: Any, text: str) -> None:

@@ -650,8 +650,11 @@ def test_decoding_replaces_cut_characters_and_refuses_unknown_ids(
     ids = ours.encode("\U0001f600")
     assert ours.decode(ids) == "\U0001f600" and ours.decode(np.array(ids)) == "\U0001f600"
     assert ours.decode(ids[:-1]) == "\ufffd"
-    with pytest.raises(UserError, match=str(ours.n_vocab)):
-        ours.decode([ours.n_vocab])
+    assert b"".join(map(ours.token_bytes, ids)).decode() == "\U0001f600"
+    assert ours.token_bytes(ours.eos_token_id) == ours.eos_token.encode()
+    for read in (ours.token_bytes, lambda token_id: ours.decode([token_id])):
+        with pytest.raises(UserError, match=str(ours.n_vocab)):
+            read(ours.n_vocab)
 
 
 def test_a_lone_surrogate_is_refused_and_an_empty_text_is_empty(

@@ -118,6 +118,15 @@ class SentencePieceTokenizer(Tokenizer):
                 raise unknown_id(token_id)
         return "".join([*parts, self._processor.decode(segment)])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._contents:
+            return self._contents[token_id].encode()
+        if not 0 <= token_id < self._n_pieces:
+            raise unknown_id(token_id)
+        if self._processor.is_byte(token_id):
+            return bytes.fromhex(self._processor.id_to_piece(token_id)[3:5])  # <0xE2>
+        return self._processor.id_to_piece(token_id).replace("▁", " ").encode()
+
     def _segments(self, text: str) -> Iterator[tuple[int | None, str]]:
         check_utf8(text)
         return cut_out(text, self._special_pattern, self._special_ids)

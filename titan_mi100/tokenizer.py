@@ -129,6 +129,10 @@ class Tokenizer(ABC):
             UserError: an id is not in the vocabulary.
         """
 
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token spells, maybe a part of a character. Raises UserError: the id is not in the vocabulary."""
+
 
 class BpeTokenizer(Tokenizer):
     """Byte-level BPE, run by tiktoken."""
@@ -189,6 +193,11 @@ class BpeTokenizer(Tokenizer):
             return b"".join([self._bytes[token_id] for token_id in ids]).decode("utf-8", errors="replace")
         except KeyError as error:
             raise unknown_id(error) from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id not in self._bytes:
+            raise unknown_id(token_id)
+        return self._bytes[token_id]
 
     def _segments(self, text: str) -> Iterator[tuple[int | None, str]]:
         """Added tokens (id, text) and, between them, what is left to BPE (None, normalised text): HF's two passes."""

@@ -1,0 +1,222 @@
+"""What inspect_data shows is what training reads; it is readable, harmless, and says what the options did."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ASSETS, REPO, SHARED_DATA
+
+from titan_mi100 import inspect_data
+from titan_mi100.data.loader import RowStream, build_loader, row_at
+from titan_mi100.data.prepare import prepare_data
+from titan_mi100.inspect_data import main, token_texts
+from titan_mi100.layout import Batch
+from titan_mi100.loss import IGNORE
+from titan_mi100.settings import DataConfig
+from titan_mi100.tokenizer import Tokenizer
+
+HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logging.getLogger("titan_mi100")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(log, name, getattr(log, name))
+
+
+def chat(*turns: str, **last: Any) -> dict[str, Any]:
+    roles = ("user", "assistant") * len(turns)
+    messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]
+    messages[-1].update(last)
+    return {"messages": messages}
+
+
+class Inspect:
+    """Runs the program in this process on rows written to data.jsonl."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.file, self._capsys = folder / "data.jsonl", capsys
+        self.page = folder / "page.html"
+
+    def write(self, *rows: dict[str, Any] | str) -> None:
+        self.file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+    def __call__(self, *arguments: str, seq_len: int = 256, code: int = 0) -> str:
+        settings = {"model.flavor": "0.6B", "model.tokenizer_path": ASSETS / "tokenizer", "data.path": self.file}
+        settings["training.seq_len"] = str(seq_len)
+        argv = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        assert main([*argv, *arguments]) == code
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in err
+        assert err == "" if code == 0 else out == ""
+        return err if code else out
+
+    def report(self, *arguments: str, **how: Any) -> dict[str, Any]:
+        return json.loads(self(*arguments, "--json", **how))
+
+    def html(self, *arguments: str, **how: Any) -> str:
+        self(*arguments, "--html", str(self.page), **how)
+        return self.page.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    return Inspect(tmp_path, capsys)
+
+
+def effects(report: dict[str, Any]) -> dict[str, str]:
+    return {line["option"]: line["effect"] for line in report["options"]}
+
+
+@pytest.mark.parametrize("overlong", ["drop", "split"])
+def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, inspect: Inspect) -> None:
+    rows = (ASSETS / "arithmetic.jsonl").read_text(encoding="utf-8").splitlines()[:100]
+    inspect.write(
+        *(chat(*json.loads(row).values()) for row in rows), chat("long", "word " * 300), chat(HOSTILE, HOSTILE)
+    )
+    config = DataConfig(path=(str(inspect.file),), overlong=overlong)
+    dataset = prepare_data(config, str(ASSETS / "tokenizer"), "", 256).train
+    shown = inspect.report("--row", f"0-{len(dataset) - 1}", "--data.overlong", overlong)["shown"]
+    loader = iter(build_loader(RowStream(dataset, Batch(1, 1, 1), 0, seed=7)))
+    for number in range(len(dataset)):
+        batch = {name: value[0].tolist() for name, value in next(loader).items()}
+        row = shown[row_at(number, len(dataset), 1, seed=7)]
+        labels = [token if seen else IGNORE for token, seen in zip(row["id"], row["supervised"], strict=True)]
+        assert (row["id"], row["position"], row["document"]) == (
+            batch["input_ids"], batch["positions"], batch["document_ids"]
+        )  # fmt: skip
+        assert labels[1:] == batch["labels"][:-1] and not row["supervised"][0] and batch["labels"][-1] == IGNORE
+
+
+def test_invisible_characters_and_parts_of_characters_are_readable() -> None:
+    tokenizer = Tokenizer.from_folder(ASSETS / "tokenizer")
+    ids = tokenizer.encode("\n\té😀\u00a0\u202e⟧")
+    shown = "↵⇥é⟨F0 9F⟩⟨98⟩⟨80⟩→😀⟨C2⟩⟨A0⟩→⟨U+00A0⟩⟨E2⟩⟨80⟩⟨AE⟩→⟨U+202E⟩⟨E2⟩⟨9F⟩⟨A7⟩→⟨U+27E7⟩"
+    assert "".join(token_texts(tokenizer, ids)) == shown
+    assert token_texts(tokenizer, tokenizer.encode("😀")[:2]) == ["⟨F0 9F⟩", "⟨98⟩"]  # cut off
+
+
+@pytest.mark.skipif(not SHARED_DATA.exists(), reason="the real data is not beside this checkout")
+def test_a_token_of_whole_characters_and_a_part_shows_both() -> None:
+    tokenizer = Tokenizer.from_folder(SHARED_DATA / "qwen3_tokenizer")
+    assert token_texts(tokenizer, tokenizer.encode("Köln ☀️")) == ["K", "ö", "ln", " ⟨E2 98⟩", "⟨80⟩→☀", "️"]
+
+
+def test_without_color_brackets_hold_what_is_supervised_and_with_color_green(inspect: Inspect) -> None:
+    inspect.write(chat("one", "ONE two", "two", HOSTILE))
+    plain, colored = inspect(), inspect("--row", "0", "--color", "always")
+    assert "⟦ONE two<|im_end|>⟧" in plain and "\x1b[32mONE two<|im_end|>\x1b[0m" in colored
+    assert "\x1b" not in plain and "\x07" not in colored
+    assert set(re.findall("\x1b\\[[^m]*m", colored)) == {f"\x1b[{code}m" for code in ("0", "1", "1;36", "2", "32")}
+    table = inspect("--row", "0", "--table")
+    row = inspect.report("--row", "0")["shown"][0]
+    at = row["supervised"].index(True)
+    assert f"{at:>8} {row['id'][at]:>8} {at:>10}  yes         {row['text'][at]}\n" in table
+
+
+def tokens_of_page(text: str) -> list[tuple[str, bool]]:
+    """The texts of the rows' tokens, and whether they are marked."""
+    found, marked = [], False
+    for box in re.findall(r'data-ids="[^"]*">(.*?)</div>', text, re.S):
+        for tag, token in re.findall(r"(</?mark>)|<b>([^<]*)</b>", box):
+            marked = tag == "<mark>" if tag else marked
+            found += [] if tag else [(unescape(token).replace("↵\n", "↵"), marked)]
+    return found
+
+
+def test_the_page_holds_the_tokens_escaped_and_needs_no_other_file(inspect: Inspect) -> None:
+    inspect.write(chat("one", "ONE"), chat(HOSTILE, HOSTILE))
+    text, [row] = inspect.html(), inspect.report("--row", "0")["shown"]
+    real = len(row["id"]) - row["padding"]
+    assert tokens_of_page(text) == list(zip(row["text"][:real], row["supervised"][:real], strict=True))
+    body = text.partition("</style>")[2].partition("<script>")[0]
+    assert not re.search("<(script|img|link)|\x1b", body) and "\x1b" not in text
+    assert unescape(body).count("<script>alert(1)</script>") == 2  # in the rendered text
+    assert set(re.findall(r'(?:href|src)="(.)', text)) == {"#"} and "url(" not in text and "://" not in text
+
+
+def test_a_page_of_long_rows_stays_small(inspect: Inspect) -> None:
+    ids = [65 + i % 50 for i in range(32768)]
+    labels = [token if i % 2 else -100 for i, token in enumerate(ids)]
+    inspect.write(*({"input_ids": ids[: 32768 - i], "labels": labels[: 32768 - i]} for i in range(8)))
+    text = inspect.html(seq_len=32768)
+    assert len(text) < 2_000_000 and text.count('<section id="row-') == 1
+
+
+def test_the_options_effects_are_counted(inspect: Inspect) -> None:
+    thinking = chat("one", "ONE", "two", "TWO", reasoning_content="so")
+    thinking["messages"][1]["reasoning_content"] = "hm"
+    inspect.write(chat("a", "A"), chat("a", "A"), chat("b", "word " * 300), thinking)
+    report = inspect.report()
+    assert effects(report)["empty_think"] == "empty think blocks: 0 supervised, 2 masked"
+    found = "turns with reasoning: 1 supervised, 0 masked; without a think block: {}; rows unrolled: {}"
+    assert effects(report)["earlier_thinking"] == found.format("1 supervised, 0 masked", 0)
+    assert effects(report)["overlong"] == "rows longer than 256 tokens: 1"
+    assert effects(report)["duplicates"] == "rows that repeat an earlier one: 1"
+    assert [line["overlong"] for line in report["lengths"]][-1] == 1
+    learned = effects(inspect.report("--data.empty_think", "supervised"))
+    assert learned["empty_think"] == "empty think blocks: 2 supervised, 0 masked"
+    masked = effects(inspect.report("--data.earlier_thinking", "mask"))
+    assert masked["earlier_thinking"] == found.format("0 supervised, 1 masked", 0)
+    unrolled = effects(inspect.report("--data.earlier_thinking", "unroll"))
+    assert unrolled["earlier_thinking"] == found.format("0 supervised, 1 masked", 1).replace("1 s", "2 s", 1)
+
+
+def test_the_oddest_are_those_that_were_planted(inspect: Inspect) -> None:
+    plain = [chat(f"Say {i}, please", f"The answer to it is {i}, of course.") for i in range(30)]
+    inspect.write(*plain, chat("a", "no " * 70), chat("b", "\ufffd"), chat("c", "Words, so many of them. " * 20))
+    odd = inspect.report("--data.overlong", "truncate", seq_len=128)["oddest"]
+    lines = {kind: int(entry["where"].rpartition(":")[2]) for entry in odd for kind in entry["kinds"]}
+    assert lines["damaged: 1 times U+FFFD; documents with such: 1"] == 32
+    [(kind, line)] = [(kind, line) for kind, line in lines.items() if kind.startswith("no end token")]
+    assert line in (31, 33) and kind.endswith("documents with such: 2")
+    assert [line for kind, line in lines.items() if kind.startswith("most repetitive")] == [31]
+    assert [line for kind, line in lines.items() if kind.startswith("shortest")] == [32]
+    inspect.write(*plain)
+    whole = [kind for entry in inspect.report("--data.loss", "all")["oddest"] for kind in entry["kinds"]]
+    # The line break behind the end token is no unended text; the first token of a document is not predicted.
+    assert not any(kind.startswith(("no end token", "most supervised: 100")) for kind in whole)
+
+
+def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect.write(*(chat(f"{i}", f"answer {i}") for i in range(40)))
+    monkeypatch.setattr(inspect_data, "_SAMPLE_TOKENS", 300)
+    report = inspect.report()
+    assert report["documents"] == 40 and report["sampled"] > 1
+    assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
+    assert f"one document in {report['sampled']}" in inspect() and "one document in" in inspect.html()
+
+
+def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspect) -> None:
+    inspect.write(chat("one", "ONE"), chat("two", "word " * 300), chat("three", "THREE"))
+    [line] = inspect.report("--where", "data.jsonl:3")["where"]
+    assert line["rows"] == [0] and line["status"] == "kept"
+    assert "data.jsonl:2: dropped; longer than seq_len: " in inspect("--where", f"{inspect.file}:2")
+    assert "no such line" in inspect("--where", "data.jsonl:9", code=2)
+    inspect.write(chat("one", "ONE"), "{broken")
+    assert "data.jsonl:2: rejected: not JSON" in inspect("--where", "data.jsonl:2", code=2)
+    assert "data.jsonl:2: not JSON" in inspect(code=2) and "ledger.csv" in inspect(code=2)
+
+
+def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
+    inspect.write(chat("one", "ONE"))
+    assert "the rows are 0 to 0" in inspect("--row", "1", code=2)
+    assert "is not a row's number" in inspect("--row", "x", code=2)
+    assert "no such set" in inspect("--validation", code=2)
+    assert "/nowhere/x.html: No such file" in inspect("--html", "/nowhere/x.html", code=2)
+    assert "'--data.pth' is not an option; did you mean" in inspect("--data.pth", "x", code=2)
+
+
+def test_a_closed_pipe_is_no_mistake() -> None:
+    command = (
+        f"{sys.executable} -m titan_mi100.inspect_data --job.config_file train_configs/debug.toml --table | head -1"
+    )
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)
+    assert result.stderr == "" and result.stdout.count("\n") == 1
