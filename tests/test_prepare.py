@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
+from test_malformed import ALL_LINES, GOOD, mutated
 
 from titan_mi100.data import prepare
 from titan_mi100.data.dataset import PackedDataset
@@ -233,6 +235,43 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
     assert any(line.startswith(f"  rejected: {len(BAD_ROWS)} rows") for line in data.facts["summary"])
     with pytest.raises(RefusedData, match=rf"more than \[data\] max_bad_rows = {len(BAD_ROWS) - 1}"):
         load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS) - 1)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_each_of_300_malformed_lines_stands_in_the_ledger_with_its_number_and_reason(name: str, tmp_path: Path) -> None:
+    """What test_malformed.py shows of the readers, through everything that a run does with its data."""
+    bad = [(line, reason) for form, line, reason in ALL_LINES if form == name]
+    good = json.dumps(GOOD[name][0]).encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([good, *(part for line, _ in bad for part in (line, good))]) + b"\n")
+    columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
+    with pytest.raises(RefusedData) as caught:
+        load(path, format=name, **columns)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    rows = ledger(caught.value)
+    assert [int(row["line"]) for row in rows] == list(range(1, 2 * len(bad) + 2))
+    assert {row["status"] for row in rows[::2]} <= {"kept", "duplicate"}
+    for row, (_, reason) in zip(rows[1::2], bad, strict=True):
+        assert row["status"] == "rejected" and reason in row["reason"], row
+
+
+def test_10000_mutated_lines_are_all_in_the_ledger(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    total = 0
+    for name, examples in GOOD.items():
+        lines = [json.dumps(row).encode() for row in examples]
+        count = -(-10_000 // len(GOOD))
+        made = [mutated(draw, lines).replace(b"\n", b" ") for _ in range(count)]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"\n".join([*lines, *made]) + b"\n")
+        columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
+        data = load(path, format=name, on_bad_row="skip", max_bad_rows=count, **columns)
+        rows = ledger(data)
+        assert [int(row["line"]) for row in rows] == list(range(1, len(lines) + count + 1))
+        assert all(row["reason"] for row in rows if row["status"] != "kept")
+        assert data.facts["sets"]["train"]["documents"] == sum(int(row["documents"]) for row in rows)
+        total += count
+    assert total >= 10_000
 
 
 def test_a_thousand_bad_rows_are_counted_not_listed(tmp_path: Path) -> None:
