@@ -1,11 +1,13 @@
-"""Preparing data: cold, warm, and on a file larger than is comfortable. Prints one line of figures for each.
+"""Preparing data: cold, warm, on a file larger than is comfortable, and killed. Prints one line of figures for each.
 
     python scripts/bench/data.py --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/
     python scripts/bench/data.py --gigabytes 2 --model.tokenizer_path Qwen3-0.6B/
+    python scripts/bench/data.py --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/ --kills 50
 
-Every measurement is a process of its own, watched from outside: seconds of the data stage as the trainer logs them,
-memory as the largest sum of proportional set sizes over the process and its workers, and of resident set sizes (which
-count pages that workers share with their parent once for each).
+Every measurement is a process of its own, watched from outside: seconds of the data stage, and memory as the largest
+sum of proportional set sizes over the process and its workers, and of resident set sizes (which count pages that
+workers share with their parent once for each). --kills kills as many builds at random moments; each time the next start
+must end with the same plan.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 STAGE = """
 import json, os, sys, time
@@ -25,7 +28,8 @@ from titan_mi100.settings import DataConfig
 path, cache, tokenizer, seq_len, workers = sys.argv[1:]
 started = time.perf_counter()
 data = prepare_data(DataConfig(path=(path,), cache_folder=cache, workers=int(workers)), tokenizer, "", int(seq_len))
-print(json.dumps({"seconds": time.perf_counter() - started, **data.facts["sets"]["train"]}))
+print(json.dumps({"seconds": time.perf_counter() - started, **data.facts["sets"]["train"],
+                  "plan": data.facts["plan"], "cached": data.cached}))
 """
 WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
 
@@ -65,16 +69,61 @@ def memory(session: int) -> tuple[float, float]:
     return pss / 1024, rss / 1024
 
 
-def measure(path: str, cache: str, tokenizer: str, seq_len: int, workers: int) -> dict[str, float]:
-    command = [sys.executable, "-c", STAGE, path, cache, tokenizer, str(seq_len), str(workers)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+def start(options: argparse.Namespace, cache: str) -> subprocess.Popen[str]:
+    stage = [options.path, cache, options.tokenizer, str(options.seq_len), str(options.workers)]
+    return subprocess.Popen(
+        [sys.executable, "-c", STAGE, *stage], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output = process.communicate()[0]
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+def measure(options: argparse.Namespace, cache: str) -> dict[str, Any]:
+    process = start(options, cache)
     pss = rss = 0.0
     while process.poll() is None:
         now = memory(process.pid)
         pss, rss = max(pss, now[0]), max(rss, now[1])
         time.sleep(0.1)
-    assert process.returncode == 0 and process.stdout is not None
-    return {**json.loads(process.stdout.read()), "pss": pss, "rss": rss}
+    return {**result(process), "pss": pss, "rss": rss}
+
+
+def print_figures(name: str, found: dict[str, Any], megabytes: float, options: argparse.Namespace) -> None:
+    seconds, tokens = found["seconds"], found["tokens"]
+    speed = f", {megabytes / seconds:.2f} MB/s, {tokens / seconds:,.0f} tok/s"
+    speed += f" ({megabytes / seconds / options.workers:.2f} and {tokens / seconds / options.workers:,.0f} per worker)"
+    print(
+        f"{name}: {seconds:.2f} s{speed if name == 'cold' else ''}, {found['documents']:,} documents, {tokens:,} tokens,"
+        f" {tokens / (found['rows'] * options.seq_len):.2%} real, memory {found['pss']:,.0f} MiB proportional, "
+        f"{found['rss']:,.0f} MiB resident summed",
+        flush=True,
+    )
+
+
+def kill(options: argparse.Namespace, folder: str) -> bool:
+    """Whether all starts after a kill ended with the plan of an undisturbed build."""
+    draw, whole = random.Random(0), result(start(options, f"{folder}/whole"))
+    same = writing = late = 0
+    for number in range(options.kills):
+        cache = Path(folder) / f"killed{number}"
+        process = start(options, str(cache))
+        while not list(cache.glob(".*-*")):  # the build has not begun
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, whole["seconds"]))
+        writing += bool(list(cache.glob(".*-*")))
+        late += process.poll() is not None
+        process.kill()
+        process.wait()
+        same += result(start(options, str(cache)))["plan"] == whole["plan"]
+    print(
+        f"{same} of {options.kills} starts after a kill ended with the same plan; an undisturbed build takes "
+        f"{whole['seconds']:.1f} s; {writing} kills fell into it, {late} came after the process's end"
+    )
+    return same == options.kills
 
 
 def main() -> None:
@@ -85,29 +134,19 @@ def main() -> None:
     parser.add_argument("--training.seq_len", dest="seq_len", type=int, default=1024)
     parser.add_argument("--data.workers", dest="workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=int, default=3, help="cold and warm starts")
+    parser.add_argument("--kills", type=int, default=0, help="kill this many builds instead of timing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = options.path
         if options.gigabytes:
-            path = str(Path(folder) / "synthetic.jsonl")
-            synthetic(Path(path), options.gigabytes)
-        megabytes = os.path.getsize(path) / 1e6
-        print(f"{path}: {megabytes:,.1f} MB, {options.workers} workers, seq_len {options.seq_len}")
+            options.path = str(Path(folder) / "synthetic.jsonl")
+            synthetic(Path(options.path), options.gigabytes)
+        megabytes = os.path.getsize(options.path) / 1e6
+        print(f"{options.path}: {megabytes:,.1f} MB, {options.workers} workers, seq_len {options.seq_len}")
+        if options.kills:
+            sys.exit(not kill(options, folder))
         for run in range(options.runs):
             for name in ("cold", "warm"):
-                cache = str(Path(folder) / f"cache{run}")
-                found = measure(path, cache, options.tokenizer, options.seq_len, options.workers)
-                real = found["tokens"] / (found["rows"] * options.seq_len)
-                speed = (
-                    f", {megabytes / found['seconds']:.2f} MB/s, {found['tokens'] / found['seconds']:,.0f} tok/s "
-                    f"({found['tokens'] / found['seconds'] / options.workers:,.0f} per worker)"
-                )
-                print(
-                    f"{name}: {found['seconds']:.2f} s{speed if name == 'cold' else ''}, {found['documents']:,} "
-                    f"documents, {found['tokens']:,} tokens, {real:.2%} real, memory {found['pss']:,.0f} MiB "
-                    f"proportional, {found['rss']:,.0f} MiB resident summed",
-                    flush=True,
-                )
+                print_figures(name, measure(options, f"{folder}/cache{run}"), megabytes, options)
 
 
 if __name__ == "__main__":
