@@ -97,8 +97,8 @@ def print_figures(name: str, found: dict[str, Any], megabytes: float, options: a
     speed = f", {megabytes / seconds:.2f} MB/s, {tokens / seconds:,.0f} tok/s"
     speed += f" ({megabytes / seconds / options.workers:.2f} and {tokens / seconds / options.workers:,.0f} per worker)"
     print(
-        f"{name}: {seconds:.2f} s{speed if name == 'cold' else ''}, {found['documents']:,} documents, {tokens:,} tokens,"
-        f" {tokens / (found['rows'] * options.seq_len):.2%} real, memory {found['pss']:,.0f} MiB proportional, "
+        f"{name}: {seconds:.2f} s{speed if name == 'cold' else ''}, {found['documents']:,} documents, {tokens:,} tokens"
+        f", {tokens / (found['rows'] * options.seq_len):.2%} real, memory {found['pss']:,.0f} MiB proportional, "
         f"{found['rss']:,.0f} MiB resident summed",
         flush=True,
     )
