@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, cache: str) -> dict[str, Any]:
     while process.poll() is None:
         now = memory(process.pid)
         pss, rss = max(pss, now[0]), max(rss, now[1])
-        time.sleep(0.1)
+        time.sleep(0.5)  # looking costs time, too
     return {**result(process), "pss": pss, "rss": rss}
 
 
