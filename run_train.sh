@@ -114,7 +114,7 @@ report_failure() {
     3) meaning="stopped early and saved; the same command with --job.run_folder '$run_folder' goes on" ;;
     4) meaning="stopped because of the numbers (loss or gradients)" ;;
     5) meaning="a process hung" ;;
-    *) meaning="did not finish; the first error above is the cause" ;;
+    *) meaning="did not finish" ;;
   esac
   if [ -n "$message" ]; then
     printf '%s\n' "$message" | while IFS= read -r line; do say "$line"; done
@@ -133,8 +133,10 @@ main() {
   count_processes
   # checked once, without torch, before any process starts; prints the folder, so that all processes share it
   run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config "${arguments[@]}") || exit $?
-  launch_id=$(date +%s)-$$-$RANDOM
   set_defaults
+  # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
+  "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || exit $?
+  launch_id=$(date +%s)-$$-$RANDOM
   if launch; then
     return 0
   fi

@@ -146,7 +146,6 @@ mode = "some"
         ("[data]\nvalidation_path = '" + "x" * 300 + "'", "[data] validation_path = "),
         ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path = "),
         ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
-        ("[data]\nformat = 'columns'", '[data] format = "columns" needs prompt_column'),
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path = "),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),

@@ -13,6 +13,8 @@ from titan_mi100.errors import UserError
 def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
     torchrun(str(REPO / "tests/gloo/job_together.py"), str(tmp_path))
     said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+    crashed = [lines.pop(5) for lines in said]
+    assert crashed == ["KeyError 'a bug'", "RuntimeError rank 0 failed: 'a bug'"]
     assert said[0] == said[1]
     assert said[0] == [
         "rank 0 has no such file",
@@ -20,6 +22,7 @@ def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
         "nothing",
         "made by 0",
         "cannot be made",
+        "met",
         str([2.0, 2.0 * (2**53 - 1)]),
     ]
 

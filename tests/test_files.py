@@ -107,7 +107,9 @@ def test_no_chunk_limit_cuts_a_token_of_an_array(chunk: int, tmp_path: Path, mon
         "12",
     ]
     path = write(tmp_path / "rows", f"[{' ,'.join(elements)}\n]".encode())
-    assert list(read_records(path)) == [Record(1, element.encode(), "") for element in elements]
+    assert list(read_records(path)) == [
+        Record(1, element.encode(), "", number) for number, element in enumerate(elements, 1)
+    ]
 
 
 def test_an_array_is_read_in_linear_time_and_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +145,8 @@ def test_a_mistake_in_an_array_is_found_without_reading_on(tmp_path: Path) -> No
     path.write_bytes(b'[{"a": 1},\n{"a": 1,},\n' + b'{"a": 1},\n' * 1_000_000)
     reader = RecordReader(str(path))
     records = iter(reader)
-    assert next(records) == Record(1, b'{"a": 1}', "")
-    number, raw, problem = next(records)
+    assert next(records) == Record(1, b'{"a": 1}', "", 1)
+    number, raw, problem, _ = next(records)
     assert (number, raw) == (2, b"") and problem.startswith("broken JSON array: ")
     assert reader.consumed <= 2 * files.CHUNK
     assert next(records, None) is None
@@ -217,8 +219,11 @@ def test_parquet_rows_come_as_json(tmp_path: Path) -> None:
     found = list(read_records(path))
     assert [record.number for record in found] == list(range(1, 701))
     rows = [parse(record.raw) for record in found]
+    for message in (message for row in messages for message in row):
+        if message["content"] is None:  # parquet cannot tell it from a key that was not there
+            del message["content"]
     assert [row["messages"] for row in rows] == messages
-    assert [row["score"] for row in rows] == scores
+    assert [row.get("score") for row in rows] == scores
     assert rows[3]["ids"] == [3, 4]
 
 
@@ -237,8 +242,8 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
         "image": [{"bytes": b"\xff", "path": "a"}] * 2,
     }
     rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
-    read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "null": None, "small": 1, "flag": True}
-    assert rows == [read, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2, "flag": None}]
+    read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
+    assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
     with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them$"):
         list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))
     with pytest.raises(UserError, match="holds no rows"):

@@ -16,8 +16,7 @@ from titan_mi100 import inspect_data
 from titan_mi100.data.loader import RowStream, build_loader, row_at
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.inspect_data import main, token_texts
-from titan_mi100.layout import Batch
-from titan_mi100.loss import IGNORE
+from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.settings import DataConfig
 from titan_mi100.tokenizer import Tokenizer
 

@@ -8,8 +8,7 @@ from conftest import packed, random_documents
 
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import RowStream, build_loader, row_at, rows_per_epoch, validation_batches
-from titan_mi100.layout import Batch
-from titan_mi100.loss import IGNORE
+from titan_mi100.layout import IGNORE, Batch
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import hashlib
 import json
 import os
 import random
@@ -19,11 +20,12 @@ import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_malformed import ALL_LINES, GOOD, mutated
 
+from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
 from titan_mi100.errors import UserError
-from titan_mi100.loss import IGNORE
+from titan_mi100.layout import IGNORE
 from titan_mi100.settings import DataConfig
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
 
@@ -196,7 +198,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
 
     with pytest.raises(RefusedData, match=rf"{path}:2: longer than seq_len: {long_answer} tokens"):
         load(path, seq_len=size, overlong="error", on_bad_row="skip")
-    with pytest.raises(RefusedData, match="nothing is left to train on; ledger: 3 rows read"):
+    with pytest.raises(RefusedData, match=r"nothing is left to train on\nledger: 3 rows(.|\n)*raise training.seq_len"):
         load(path, seq_len=4)
 
 
@@ -279,7 +281,7 @@ def test_a_thousand_bad_rows_are_counted_not_listed(tmp_path: Path) -> None:
     with pytest.raises(RefusedData) as caught:
         load(path, prompt_column="question", response_column="answer")
     lines = str(caught.value).splitlines()
-    assert len(lines) == 7 and lines[5].startswith("... and 995 more; 1,000 bad rows in all (")
+    assert len(lines) == 6 and lines[5].startswith("... and 995 more; 1,000 bad rows in all (")
     assert len(ledger(caught.value)) == 1000
 
 
@@ -353,9 +355,104 @@ def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer)
     write(tmp_path / "a.jsonl", say("a", "messages"))
     data = load(tmp_path / "*.jsonl")
     assert supervised_texts(data.train, tokenizer) == ["columns<|im_end|>", "messages<|im_end|>"]
-    assert data.facts["summary"][0] == f"{tmp_path / 'a.jsonl'}: format messages"
+    assert data.facts["summary"][0] == f"{tmp_path / 'a.jsonl'}: format messages (OpenAI)"
     with pytest.raises(UserError, match=r"no\*.jsonl: matches no file"):
         load(tmp_path / "no*.jsonl")
+
+
+def test_copies_of_a_document_do_not_share_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *(qa(f"question {i}", f"answer {i}") for i in range(1000, 1300)))
+    data = load(path, repeats=(3.0,))
+    rows = [data.train.documents_of(index).tolist() for index in range(len(data.train))]
+    assert sorted(number for row in rows for number in row) == sorted([*range(300)] * 3)
+    assert sum(len(row) != len(set(row)) for row in rows) <= 2  # where the last first copies meet the first second ones
+
+
+def test_a_part_of_a_file_is_said_in_the_ledger_and_extreme_repeats_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *(qa(f"q{i}", f"a{i}") for i in range(100)))
+    part = load(path, repeats=(0.25,))
+    rows = ledger(part)
+    assert Counter(row["set"] for row in rows) == {"train": 25, "": 75}
+    assert {row["reason"] for row in rows if not row["set"]} == {"not in an epoch's part of its file"}
+    assert any(line.endswith("read 0.25 times an epoch") for line in part.facts["summary"])
+    one = write(tmp_path / "one.jsonl", qa("a", "b"))
+    assert any("read 50.00 times an epoch: the model" in line for line in load(one, repeats=(50.0,)).facts["warnings"])
+    with pytest.raises(UserError, match="more than 1,000 times: lower its weight"):
+        load(path, one, weights=(1e-9, 1.0))
+
+
+def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
+    row = say("one", "ONE", "two", "TWO")
+    row["messages"][1]["reasoning_content"] = "first"
+    path = write(tmp_path / "rows.jsonl", say("a", "b"), row, say("long " * 300, "x"))
+    data = load(path)
+    assert [line.partition(",")[0] for line in data.facts["warnings"]] == [
+        "33% of all rows are too long and dropped; see training.seq_len and data.overlong",
+        "1 rows have reasoning in earlier turns that the template leaves out",
+    ]
+    assert ledger(data)[1]["reason"] == "earlier reasoning left out: of 1 turns, by the template"
+    assert not load(path, earlier_thinking="unroll", overlong="split").facts["warnings"]
+
+
+def test_rows_of_a_json_array_are_told_apart_and_a_broken_one_is_never_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([qa("a", "b"), qa("c", ""), qa("e", "f")]))
+    with pytest.raises(RefusedData, match=re.escape(f"{path}:1[2]: nothing to learn")) as caught:
+        load(path)
+    assert [row["line"] for row in ledger(caught.value)] == ["1[1]", "1[2]", "1[3]"]
+    path.write_text(json.dumps([qa("a", "b")] * 3).replace("}, ", "} ", 1))
+    with pytest.raises(RefusedData, match="broken JSON array"):
+        load(path, on_bad_row="skip")
+
+
+def test_nulls_that_parquet_invents_are_not_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = []
+    for arguments in ({"city": "Bern"}, {"n": 1}):
+        row = say("go", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
+        rows.append(row | {"score": float("nan")})
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    texts = "".join(supervised_texts(load(tmp_path / "rows.parquet").train, tokenizer))
+    assert '{"city": "Bern"}' in texts and '{"n": 1}' in texts and "null" not in texts
+
+
+def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y') }}")
+    config = DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),))
+    with pytest.raises(UserError, match="rows would change from day to day; put a copy with a fixed date"):
+        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
+
+
+def test_processes_that_cannot_start_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_fork() -> int:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    path = write(tmp_path / "rows.jsonl", *(qa(f"question {i} " * 20, f"answer {i}") for i in range(6000)))
+    monkeypatch.setattr(os, "fork", no_fork)
+    with pytest.raises(UserError, match=r"cannot start 2 processes .*; set fewer data.workers"):
+        load(path, workers=2)
+
+
+def prepare_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "titan_mi100.data.prepare", "--model.flavor", "debug"]
+    command += ["--model.tokenizer_path", str(ASSETS / "tokenizer"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+
+
+def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_the_run_folder(tmp_path: Path) -> None:
+    good, bad = write(tmp_path / "good.jsonl", qa("a", "b")), write(tmp_path / "bad.jsonl", qa("a", "b"), "{")
+    where = ("--job.run_folder", str(tmp_path / "run"))
+    result = prepare_command("--data.path", str(good), *where)
+    assert (result.returncode, result.stderr) == (0, "") and not (tmp_path / "run").exists()
+    result = prepare_command("--data.path", str(bad), *where)
+    assert result.returncode == 2 and f"{bad}:2: not JSON" in result.stderr
+    assert result.stderr.endswith(f"every row: {tmp_path / 'run' / 'ledger.csv'}\n")
+    assert "rejected" in (tmp_path / "run" / "ledger.csv").read_text()
+    program = "import sys; import titan_mi100.data.prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == 0
 
 
 def test_workers_change_nothing(tmp_path: Path) -> None:
@@ -401,14 +498,18 @@ def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, mo
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     cache.mkdir()
     path.write_text("one")
-    first = prepare._content_hash(path, cache)
-    stamp = prepare._stamp(path)
-    monkeypatch.setattr(prepare, "_stamp", lambda _: stamp)  # a change within the file system's tick
+    hashes = {text: hashlib.sha256(text.encode()).hexdigest() for text in ("one", "two")}
+    found, stamp = cache_module.content_hash(path, cache)
+    assert found == hashes["one"]
+    monkeypatch.setattr(cache_module, "_stamp", lambda _: stamp)  # a change within the file system's tick
     path.write_text("two")
-    assert prepare._content_hash(path, cache) != first
+    assert cache_module.content_hash(path, cache)[0] == hashes["two"]
     record = next((cache / "hashes").iterdir())
     record.write_text(record.read_text()[:20])  # cut short by a kill
-    assert prepare._content_hash(path, cache) != first
+    assert cache_module.content_hash(path, cache)[0] == hashes["two"]
+    settled = json.loads(record.read_text()) | {"settled": True, "sha256": "remembered"}
+    record.write_text(json.dumps(settled))
+    assert cache_module.content_hash(path, cache)[0] == "remembered"  # else every start would read all files
 
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,15 +523,23 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, mon
     monkeypatch.setattr(prepare, "pack_rows", meanwhile)
     with pytest.raises(UserError, match="changed while it was read; start again"):
         load(path, cache_folder=str(cache))
-    assert {entry.suffix for entry in cache.iterdir()} <= {".lock", ""} and not list(cache.glob("*/meta.json"))
+    assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
 
 
-def test_a_damaged_prepared_folder_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", qa("a", "b"))
-    tokens = load(path).folder / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-4])
-    with pytest.raises(UserError, match=rf"{tokens}: has .* remove {tokens.parent}, it will be made again"):
-        load(path)
+@pytest.mark.parametrize("damage", ["cut", "removed", "meta"])
+def test_a_damaged_prepared_folder_is_made_again(damage: str, tmp_path: Path) -> None:
+    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    first = load(path, cache_folder=str(cache))
+    tokens = first.folder / "tokens.bin"
+    if damage == "cut":
+        tokens.write_bytes(tokens.read_bytes()[:-4])
+    elif damage == "removed":
+        tokens.unlink()
+    else:
+        (first.folder / "meta.json").write_text('{"refused": ')
+    again = load(path, cache_folder=str(cache))
+    assert not again.cached and again.facts["plan"] == first.facts["plan"] and documents(again.train)
+    assert not list(cache.glob(".*"))
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -497,5 +606,5 @@ def test_rows_name_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", "bad", *(qa(f"q{i}", f"a{i}") for i in range(5)))
     data = load(path, on_bad_row="skip")
     rows = np.load(data.folder / "rows.npy")
-    assert rows.tolist() == [[0, line] for line in range(1, 7)]
+    assert rows.tolist() == [[0, line, 0] for line in range(1, 7)]
     assert np.load(data.folder / "document_rows.npy").tolist() == [1, 2, 3, 4, 5]

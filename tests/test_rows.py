@@ -260,15 +260,15 @@ def test_reading_leaves_the_row_as_it_was() -> None:
 
 
 AUTO: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [USER, ASSISTANT], "prompt": "a", "prompt_id": "b"}, "messages", "messages"),
-    ({"conversations": [USER, ASSISTANT], "system": "a"}, "sharegpt", "conversations (ShareGPT)"),
-    ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, "alpaca", "instruction and output (Alpaca)"),
+    ({"messages": [USER, ASSISTANT], "prompt": "a", "prompt_id": "b"}, "messages", "OpenAI"),
+    ({"conversations": [USER, ASSISTANT], "system": "a"}, "sharegpt", "conversations"),
+    ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, "alpaca", "instruction and output"),
     ({"prompt": "a", "completion": "b"}, "prompt_completion", "prompt and completion"),
-    ({"question": "a", "answer": "b"}, "columns", "columns question and answer"),
-    ({"prompt": "a", "response": "b"}, "columns", "columns prompt and response"),
-    ({"text": "a", "meta": {}}, "text", "text (column text)"),
-    ({"input_ids": [1], "labels": [1]}, "tokens", "tokens (input_ids)"),
-    ({"messages": None, "conversations": None, "text": "a"}, "text", "text (column text)"),  # as parquet has it
+    ({"question": "a", "answer": "b"}, "columns", "question and answer"),
+    ({"prompt": "a", "response": "b"}, "columns", "prompt and response"),
+    ({"text": "a", "meta": {}}, "text", "column text"),
+    ({"input_ids": [1], "labels": [1]}, "tokens", "input_ids"),
+    ({"messages": None, "conversations": None, "text": "a"}, "text", "column text"),  # as parquet has it
 ]
 
 
@@ -289,10 +289,10 @@ def test_auto_goes_by_the_first_row_that_can_be_read(
 
 def test_named_columns_and_formats_win_over_the_keys(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"  # not even looked at
-    assert choose(path, "auto", prompt="q", response="a").description == "columns q and a"
-    assert choose(path, "columns", "q", "a", "s").description == "columns q and a, system message from s"
-    assert choose(path, "auto", text="body").description == "text (column body)"
-    assert choose(path, "text", text="").description == "text (column text)"
+    assert choose(path, "auto", prompt="q", response="a").description == "q and a"
+    assert choose(path, "columns", "q", "a", "s").description == "q and a, system message from s"
+    assert choose(path, "auto", text="body").description == "column body"
+    assert choose(path, "text", text="").description == "column text"
     for name in set(FORMATS) - {"columns"}:
         assert choose(path, name).name == name
     path.write_text('{"question": "a", "answer": "b", "s": "c"}\n')

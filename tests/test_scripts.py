@@ -43,6 +43,9 @@ elif argv[1] == "titan_mi100.config":
     code = int(os.environ.get("STUB_CONFIG_CODE", "0"))
     print("bad key" if code else os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)
     sys.exit(code)
+elif argv[1] == "titan_mi100.data.prepare":
+    log("prepare", argv[2:])
+    sys.exit(int(os.environ.get("STUB_PREPARE_CODE", "0")))
 elif argv[1] == "torch.distributed.run":
     if os.environ.get("STUB_WAIT"):  # until a signal comes, as torchrun does, whose worker saves and leaves with 3
         def leave(number, frame):
@@ -293,6 +296,12 @@ def test_a_config_error_starts_nothing_and_keeps_its_code(checkout: Checkout) ->
     assert result.returncode == 2
     assert "bad key" in result.stderr
     assert checkout.calls("torchrun") == []
+
+
+def test_refused_data_start_nothing_and_keep_their_code(checkout: Checkout) -> None:
+    result = checkout.train(STUB_PREPARE_CODE="2")
+    assert result.returncode == 2
+    assert len(checkout.calls("prepare")) == 1 and checkout.calls("torchrun") == []
 
 
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:

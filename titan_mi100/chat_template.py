@@ -56,6 +56,7 @@ class ChatTemplate:
     def __init__(self, file: Path, source: str, special_tokens: dict[str, str]) -> None:
         self._file = file
         self._special_tokens = special_tokens
+        self.is_dated = "strftime_now" in source
         try:
             self._template = TracingEnvironment().from_string(source)
         except jinja2.TemplateError as error:

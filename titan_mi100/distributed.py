@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,16 +101,30 @@ def from_rank_zero(make: Callable[[], Any]) -> Any:
 
 @contextmanager
 def raise_together() -> Iterator[None]:
-    """A UserError inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective."""
-    mine = ""
+    """What fails inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective."""
+    mine: Exception | None = None
     try:
         yield
-    except UserError as error:
-        mine = str(error)
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if first := next(filter(None, everyone), ""):
-        raise UserError(first)
+    except Exception as error:
+        mine = error
+    everyone: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (isinstance(mine, UserError), "" if mine is None else str(mine) or repr(mine)))
+    if mine is not None and not isinstance(mine, UserError):
+        raise mine
+    for rank, (by_user, message) in enumerate(everyone):
+        if message:
+            raise UserError(message) if by_user else RuntimeError(f"rank {rank} failed: {message}")
+
+
+def wait_for_all(what: str) -> None:
+    """Meet the other ranks, however long they take: unlike in a collective, no timeout of the process group counts."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"titan_mi100/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
+    store.add(key, 1)
+    pause = 0.01
+    while store.add(key, 0) < dist.get_world_size():
+        time.sleep(pause)
+        pause = min(2 * pause, 2.0)
 
 
 def same_on_all_ranks(value: str, otherwise: str) -> None:

@@ -6,8 +6,7 @@ from torch import nn
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.distributed import sum_over_ranks
-from titan_mi100.layout import Batch
-from titan_mi100.loss import IGNORE
+from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.parallelize import free_gathered
 
 

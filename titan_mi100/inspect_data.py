@@ -21,12 +21,13 @@ import numpy as np
 
 from titan_mi100.config import help_text, load_config
 from titan_mi100.data.dataset import PADDING_DOCUMENT, PackedDataset
-from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
+from titan_mi100.data.ledger import label
+from titan_mi100.data.prepare import Prepared, RefusedData, prepare_run
 from titan_mi100.data.sft import OVERLONG
 from titan_mi100.errors import UserError
 from titan_mi100.inspect_page import page
+from titan_mi100.layout import IGNORE
 from titan_mi100.logging import setup_logging
-from titan_mi100.loss import IGNORE
 from titan_mi100.settings import Config
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,8 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -106,8 +110,8 @@ class _Set:
     rows: np.ndarray  # (lines of the ledger, 2): file, line
 
     def where(self, document: int) -> str:
-        file, line = self.rows[self.document_rows[document]]
-        return f"{self.data.facts['files'][file]}:{line}"
+        file, line, element = self.rows[self.document_rows[document]].tolist()
+        return f"{self.data.facts['files'][file]}:{label(line, element)}"
 
     def rows_with(self, documents: Sequence[int] | np.ndarray) -> list[int]:
         """The packed rows that hold any of them; none, where those are in the other set."""
@@ -119,7 +123,7 @@ def _report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     path, seq_len = config.tokenizer_path(), config.training.seq_len
     name = "validation" if options.validation else "train"
     try:
-        data = prepare_data(config.data, path, config.model.chat_template, seq_len)
+        data = prepare_run(config, None)
     except RefusedData as refused:
         if not options.where:
             raise
@@ -163,8 +167,8 @@ def _numbers(text: str, rows: int) -> list[int]:
 def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
     """What became of the input line `FILE:LINE`; several where a file is read twice."""
     file, _, line = where.rpartition(":")
-    if not (file and line.isdecimal()):
-        raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12")
+    if not (file and line[:1].isdecimal()):
+        raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12 (of an array train.json:1[12])")
     found, files = [], set()
     with ledger.open(encoding="utf-8", newline="") as lines:
         for number, entry in enumerate(csv.DictReader(lines)):
@@ -258,7 +262,7 @@ class _Sample(NamedTuple):
 
     def starts_of(self, pattern: Sequence[int]) -> np.ndarray:
         """Where these ids stand one after another."""
-        size = max(len(self.ids) - len(pattern) + 1, 0)
+        size = max(len(self.ids) - len(pattern) + 1, 0) if len(pattern) else 0  # some tokenizers drop some texts
         found = np.ones(size, dtype=bool)
         for offset, token_id in enumerate(pattern):
             found &= self.ids[offset : offset + size] == token_id
@@ -510,7 +514,9 @@ def _summary_lines(report: dict[str, Any], paint: _Paint) -> Iterator[str]:
     yield paint.heading("the oddest documents")
     for odd in report["oddest"]:
         yield f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}"
-        yield f"    {paint.running(odd['excerpt'][:20])} … {paint.running(odd['excerpt'][-10:])}"
+        text = odd["excerpt"]
+        parts = (text,) if len(text) <= 30 else (text[:20], text[-10:])
+        yield "    " + " … ".join(map(paint.running, parts))
 
 
 def _bar_lines(bins: list[dict[str, int]], seq_len: int) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+IGNORE = -100  # the label of a token without supervision, as PyTorch and Hugging Face write it
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # the label of a token without supervision
+from titan_mi100.layout import IGNORE
+
 _BLOCK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32
 
 

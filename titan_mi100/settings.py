@@ -37,7 +37,8 @@ class ModelConfig:
 class DataConfig:
     path: tuple[str, ...] = _key((), "training data: files or globs of JSONL, JSON or parquet, also .gz", path=True)
     weights: tuple[float, ...] = _key(
-        (), "share of each path in an epoch's tokens, e.g. [3, 1]: the scarcest path is read once, the others repeat"
+        (),
+        "share of each path in an epoch's tokens, e.g. [3, 1]: what is abundant is read once, what is scarce repeats",
     )
     repeats: tuple[float, ...] = _key((), "how often an epoch reads each path, e.g. [1, 2.5]; default: once")
     format: str = _key(
@@ -277,6 +278,8 @@ def _check_paths(config: Config) -> list[str]:
         for pattern in getattr(config.data, key):
             if not os.path.isfile(pattern) and not any(map(os.path.isfile, glob.iglob(pattern, recursive=True))):
                 what = "matches no file" if glob.has_magic(pattern) else "is not a file"
+                if os.path.isdir(pattern):
+                    what = f"is a folder; name its files, such as {os.path.join(pattern, '*.jsonl')}"
                 errors.append(f"[data] {key} = {pattern!r} {what}")
     template = config.model.chat_template
     if template and not os.path.isfile(template):
@@ -289,6 +292,8 @@ def _check_paths(config: Config) -> list[str]:
     known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
     if not path:
         errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
+    elif not os.path.exists(path):
+        errors.append(f"{key} = {path!r} does not exist")
     elif not os.path.isfile(path) and not any(glob.glob(os.path.join(glob.escape(path), name)) for name in known):
         errors.append(
             f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
@@ -301,8 +306,6 @@ def _check_data(data: DataConfig) -> list[str]:
     errors = []
     if bool(data.prompt_column) != bool(data.response_column):
         errors.append("[data] prompt_column and response_column go together; set both or neither")
-    if data.format == "columns" and not data.prompt_column:
-        errors.append('[data] format = "columns" needs prompt_column and response_column')
     if data.prompt_column and data.format not in ("auto", "columns"):
         errors.append(f'[data] prompt_column is set, but format = "{data.format}"; remove one of them')
     if data.system_column and not data.prompt_column:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
 import time
 import traceback
@@ -30,14 +29,13 @@ from titan_mi100 import distributed, hardware, model_spec
 from titan_mi100.checkpoint import Checkpointer, list_checkpoints
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, build_loader, rows_per_epoch
-from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
+from titan_mi100.data.prepare import Prepared, prepare_run
 from titan_mi100.distributed import World, raise_together, same_on_all_ranks, sum_over_ranks
 from titan_mi100.errors import UserError
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.hf_io import HFWeights
-from titan_mi100.layout import Batch
+from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.logging import log, log_to_file, setup_logging
-from titan_mi100.loss import IGNORE
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model import attention
@@ -102,7 +100,7 @@ def train(config: Config, world: World, folder: Path) -> None:
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
 
-    data = _load_data(config, spec, folder)
+    data = _load_data(config, world, folder)
     steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
     steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
@@ -290,28 +288,15 @@ def _write_run_state(world: World, folder: Path, state: str, exit_code: int, mes
             log.error(f"{folder}: cannot be written to: {error.strerror}")
 
 
-def _load_data(config: Config, spec: model_spec.ModelSpec, folder: Path) -> Prepared:
+def _load_data(config: Config, world: World, folder: Path) -> Prepared:
     """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
     started = time.perf_counter()
-    path = config.tokenizer_path()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    is_writer = os.environ.get("RANK", "0") == "0"
+    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     with raise_together():
         try:
-            data = prepare_data(
-                config.data, path, config.model.chat_template, config.training.seq_len, patience=0 if first else 1
-            )
-        except RefusedData as error:
-            if is_writer:
-                _keep_ledger(error.ledger, folder)
-            raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
-        if data.facts["n_vocab"] > spec.vocab_size:
-            raise UserError(
-                f"{path}: has {data.facts['n_vocab']:,} tokens, more than the model's vocab_size = "
-                f"{spec.vocab_size:,}; use the model's own tokenizer"
-            )
-        if is_writer:
-            _keep_ledger(data.ledger(), folder)
+            data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
+        finally:
+            distributed.wait_for_all("data prepared")
     same_on_all_ranks(data.facts["plan"], "the data files are not the same on all nodes; copy them again")
     for line in data.facts["summary"]:
         log.info(line)
@@ -320,13 +305,6 @@ def _load_data(config: Config, spec: model_spec.ModelSpec, folder: Path) -> Prep
     how = "already prepared" if data.cached else "prepared"
     log.info(f"data: {how} in {data.folder} ({time.perf_counter() - started:.2f} s)")
     return data
-
-
-def _keep_ledger(ledger: Path, folder: Path) -> None:
-    try:
-        shutil.copyfile(ledger, folder / "ledger.csv")
-    except OSError as error:
-        raise UserError(f"{folder / 'ledger.csv'}: cannot be written: {error.strerror}") from None
 
 
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Runs under torchrun: a mistake that only one rank sees ends all ranks alike. Argument: output folder."""
 
 import sys
+import time
 from pathlib import Path
 
 from titan_mi100 import distributed
@@ -27,10 +28,29 @@ def fail_on_rank_zero() -> str:
         return str(error)
 
 
+def crash_on_rank_zero(here: int) -> str:
+    try:
+        with distributed.raise_together():
+            if here == 0:
+                raise KeyError("a bug")
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def meet_late(here: int) -> str:
+    started = time.monotonic()
+    if here == 0:
+        time.sleep(0.5)
+    distributed.wait_for_all("everybody")
+    return "met" if time.monotonic() - started >= 0.4 else "did not wait"
+
+
 if __name__ == "__main__":
     world = distributed.init_distributed()
     said = [fail_on(rank, world.rank) for rank in (0, 1, 2)]
     said += [distributed.from_rank_zero(lambda: f"made by {world.rank}"), fail_on_rank_zero()]
+    said += [crash_on_rank_zero(world.rank), meet_late(world.rank)]
     said += [str(distributed.sum_over_ranks([world.rank + 0.5, 2**53 - 1], world.device))]
     (Path(sys.argv[1]) / f"{world.rank}.txt").write_text("\n".join(said))
     distributed.leave(0)

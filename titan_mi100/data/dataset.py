@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_mi100.data.packing import Packing
-from titan_mi100.loss import IGNORE
+from titan_mi100.layout import IGNORE
 
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
 

@@ -27,8 +27,9 @@ BLANK = "blank line: delete it"
 CRLF = "CRLF line end: convert the file, e.g. with dos2unix"
 BOM = "byte order mark: save the file as UTF-8 without BOM, e.g. with dos2unix"
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
+BROKEN_ARRAY = "broken JSON array"  # never skipped: nobody knows how many rows follow
 _TOO_LONG = "line too long: over {:,} bytes; is a line end missing?"
-_BROKEN = "broken JSON array: {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
+_BROKEN = BROKEN_ARRAY + ": {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
 
 _FOREIGN = {  # what some files begin with
     b"\x28\xb5\x2f\xfd": "zstd-compressed; unpack it first (zstd -d)",
@@ -56,6 +57,7 @@ class Record(NamedTuple):
     number: int  # the line, from 1 (of a JSON array: where the element begins); of parquet the row
     raw: bytes  # empty where there is a problem
     problem: str  # "", or "kind: detail" as of a `rows.BadRow`
+    element: int = 0  # of a JSON array, from 1: several may stand on a line
 
 
 def read_records(path: str) -> Iterator[Record]:
@@ -170,7 +172,8 @@ class RecordReader:
                 f"{self.path}: is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
             ) from None
         try:
-            with parquet.ParquetFile(self.path) as file:
+            # Else a whole row group is read at once.
+            with parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=CHUNK) as file:
                 yield from self._rows_of_batches(file, pyarrow)
         except UserError:
             raise
@@ -188,7 +191,7 @@ class RecordReader:
         for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
             for row in _unpacked(batch):
                 number += 1
-                raw = b"" if row is None else json.dumps(row, ensure_ascii=False).encode()
+                raw = b"" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False).encode()
                 if len(raw) > LONGEST_LINE:
                     yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
                 else:
@@ -213,6 +216,14 @@ def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
         if batch.num_rows == 1:
             return [None]
         return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every struct of a column all the keys that any of them has; those that were not there are null."""
+    if isinstance(value, dict):
+        # NaN stands for a missing number there.
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None and item == item}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class _Gunzip(io.RawIOBase):
@@ -286,9 +297,9 @@ def _elements(file: io.BufferedReader, has_bom: bool) -> Iterator[Record]:
         file.read(len(_BOM))
         yield Record(1, b"", BOM)
     try:
-        for line, raw in array_elements(file, CHUNK, LONGEST_LINE):
+        for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
             long = len(raw) > LONGEST_LINE
-            yield Record(line, b"" if long else raw, _TOO_LONG.format(LONGEST_LINE) if long else "")
+            yield Record(line, b"" if long else raw, _TOO_LONG.format(LONGEST_LINE) if long else "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))
 

@@ -7,13 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, OVERLONG, REJECTED, STATUSES
+from titan_mi100.data.files import BROKEN_ARRAY
+from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, LOST_REASONING, OVERLONG, REJECTED, STATUSES
 from titan_mi100.data.tokenise import Batch, Source
 from titan_mi100.settings import DataConfig
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are only counted
 _DETAILS = 100_000  # reasons kept word for word; of later rows only their kind
+_MANY_OVERLONG = 0.1  # of all rows: warned of
 _SETS = ("", "train", "validation")
+
+
+def label(line: int, element: int) -> str:
+    """A row's place in its file: 12, or, in a JSON array, 1[12]: its 12th element, which begins in line 1."""
+    return f"{line}[{element}]" if element else str(line)
 
 
 class Ledger:
@@ -63,36 +70,37 @@ class Ledger:
 
     def where(self, row: int) -> str:
         """Its file:line."""
-        return f"{self._sources[self.files[row]].path}:{self.numbers[row]}"
+        return f"{self._sources[self.files[row]].path}:{label(*self.numbers[row].tolist())}"
 
     def reason(self, row: int) -> str:
+        kind, detail = self._kinds[self.kinds[row]], self._details.get(row, "")
+        reason = detail if kind in detail else f"{kind}: {detail}" if detail else kind
+        if self.documents[row] and not self.sets[row] and self.statuses[row] != DUPLICATE:
+            reason = f"{reason}; not in an epoch's part of its file" if reason else "not in an epoch's part of its file"
         if self.statuses[row] == DUPLICATE:
-            return f"of {self.where(self.original[row])}" + ("" if self.sets[row] else ", left out")
-        kind = self._kinds[self.kinds[row]]
-        detail = self._details.get(row, "")
-        return detail if kind in detail else f"{kind}: {detail}" if detail else kind
+            again = f"of {self.where(self.original[row])}" + ("" if self.sets[row] else ", left out")
+            return f"{again}; {reason}" if reason else again
+        return reason
 
     def refusal(self, config: DataConfig) -> str:
         """Why nothing is trained on these files, a line per bad row and in the end their numbers; "": nothing is."""
         bad = np.flatnonzero(self.statuses == REJECTED)
-        overlong = config.overlong == "error" and OVERLONG in {self._kinds[kind] for kind in set(self.kinds[bad])}
-        if not bad.size or (config.on_bad_row == "skip" and len(bad) <= config.max_bad_rows and not overlong):
+        never = {BROKEN_ARRAY, OVERLONG}  # the second is a bad row only under data.overlong = "error"
+        unskippable = not never.isdisjoint(self._kinds[kind] for kind in set(self.kinds[bad]))
+        if not bad.size or (config.on_bad_row == "skip" and len(bad) <= config.max_bad_rows and not unskippable):
             return ""
-        shown: list[int] = []
-        of_a_kind: Counter[int] = Counter()
-        for row in bad.tolist():
-            of_a_kind[self.kinds[row]] += 1
-            if len(shown) < _SHOWN and of_a_kind[self.kinds[row]] <= _SHOWN_OF_A_KIND:
-                shown.append(row)
+        counts = self._count_kinds(bad)
+        examples = [bad[self.kinds[bad] == self._kinds.index(kind)][:_SHOWN_OF_A_KIND] for kind in counts]
+        shown = np.sort(np.concatenate(examples))[:_SHOWN].tolist()
         lines = [f"{self.where(row)}: {self.reason(row)}" for row in shown]
         if len(bad) > len(shown):
-            counts = ", ".join(f"{self._kinds[kind]}: {number:,}" for kind, number in of_a_kind.most_common(_SHOWN))
-            lines.append(f"... and {len(bad) - len(shown):,} more; {len(bad):,} bad rows in all ({counts})")
-        if config.on_bad_row == "skip" and not overlong:
+            listed = ", ".join(f"{kind}: {number:,}" for kind, number in counts.most_common(_SHOWN))
+            lines.append(f"... and {len(bad) - len(shown):,} more; {len(bad):,} bad rows in all ({listed})")
+        if config.on_bad_row == "skip" and not unskippable:
             lines.append(
                 f"more than [data] max_bad_rows = {config.max_bad_rows} rows are bad; correct them or raise it"
             )
-        elif not overlong:
+        elif not unskippable and len(bad) < len(self.files):
             lines.append('correct these rows, or leave them out with data.on_bad_row = "skip"')
         return "\n".join(lines)
 
@@ -105,18 +113,39 @@ class Ledger:
             rows = np.flatnonzero(self.statuses == status)
             if not rows.size or status == KEPT:
                 continue
-            why = Counter(self._kinds[kind] for kind in self.kinds[rows].tolist())
-            reasons = ", ".join(f"{kind}: {number:,}" for kind, number in why.most_common(4) if kind)
+            why = self._count_kinds(rows).most_common(4)
+            reasons = ", ".join(f"{kind}: {number:,}" for kind, number in why if kind)
             if status == DUPLICATE:
-                kept = np.count_nonzero(self.sets[rows])
-                reasons = f"trained on all the same: {kept:,}" if kept else "left out"
+                used = {name: np.count_nonzero(self.sets[rows] == i) for i, name in enumerate(_SETS)}
+                said = (("left out", used[""]), ("trained on again", used["train"]), ("validation", used["validation"]))
+                reasons = ", ".join(f"{name}: {number:,}" for name, number in said if number)
             first = f", the first at {self.where(rows[0])}" if status in (DROPPED, DUPLICATE, REJECTED) else ""
-            line = f"  {name}: {len(rows):,} rows, {int(self.tokens[rows].sum()):,} tokens"
+            line = f"  {name}: {len(rows):,} row{'s' * (len(rows) != 1)}, {int(self.tokens[rows].sum()):,} tokens"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
         return lines
 
-    def straddling(self) -> list[str]:
-        """A warning about validation rows that stand in the training files too (only separate files can)."""
+    def _count_kinds(self, rows: np.ndarray) -> Counter[str]:
+        counts = np.bincount(self.kinds[rows], minlength=len(self._kinds)).tolist()
+        return Counter({kind: number for kind, number in zip(self._kinds, counts, strict=True) if number})
+
+    def warnings(self, config: DataConfig) -> list[str]:
+        """What is no mistake by itself, but easily one of the user's."""
+        lines = self._straddling()
+        kinds = self._count_kinds(np.arange(len(self.kinds)))
+        share = kinds.get(OVERLONG, 0) / len(self.files)
+        if share > _MANY_OVERLONG and config.overlong in ("drop", "truncate"):
+            what = {"drop": "dropped", "truncate": "cut"}[config.overlong]
+            lines.append(f"{share:.0%} of all rows are too long and {what}; see training.seq_len and data.overlong")
+        if lost := kinds.get(LOST_REASONING, 0):
+            first = np.flatnonzero(self.kinds == self._kinds.index(LOST_REASONING))[0]
+            lines.append(
+                f"{lost:,} rows have reasoning in earlier turns that the template leaves out, the first at "
+                f"{self.where(first)}; data.earlier_thinking decides whether such turns are learned all the same"
+            )
+        return lines
+
+    def _straddling(self) -> list[str]:
+        """Validation rows that stand in the training files too (only those of separate files can)."""
         twice = np.flatnonzero((self.original >= 0) & (self.sets == 2))
         twice = twice[self.sets[self.original[twice]] == 1]
         if not twice.size:
@@ -126,7 +155,7 @@ class Ledger:
 
     def write(self, path: Path) -> None:
         """All rows as CSV: file, line, status, set, tokens, supervised, documents, reason."""
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("file", "line", "status", "set", "tokens", "supervised", "documents", "reason"))
             writer.writerows(self._lines())
@@ -137,8 +166,8 @@ class Ledger:
         for start in range(0, len(self.files), 65536):  # lists of Python numbers, but not of all rows at once
             block = zip(*(column[start : start + 65536].tolist() for column in columns), strict=True)
             for row, (file, number, status, used_in, tokens, supervised, documents) in enumerate(block, start):
-                plain = status != DUPLICATE and not self.kinds[row]
+                plain = status != DUPLICATE and not self.kinds[row] and (used_in or not documents)
                 reason = "" if plain else self.reason(row)
                 yield (
-                    names[file], number, STATUSES[status], _SETS[used_in], tokens, supervised, documents, reason
+                    names[file], label(*number), STATUSES[status], _SETS[used_in], tokens, supervised, documents, reason
                 )  # fmt: skip

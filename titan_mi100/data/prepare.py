@@ -1,7 +1,6 @@
-"""Prepared data on disk: all files read, checked, tokenised and packed once, the result kept, and none that is stale.
+"""The data of a run: all files read, checked, tokenised and packed into one plan, kept for the next start.
 
-A prepared folder is named by a hash of all that it depends on. It is written aside, synced and renamed: if it is there
-it is complete, whoever wrote it. A lock only spares two processes the same work.
+`python -m titan_mi100.data.prepare` with the arguments of a run does that much of it, without torch.
 """
 
 import hashlib
@@ -9,10 +8,8 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +18,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-import titan_mi100
 from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.config import config_from_command_line, resolve_run_folder
+from titan_mi100.data.cache import Stamp, content_hash, ready_folder, write_text
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.files import expand, file_size
 from titan_mi100.data.ledger import Ledger
@@ -31,19 +29,18 @@ from titan_mi100.data.rows import Format, choose_format
 from titan_mi100.data.sft import DUPLICATE, Encoder
 from titan_mi100.data.tokenise import Source, tokenise
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
-from titan_mi100.settings import DataConfig
+from titan_mi100.logging import log, setup_logging
+from titan_mi100.settings import Config, DataConfig
 from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
 
-_CODE = (
-    "data/*.py",
-    "chat_template.py",
-    "traced.py",
-    "*tokenizer*.py",
-    "rank_file.py",
-)  # what decides the contents of a folder
+_PACKAGE = Path(__file__).parents[1]
+_CODE = ("data/[!.]*.py", "chat_template.py", "traced.py", "[!.]*tokenizer*.py", "rank_file.py")
+# What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
+_CODE_HASH = hashlib.sha256(
+    b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
+).hexdigest()
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2")
-_SETTLES_NS = 2_000_000_000  # a file changed so shortly before it was hashed may have changed again with the same time
+_MANY_REPEATS, _TOO_MANY_REPEATS = 10, 1000  # of a path in an epoch: warned of, refused
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,75 @@ class RefusedData(UserError):
         self.ledger = ledger
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What is to be prepared."""
+
+    config: DataConfig
+    patterns: list[list[str]]  # the files of each path, then of each validation path
+    tokenizer_path: str
+    chat_template: str
+    seq_len: int
+
+    def files(self) -> list[str]:
+        return [file for files in self.patterns for file in files]
+
+    def n_train_files(self) -> int:
+        return sum(len(files) for files in self.patterns[: len(self.config.path)])
+
+    def depends_on(self, cache: Path) -> tuple[str, list[Stamp]]:
+        """A hash of all that the folder depends on: contents, names (which the ledger shows), options, code; and the
+        state of the files."""
+        settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
+        stamps = [content_hash(file, cache) for file in [*map(Path, self.files()), *settings]]
+        options = asdict(self.config) | {"cache_folder": "", "workers": 0}
+        depends = {
+            "hashes": [sha256 for sha256, _ in stamps],
+            "names": [self.patterns, [file.name for file in settings]],
+            "code": [_CODE_HASH, *(version(name) for name in _LIBRARIES), sys.version_info[:2]],  # Unicode's tables
+            "options": options,
+            "seq_len": self.seq_len,
+        }
+        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32], stamps
+
+
+def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
+    """`prepare_data` for a run, checked against its model.
+
+    Args:
+        folder: the run's, where a copy of the ledger goes, if it is there or the data are refused; None: another rank
+            of the run sees to that.
+        patience: as for `prepare_data`.
+
+    Raises:
+        UserError: as `prepare_data`, or the tokenizer has more tokens than the model.
+    """
+    path = config.tokenizer_path()
+    try:
+        data = prepare_data(config.data, path, config.model.chat_template, config.training.seq_len, patience)
+    except RefusedData as error:
+        if folder is None:
+            raise
+        folder.mkdir(parents=True, exist_ok=True)
+        _copy(error.ledger, folder)
+        raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
+    if data.facts["n_vocab"] > (size := config.spec().vocab_size):
+        raise UserError(
+            f"{path}: has {data.facts['n_vocab']:,} tokens, more than the model's vocab_size = {size:,}; use the "
+            "model's own tokenizer"
+        )
+    if folder is not None and folder.is_dir():
+        _copy(data.ledger(), folder)
+    return data
+
+
+def _copy(ledger: Path, folder: Path) -> None:
+    try:
+        shutil.copyfile(ledger, folder / "ledger.csv")
+    except OSError as error:
+        raise UserError(f"{folder / 'ledger.csv'}: cannot be written: {error.strerror}") from None
+
+
 def prepare_data(
     config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, patience: float = 0
 ) -> Prepared:
@@ -84,30 +150,48 @@ def prepare_data(
         UserError: a file cannot be read, or the cache not be written.
     """
     patterns = expand((*config.path, *config.validation_path))
+    request = _Request(config, patterns, tokenizer_path, chat_template, seq_len)
     cache = _cache_folder(config)
-    with _writing(cache):
+
+    def make(aside: Path) -> None:
+        _fill(aside, request)
+        if request.depends_on(cache) != before:
+            raise UserError("a data or tokenizer file changed while it was read; start again")
+
+    try:
         cache.mkdir(parents=True, exist_ok=True)
-        key = _key(config, patterns, tokenizer_path, chat_template, seq_len, cache)
-        folder, cached = cache / key, True
-        if not folder.is_dir():
-            _wait_for_another(cache, key, patience)
-            with _locked(cache / f"{key}.lock") as exclusive:
-                if not folder.is_dir():
-                    cached = False
-                    with _aside(folder, exclusive) as aside:
-                        _fill(aside, config, patterns, tokenizer_path, chat_template, seq_len)
-                        if _key(config, patterns, tokenizer_path, chat_template, seq_len, cache) != key:
-                            raise UserError("a data or tokenizer file changed while it was read; start again")
-    return _open(folder, cached)
+        before = request.depends_on(cache)
+        folder = cache / before[0]
+        cached = ready_folder(folder, _is_whole, make, patience)
+        return _open(folder, cached)
+    except OSError as error:
+        where = error.filename or cache
+        raise UserError(f"{where}: {error.strerror or error}; name another place in data.cache_folder") from error
+
+
+def _cache_folder(config: DataConfig) -> Path:
+    if config.cache_folder:
+        return Path(config.cache_folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_mi100"
+    except RuntimeError:
+        raise UserError("there is no home folder to keep prepared data in; set data.cache_folder") from None
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        facts = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in facts["sizes"].items())
+    except PermissionError:
+        raise
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _open(folder: Path, cached: bool) -> Prepared:
     facts = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     if facts["refused"]:
         raise RefusedData(facts["refused"], folder / "ledger.csv")
-    for name, size in facts["sizes"].items():
-        if (found := (folder / name).stat().st_size) != size:
-            raise UserError(f"{folder / name}: has {found} bytes, not {size}; remove {folder}, it will be made again")
     documents = Documents(np.memmap(folder / "tokens.bin", np.uint32, mode="r"), _load(folder / "documents.npy"))
     sets = {
         name: PackedDataset(
@@ -125,170 +209,46 @@ def _load(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-# --- what a folder is named by ---
+# --- making it ---
 
 
-def _cache_folder(config: DataConfig) -> Path:
-    if config.cache_folder:
-        return Path(config.cache_folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_mi100"
-
-
-def _key(
-    config: DataConfig,
-    patterns: list[list[str]],
-    tokenizer_path: str,
-    chat_template: str,
-    seq_len: int,
-    cache: Path,
-) -> str:
-    """A hash of all that the prepared folder depends on: contents, names (which the ledger shows), options, code."""
-    package = Path(titan_mi100.__file__).parent
-    code = sorted(file for pattern in _CODE for file in package.glob(pattern))
-    settings = tokenizer_files(tokenizer_path) + ([Path(chat_template)] if chat_template else [])
-    options = {name: value for name, value in asdict(config).items() if name not in ("cache_folder", "workers")}
-    depends = {
-        "files": [[(file, _content_hash(Path(file), cache)) for file in files] for files in patterns],
-        "tokenizer": [(file.name, _content_hash(file, cache)) for file in settings],
-        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
-        "libraries": [version(name) for name in _LIBRARIES] + [sys.version_info[:2]],  # Python brings Unicode's tables
-        "options": options,
-        "seq_len": seq_len,
-    }
-    return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _content_hash(path: Path, cache: Path) -> str:
-    """SHA-256 of a file, remembered for as long as the file system says that nothing touched the file.
-
-    The time of the last status change cannot be set by `touch` or `cp -p`, unlike that of the last modification.
-    """
-    known = cache / "hashes" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
-    try:
-        now = _stamp(path)
-        try:
-            remembered = json.loads(known.read_text(encoding="utf-8"))
-            if remembered["stamp"] == now and remembered["settled"]:
-                return remembered["sha256"]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not hashed yet, or a record that a kill cut short: hash it
-        started, digest = time.time_ns(), hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        if _stamp(path) != now:
-            raise UserError(f"{path}: changes while it is read; start again when it is complete")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    record = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest.hexdigest()}
-    known.parent.mkdir(exist_ok=True)
-    _write_text(known, json.dumps(record))
-    return digest.hexdigest()
-
-
-def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-
-
-# --- one process makes it ---
-
-
-@contextmanager
-def _writing(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or cache
-        raise UserError(f"{where}: {error.strerror}; name another place in data.cache_folder") from error
-
-
-def _wait_for_another(cache: Path, key: str, patience: float) -> None:
-    until = time.monotonic() + patience
-    while time.monotonic() < until and not (cache / key).is_dir() and not list(cache.glob(f".{key}-*")):
-        time.sleep(0.02)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Waits for its turn; the lock goes with the process, however that ends. False: the file system has no locks."""
-    import fcntl
-
-    with path.open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("another process is preparing the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True
-
-
-@contextmanager
-def _aside(folder: Path, exclusive: bool) -> Iterator[Path]:
-    """A temporary folder beside `folder` that becomes it when all went well."""
-    if exclusive:  # what a killed build left
-        for left in folder.parent.glob(f".{folder.name}-*"):
-            shutil.rmtree(left, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield aside
-        for path in (*aside.iterdir(), aside):
-            _sync(path)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process, on a file system without locks, was faster
-                raise
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fill(
-    folder: Path,
-    config: DataConfig,
-    patterns: list[list[str]],
-    tokenizer_path: str,
-    chat_template: str,
-    seq_len: int,
-) -> None:
+def _fill(folder: Path, request: _Request) -> None:
     """Make all files of a prepared folder."""
     started = time.perf_counter()
-    tokenizer = load_tokenizer(tokenizer_path)
-    files = [file for files in patterns for file in files]
+    config, seq_len = request.config, request.seq_len
+    tokenizer = load_tokenizer(request.tokenizer_path)
     columns = (config.prompt_column, config.response_column, config.system_column, config.text_column)
-    sources = [Source(file, choose_format(file, config.format, *columns), file_size(file)) for file in files]
+    sources = [Source(file, choose_format(file, config.format, *columns), file_size(file)) for file in request.files()]
     template = None
     if any(source.format.name not in ("text", "tokens") for source in sources):
-        template = ChatTemplate.from_folder(tokenizer_path, chat_template, tokenizer.eos_token)
+        template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
+        if template.is_dated:
+            raise UserError(
+                "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
+                "with a fixed date into model.chat_template"
+            )
     encoder = Encoder(tokenizer, template, config, seq_len)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, lengths = Ledger(sources), hashlib.sha256(), [np.zeros(1, dtype=np.int64)]
-    n_train_files = sum(len(files) for files in patterns[: len(config.path)])
-    total = sum(source.bytes for source in sources)
-    with (folder / "tokens.bin").open("wb") as out, _Progress(total) as progress:
+    with (folder / "tokens.bin").open("wb") as out, _Progress(sum(source.bytes for source in sources)) as progress:
         for batch in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
             ledger.add(batch)
             lengths.append(batch.lengths)
             out.write(batch.values.tobytes())
-            if batch.file < n_train_files:
+            if batch.file < request.n_train_files():
                 digest.update(batch.values.tobytes())
     ledger.close()
     starts = np.cumsum(np.concatenate(lengths))
     document_rows = np.repeat(np.arange(len(ledger.documents)), ledger.documents)
-    row_tokens = np.bincount(document_rows, np.diff(starts), len(ledger.documents))
-    sets = _choose(ledger, row_tokens, config, [len(files) for files in patterns], n_train_files)
+    mixture = _mix(ledger, np.bincount(document_rows, np.diff(starts), len(ledger.documents)), request)
 
     facts: dict[str, Any] = {"seq_len": seq_len, "pad_id": tokenizer.pad_token_id, "n_vocab": tokenizer.n_vocab}
-    facts |= {"tokenizer": tokenizer.fingerprint, "sets": {}, "files": files, "summary": []}
-    facts["refused"] = ledger.refusal(config) or _nothing_left(config, ledger, sets)
+    facts |= {"tokenizer": tokenizer.fingerprint, "sets": {}, "files": request.files(), "summary": []}
+    facts["refused"] = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
     if not facts["refused"]:
         digest.update(f"{seq_len} {tokenizer.pad_token_id}".encode())
-        for name, times in sets.items():
-            documents = np.repeat(np.arange(len(document_rows)), times[document_rows])
+        for name, times in mixture.times.items():
+            documents = _copies(times[document_rows])
             packing = pack_rows(np.diff(starts)[documents], seq_len)
             packing = Packing(packing.starts, documents[packing.documents])
             np.save(folder / f"{name}_starts.npy", packing.starts)
@@ -296,61 +256,89 @@ def _fill(
             digest.update(packing.starts.tobytes() + packing.documents.tobytes())
             if name == "train":
                 facts["fingerprint"] = digest.hexdigest()
-            facts["sets"][name] = _count(packing, starts, ledger.supervised @ times, seq_len)
+            facts["sets"][name] = _count(packing, starts, ledger.supervised @ times)
         facts["plan"] = digest.hexdigest()
         np.save(folder / "documents.npy", starts)
         np.save(folder / "document_rows.npy", document_rows)
-        np.save(folder / "rows.npy", np.stack([ledger.files, ledger.numbers], axis=1))
-        read = [f"{source.path}: format {_in_words(source.format)}" for source in sources]
-        facts["summary"] = read[:20] + [f"... and {len(read) - 20:,} more files"] * (len(read) > 20)
-        facts["summary"] += ledger.summary()
+        np.save(folder / "rows.npy", np.column_stack([ledger.files, ledger.numbers]))
+        facts["summary"] = [*_read_as(sources), *ledger.summary(), *mixture.said]
         facts["summary"] += [f"{name}: {_describe(count, seq_len)}" for name, count in facts["sets"].items()]
-        facts["warnings"] = ledger.straddling()
+        facts["warnings"] = [*ledger.warnings(config), *mixture.warnings]
     ledger.write(folder / "ledger.csv")
     facts["seconds"] = round(time.perf_counter() - started, 3)
     facts["sizes"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    _write_text(folder / "meta.json", json.dumps(facts, indent=1))
+    write_text(folder / "meta.json", json.dumps(facts, indent=1))
 
 
-def _choose(
-    ledger: Ledger,
-    row_tokens: np.ndarray,
-    config: DataConfig,
-    files_of_patterns: Sequence[int],
-    n_train_files: int,
-) -> dict[str, np.ndarray]:
-    """How often an epoch reads each row's documents, per set: (rows,) int64. Notes in the ledger where it is used."""
+@dataclass(frozen=True)
+class _Mixture:
+    times: dict[str, np.ndarray]  # set -> (rows,) int64: how often an epoch reads each row's documents
+    said: list[str]
+    warnings: list[str]
+
+
+def _mix(ledger: Ledger, row_tokens: np.ndarray, request: _Request) -> _Mixture:
+    """Which rows are trained on and how often, which validate. Notes it in the ledger.
+
+    Args:
+        row_tokens: (rows,) tokens of each row's documents.
+    """
+    config = request.config
     usable = ledger.documents > 0
     if config.duplicates == "drop":
         usable &= ledger.statuses != DUPLICATE
     share = int(config.validation_fraction * 2**64)
     # By the content, so that duplicates go the same way.
-    held_out = (ledger.files >= n_train_files) | (ledger.hashes[:, 0] < np.uint64(share) if share else False)
+    held_out = (ledger.files >= request.n_train_files()) | (ledger.hashes[:, 0] < np.uint64(share) if share else False)
     ledger.sets[usable & ~held_out] = 1
     ledger.sets[usable & held_out] = 2
-    chosen = {"train": (ledger.sets == 1).astype(np.int64)}
+    times = {"train": (ledger.sets == 1).astype(np.int64)}
     if config.validation_path or config.validation_fraction:
-        chosen["validation"] = (ledger.sets == 2).astype(np.int64)
-    if config.weights or config.repeats:
-        pattern = np.repeat(np.arange(len(files_of_patterns)), files_of_patterns)[ledger.files]
-        repeats = config.repeats
-        if config.weights:
-            tokens = np.bincount(pattern, row_tokens * chosen["train"], len(files_of_patterns))[: len(config.path)]
-            wanted = np.array(config.weights) / np.maximum(tokens, 1)
-            repeats = tuple((wanted / wanted.min()).tolist())
-        for number, repeat in enumerate(repeats):
-            rows = np.flatnonzero((pattern == number) & (ledger.sets == 1))
-            whole, part = divmod(repeat, 1.0)
-            chosen["train"][rows] = int(whole)
-            # A part of a repeat: the rows whose content's hashes are lowest, the same ones in every run.
-            once_more = rows[np.argsort(ledger.hashes[rows, 1], kind="stable")][: round(part * len(rows))]
-            chosen["train"][once_more] += 1
-    return chosen
+        times["validation"] = (ledger.sets == 2).astype(np.int64)
+    mixture = _Mixture(times, [], [])
+    if not (config.weights or config.repeats):
+        return mixture
+    files_of_patterns = [len(files) for files in request.patterns]
+    pattern = np.repeat(np.arange(len(files_of_patterns)), files_of_patterns)[ledger.files]
+    tokens = np.bincount(pattern, row_tokens * times["train"], len(files_of_patterns))[: len(config.path)]
+    repeats = config.repeats or _repeats_for(config.weights, tokens)
+    for number, (path, repeat) in enumerate(zip(config.path, repeats, strict=True)):
+        said = f"{path}: {int(tokens[number]):,} tokens, read {repeat:,.2f} times an epoch"
+        mixture.said.append(said)
+        if repeat > _TOO_MANY_REPEATS:
+            raise UserError(f"{said}; more than {_TOO_MANY_REPEATS:,} times: lower its weight, or set data.repeats")
+        if repeat > _MANY_REPEATS:
+            mixture.warnings.append(f"{said}: the model will know it by heart")
+        rows = np.flatnonzero((pattern == number) & (ledger.sets == 1))
+        whole, part = divmod(repeat, 1.0)
+        times["train"][rows] = int(whole)
+        # A part of a repeat: the rows whose content's hashes are lowest, the same ones in every run.
+        once_more = rows[np.argsort(ledger.hashes[rows, 1], kind="stable")][: round(part * len(rows))]
+        times["train"][once_more] += 1
+    ledger.sets[(ledger.sets == 1) & (times["train"] == 0)] = 0
+    return mixture
 
 
-def _nothing_left(config: DataConfig, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
+def _repeats_for(weights: Sequence[float], tokens: np.ndarray) -> tuple[float, ...]:
+    """Repeats that give each path its share of the tokens; the most abundant one for its weight is read once."""
+    wanted = np.array(weights) / np.maximum(tokens, 1)
+    return tuple((wanted / wanted[tokens > 0].min(initial=np.inf)).tolist())
+
+
+def _copies(times: np.ndarray) -> np.ndarray:
+    """Each number as often as it is wanted, all first copies before any second: so rows rarely hold one twice."""
+    numbers = np.repeat(np.arange(len(times)), times)
+    copy = np.arange(len(numbers)) - np.repeat(np.cumsum(times) - times, times)
+    return numbers[np.argsort(copy, kind="stable")]
+
+
+def _nothing_left(request: _Request, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
+    config = request.config
     if not sets["train"].any():
-        return "; ".join([f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()])
+        lines = [f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()]
+        if config.overlong == "drop" and (longest := int(ledger.tokens.max())) > request.seq_len:
+            lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
+        return "\n".join(lines)
     if "validation" in sets and not sets["validation"].any():
         return (
             f"{', '.join(config.validation_path or config.path)}: no row is left to validate on; "
@@ -359,14 +347,23 @@ def _nothing_left(config: DataConfig, ledger: Ledger, sets: dict[str, np.ndarray
     return ""
 
 
-def _count(packing: Packing, starts: np.ndarray, supervised: int, seq_len: int) -> dict[str, int]:
-    rows = len(packing.starts) - 1
+def _count(packing: Packing, starts: np.ndarray, supervised: int) -> dict[str, int]:
     tokens = int(np.diff(starts)[packing.documents].sum())
+    rows = len(packing.starts) - 1
     return {"documents": len(packing.documents), "tokens": tokens, "supervised": int(supervised), "rows": rows}
 
 
+def _read_as(sources: Sequence[Source]) -> list[str]:
+    """Which format each file has, a line for each format."""
+    by_format: dict[str, list[str]] = {}
+    for source in sources:
+        by_format.setdefault(_in_words(source.format), []).append(source.path)
+    more = {form: f" and {len(files) - 1:,} more files" if len(files) > 1 else "" for form, files in by_format.items()}
+    return [f"{files[0]}{more[form]}: format {form}" for form, files in by_format.items()]
+
+
 def _in_words(form: Format) -> str:
-    return form.name if form.description == form.name else f"{form.name} ({form.description})"
+    return f"{form.name} ({form.description})"
 
 
 def _describe(count: dict[str, int], seq_len: int) -> str:
@@ -400,15 +397,19 @@ class _Progress:
             self._said = now
 
 
-def _write_text(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def main() -> int:
+    config = config_from_command_line()
+    setup_logging(0)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        prepare_run(config, resolve_run_folder(config))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

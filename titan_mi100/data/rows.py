@@ -11,8 +11,8 @@ from titan_mi100.data.conversation import Message, answered, in_order, message_l
 from titan_mi100.data.files import read_records
 from titan_mi100.data.strict_json import BadRow, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
+from titan_mi100.layout import IGNORE
 
-IGNORED = -100  # a label that is not learned, as Hugging Face writes it
 _LARGEST_ID = 2**31 - 1  # ids are kept as int32
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
 _SHAREGPT_ROLES = {
@@ -30,7 +30,7 @@ class Example(NamedTuple):
     tools: list[Any] | None = None
     text: str | None = None
     input_ids: list[int] | None = None
-    labels: list[int] | None = None  # per id: IGNORED, or the id itself (not shifted); None: all are learned
+    labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all are learned
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,11 @@ def _read_tokens(row: dict[str, Any]) -> Example:
     if len(labels) != len(ids):
         raise BadRow("bad labels", f"{len(labels):,} labels for {len(ids):,} input_ids; expected as many")
     for place, (label, token) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (IGNORED, token):
+        if label not in (IGNORE, token):
             wrong = f"labels[{place}] is {shown(label)}, input_ids[{place}] is {token}"
-            raise BadRow("bad labels", f"{wrong}; expected the same or {IGNORED} (labels are not shifted)")
-    if all(label == IGNORED for label in labels[1:]):
-        raise BadRow("nothing to learn", f"all labels behind the first are {IGNORED}")
+            raise BadRow("bad labels", f"{wrong}; expected the same or {IGNORE} (labels are not shifted)")
+    if all(label == IGNORE for label in labels[1:]):
+        raise BadRow("nothing to learn", f"all labels behind the first are {IGNORE}")
     return Example(input_ids=ids, labels=None if labels == ids else labels)
 
 
@@ -255,11 +255,11 @@ def _integers(row: dict[str, Any], name: str) -> list[int]:
 
 
 _FIXED = {
-    "messages": Format("messages", "messages", _read_messages),
-    "sharegpt": Format("sharegpt", "conversations (ShareGPT)", _read_sharegpt),
-    "alpaca": Format("alpaca", "instruction and output (Alpaca)", _read_alpaca),
+    "messages": Format("messages", "OpenAI", _read_messages),
+    "sharegpt": Format("sharegpt", "conversations", _read_sharegpt),
+    "alpaca": Format("alpaca", "instruction and output", _read_alpaca),
     "prompt_completion": Format("prompt_completion", "prompt and completion", _read_prompt_completion),
-    "tokens": Format("tokens", "tokens (input_ids)", _read_tokens),
+    "tokens": Format("tokens", "input_ids", _read_tokens),
 }
 _KEYS = {  # by which `auto` knows them, in this order: some rows of messages have a prompt, too
     "messages": {"messages"},
@@ -272,9 +272,9 @@ FORMATS = (*_FIXED, "columns", "text")
 
 
 def _columns_format(prompt: str, response: str, system: str) -> Format:
-    description = f"columns {prompt} and {response}" + (f", system message from {system}" if system else "")
+    description = f"{prompt} and {response}" + (f", system message from {system}" if system else "")
     return Format("columns", description, functools.partial(_read_columns, prompt, response, system))
 
 
 def _text_format(column: str) -> Format:
-    return Format("text", f"text (column {column})", functools.partial(_read_text, column))
+    return Format("text", f"column {column}", functools.partial(_read_text, column))

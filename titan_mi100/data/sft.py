@@ -3,7 +3,8 @@
 Legend: document = the tokens of one conversation, text or piece of one: what attention does not look out of.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from titan_mi100.tokenizer import Tokenizer
 
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
-OVERLONG = "longer than seq_len"  # the reason's kind
+OVERLONG = "longer than seq_len"  # kinds of reasons
+LOST_REASONING = "earlier reasoning left out"
 
 
 class Document(NamedTuple):
@@ -53,8 +55,9 @@ class Encoder:
             BadRow: the template refuses the conversation, nothing in the row is supervised, or it is longer than
                 seq_len under data.overlong = "error".
         """
+        lost = 0
         if example.messages is not None:
-            documents = self._conversation(example.messages, example.tools)
+            documents, lost = self._conversation(example.messages, example.tools)
         elif example.text is not None:
             documents = [self._text(example.text)]
         else:
@@ -62,9 +65,13 @@ class Encoder:
             documents = [self._tokens(example.input_ids, example.labels)]
         if not any(document.supervised[1:].any() for document in documents):
             raise BadRow("nothing is supervised", self._why_nothing(example))
-        return self._fit(documents)
+        encoded = self._fit(documents)
+        if lost and not encoded.kind:
+            return replace(encoded, kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
+        return encoded
 
-    def _conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Document]:
+    def _conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[list[Document], int]:
+        """Its documents, and how many turns stand without their reasoning in the last one."""
         assert self._template is not None
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
@@ -73,15 +80,16 @@ class Encoder:
             supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:
             raise BadRow("the chat template refuses it", str(error)) from error
-        return [self._rendered(rendered.text, spans) for rendered, spans in supervised]
+        lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
+        return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost
 
     def _rendered(self, text: str, spans: list[Span]) -> Document:
         ids, ends = self.tokenizer.encode_with_offsets(text)
         starts = np.concatenate(([0], ends[:-1]))
         supervised = np.zeros(len(ids), dtype=bool)
-        offset = _Offsets(text, self.tokenizer)
-        for span_start, span_stop in spans:
-            supervised |= (starts < offset.of(span_stop)) & (ends > offset.of(span_start))
+        edges = iter(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer))
+        for first, last in zip(edges, edges, strict=True):
+            supervised |= (starts < last) & (ends > first)
         return Document(ids, supervised)
 
     def _text(self, text: str) -> Document:
@@ -129,6 +137,8 @@ class Encoder:
                 steps = range(0, len(document.ids), self._seq_len)
                 fitted += [_slice(document, start, start + self._seq_len) for start in steps]
         left = _learnable(fitted)
+        if self._config.overlong == "split" and (lost := len(fitted) - len(left)):
+            detail += f"; {lost} of {len(fitted)} pieces have nothing supervised and are left out"
         if not left and self._config.overlong == "truncate":
             detail += "; nothing supervised is in its beginning"
         cut = {"truncate": TRUNCATED, "split": SPLIT}.get(self._config.overlong, whole)
@@ -143,22 +153,17 @@ def _learnable(documents: list[Document]) -> list[Document]:
     return [document for document in documents if document.supervised[1:].any()]
 
 
-class _Offsets:
-    """Where character positions of a text lie in the UTF-8 of the normalised text, in which the tokenizer counts."""
-
-    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
-        self._text, self._tokenizer = text, tokenizer
-        self._ascii = text.isascii()  # then nothing is normalised and a character is a byte
-        self._normalized = "" if self._ascii else tokenizer.normalize(text)
-
-    def of(self, position: int) -> int:
-        if self._ascii:
-            return position
-        before = self._text[:position]
-        if self._normalized != self._text:
-            before = self._tokenizer.normalize(before)
-            if before + self._tokenizer.normalize(self._text[position:]) != self._normalized:
-                raise BadRow(
-                    "the template refuses it", "a message begins with a combining character that joins the text before"
-                )
-        return len(before.encode())
+def _byte_offsets(text: str, positions: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Where rising character positions lie in the UTF-8 of the normalised text, in which the tokenizer counts."""
+    if text.isascii():  # then nothing is normalised, and a character is a byte
+        return positions
+    cuts = [0, *positions, len(text)]
+    parts = [text[start:stop] for start, stop in pairwise(cuts)]
+    normalized = tokenizer.normalize(text)
+    if normalized != text:
+        parts = [tokenizer.normalize(part) for part in parts]
+        if "".join(parts) != normalized:
+            raise BadRow(
+                "the chat template refuses it", "a message begins with a combining character that joins the text before"
+            )
+    return list(accumulate(len(part.encode()) for part in parts[:-1]))

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """What became of consecutive rows of one file, and the tokens of their documents."""
 
     file: int  # its place among the sources
-    numbers: np.ndarray  # (rows,) int64: the line
+    numbers: np.ndarray  # (rows, 2) int64: the line, and in a JSON array the element
     statuses: np.ndarray  # (rows,) uint8: of sft.STATUSES
     tokens: np.ndarray  # (rows,) int64: before anything was cut off
     documents: np.ndarray  # (rows,) int64: how many it gave
@@ -68,7 +68,14 @@ def tokenise(
     try:
         waiting: deque[Future[Batch]] = deque()
         for file, records in batches:
-            waiting.append(pool.submit(_work_in_process, file, records))
+            try:
+                waiting.append(pool.submit(_work_in_process, file, records))
+            except OSError as error:
+                for process in multiprocessing.active_children():  # some may run; nobody would end them
+                    process.kill()
+                raise UserError(
+                    f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
+                ) from None
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -141,7 +148,7 @@ def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> B
         documents += row_documents
     return Batch(
         file,
-        np.array([record.number for record in records], dtype=np.int64),
+        np.array([(record.number, record.element) for record in records], dtype=np.int64),
         np.array(statuses, dtype=np.uint8),
         np.array(tokens, dtype=np.int64),
         np.array(counts, dtype=np.int64),

@@ -1,0 +1,102 @@
+"""A folder of prepared data is whole or not there, whoever builds, waits, fails or is killed."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_mi100.data import cache
+from titan_mi100.errors import UserError
+
+
+def is_whole(folder: Path) -> bool:
+    return (folder / "done").exists()
+
+
+def make(aside: Path) -> None:
+    (aside / "part").write_text("one")
+    (aside / "done").write_text("")
+
+
+def fork(target, *arguments) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def test_it_is_made_once_with_the_users_permissions(tmp_path: Path) -> None:
+    folder = tmp_path / "key"
+    before = os.umask(0o022)
+    try:
+        assert not cache.ready_folder(folder, is_whole, make, patience=0)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755  # others may use a shared cache
+    assert cache.ready_folder(folder, is_whole, lambda _: pytest.fail("made again"), patience=0)
+
+
+def test_a_failed_attempt_leaves_nothing_and_those_who_waited_fail_alike(tmp_path: Path) -> None:
+    folder = tmp_path / "key"
+
+    def fail(aside: Path) -> None:
+        with (tmp_path / "attempts").open("a") as file:
+            file.write("x")
+        (aside / "part").write_text("half")
+        time.sleep(0.5)
+        raise UserError("line 7 is bad")
+
+    def attempt(number: int) -> None:
+        try:
+            cache.ready_folder(folder, is_whole, fail, patience=0)
+        except UserError as error:
+            (tmp_path / f"said{number}").write_text(str(error))
+
+    processes = [fork(attempt, number) for number in range(4)]
+    for process in processes:
+        process.join(30)
+    assert (tmp_path / "attempts").read_text() == "x"
+    assert [(tmp_path / f"said{number}").read_text() for number in range(4)] == ["line 7 is bad"] * 4
+    assert not folder.exists() and not list(tmp_path.glob(".*"))
+    assert not cache.ready_folder(folder, is_whole, make, patience=0)  # a later start tries again
+
+
+def test_without_locks_all_build_and_one_result_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(cache.socket, "gethostname", lambda: f"node{os.getpid()}")
+
+    def slow(aside: Path) -> None:
+        (aside / "part").write_text("one")
+        time.sleep(0.5)
+        make(aside)
+
+    processes = [fork(cache.ready_folder, tmp_path / "key", is_whole, slow, 0) for _ in range(3)]
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert is_whole(tmp_path / "key") and not list(tmp_path.glob(".*"))
+
+
+def test_what_a_killed_build_left_is_removed_but_not_another_nodes(tmp_path: Path) -> None:
+    mine, other = tmp_path / f".key-{cache.socket.gethostname()}-1", tmp_path / ".key-elsewhere-1"
+    mine.mkdir()
+    other.mkdir()
+    cache.ready_folder(tmp_path / "key", is_whole, make, patience=0)
+    assert not mine.exists() and other.exists()
+
+
+def test_patience_leaves_the_work_to_who_is_about_to_begin(tmp_path: Path) -> None:
+    def late() -> None:
+        time.sleep(0.3)
+        cache.ready_folder(tmp_path / "key", is_whole, make, patience=0)
+
+    process = fork(late)
+    assert cache.ready_folder(tmp_path / "key", is_whole, lambda _: pytest.fail("made twice"), patience=20)
+    process.join(30)

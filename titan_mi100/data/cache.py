@@ -1,0 +1,153 @@
+"""Folders of prepared data: each named by a hash of all that it depends on, made once, whole or not there.
+
+A folder is written aside, synced and renamed, so whoever wrote it, what is there is complete. The lock only spares
+others the same work: where a file system has no locks, or only within a node, two builders write the same twice.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+
+Stamp = tuple[str, list[int]]  # a file's SHA-256, and what the file system said of it then
+_SETTLES_NS = 2_000_000_000  # a file changed so shortly before it was hashed may have changed again with the same time
+
+
+def content_hash(path: Path, cache: Path) -> Stamp:
+    """SHA-256 of a file, remembered for as long as the file system says that nothing touched the file.
+
+    The time of the last status change cannot be set by `touch` or `cp -p`, unlike that of the last modification.
+
+    Raises:
+        UserError: the file cannot be read, or changes meanwhile.
+    """
+    known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+    try:
+        now = _stamp(path)
+        try:
+            remembered = json.loads(known.read_text(encoding="utf-8"))
+            if remembered["stamp"] == now and remembered["settled"]:
+                return remembered["sha256"], now
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not hashed yet, or a record that a kill cut short: hash it
+        started, digest = time.time_ns(), hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        if _stamp(path) != now:
+            raise UserError(f"{path}: changes while it is read; start again when it is complete")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    record = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest.hexdigest()}
+    known.parent.mkdir(exist_ok=True)
+    write_text(known, json.dumps(record))
+    return digest.hexdigest(), now
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[[Path], None], patience: float) -> bool:
+    """See that `folder` is there and whole; else make it, or wait for another process that does.
+
+    Args:
+        folder: named by a hash of what it depends on.
+        is_whole: whether an existing folder can be used (somebody may have removed a part of it).
+        make: writes all files into the folder that it is given.
+        patience: seconds to leave the work to another process that may be about to begin it.
+
+    Returns:
+        Whether it was there already.
+
+    Raises:
+        UserError: of `make`; a process that waited for another's failing attempt raises the same.
+    """
+    if is_whole(folder):
+        return True
+    until = time.monotonic() + patience
+    while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}-*")):
+        time.sleep(0.02)
+    with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8") as lock:
+        waited = _wait_for_turn(lock.fileno())
+        if is_whole(folder):
+            return True
+        lock.seek(0)
+        if waited and (failed := lock.read()):
+            raise UserError(failed)
+        lock.truncate(0)
+        try:
+            with _aside(folder) as aside:
+                make(aside)
+        except UserError as error:
+            lock.write(str(error))
+            raise
+    return False
+
+
+def _wait_for_turn(lock: int) -> bool:
+    """Take the lock, which goes with the process, however that ends. Returns whether that took waiting."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return False  # no locks here
+    log.info("another process is preparing the same data; waiting for it")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return True
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that becomes it when all went well."""
+    mine = f".{folder.name}-{socket.gethostname()}-"
+    for left in folder.parent.glob(f"{mine}*"):  # by a killed process of this node: a live one would hold the lock
+        shutil.rmtree(left, ignore_errors=True)
+    aside = folder.with_name(mine + uuid.uuid4().hex)
+    aside.mkdir()
+    try:
+        yield aside
+        for path in (*aside.iterdir(), aside):
+            _sync(path)
+        if folder.is_dir():  # a part of it is missing, or another builder was faster: both may be replaced
+            folder.rename(folder.with_name(f"{mine}old-{uuid.uuid4().hex}"))
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        _sync(folder.parent)
+    finally:
+        for left in folder.parent.glob(f"{mine}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)
