@@ -139,13 +139,16 @@ def _first_cause(error: CheckpointException) -> BaseException:
 
 def _check_identity(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to go on where the rows, their order or the model would be others."""
+    hashed = {"data": "data (its files, the chat template or a [data] setting changed)", "tokenizer": "tokenizer"}
     differing = [
-        f"{name} ({_short(saved.get(name))}, now {_short(now[name])})" for name in now if saved.get(name) != now[name]
+        hashed.get(name) or f"{name} ({_short(saved.get(name))}, now {_short(now[name])})"
+        for name in now
+        if saved.get(name) != now[name]
     ]
     if differing:
         raise UserError(
-            f"{path}: was made with another {', '.join(differing)}; go on with the same settings, or start over "
-            "beside it with --checkpoint.fresh"
+            f"{path}: was made with another {', '.join(differing)}; go on with what it was made with, or start "
+            "over beside it with --checkpoint.fresh"
         )
 
 
