@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from titan_mi100.chat_template import ChatTemplate, Rendered, Turn
-from titan_mi100.data.rows import BadRow, Example
+from titan_mi100.data.rows import BadRow, Example, choose_format, parse
 from titan_mi100.data.sft import Encoder
 from titan_mi100.data.supervision import rounds, supervise, supervised_spans
 from titan_mi100.errors import UserError
@@ -40,6 +40,18 @@ END = "<|im_end|>"
 
 LOSSES, EMPTY_THINK, EARLIER = ("assistant", "last", "all", "weight"), (False, True), ("template", "mask", "unroll")
 MODES = list(itertools.product(LOSSES, EMPTY_THINK, EARLIER))
+
+# What the template would take, but the readers of files refuse: nothing to learn, or arguments that are no JSON.
+REFUSED_BY_READERS = {
+    "arguments as text that is no JSON",
+    "blank contents",
+    "empty answer",
+    "empty answer earlier",
+    "ends in a user turn without any answer",
+    "only a user",
+    "system only",
+    "weight 1 on empty messages",
+}
 
 Conversation = dict[str, Any]  # name, messages, tools
 Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
@@ -320,16 +332,24 @@ class Pair(NamedTuple):
         )
 
     def modes_that_differ(
-        self, messages: list[Any], tools: Any, in_tokens: list[tuple[str, bool, str]]
+        self,
+        messages: list[Any],
+        tools: Any,
+        in_tokens: list[tuple[str, bool, str]],
+        read: tuple[list[Any], Any] | None = None,
     ) -> list[tuple[str, bool, str]]:
-        """Modes in which documents differ: their texts, which characters are supervised, for some which tokens."""
+        """Modes in which documents differ: their texts, which characters are supervised, for some which tokens.
+
+        `read`: messages and tools as a format's reader gives them, for the candidate.
+        """
         differ = []
-        found = self.candidate.documents(messages, tools, MODES)
+        ours_messages, ours_tools = read or (messages, tools)
+        found = self.candidate.documents(ours_messages, ours_tools, MODES)
         for (mode, documents), ours in zip(self.reference.documents(messages, tools), found, strict=True):
             expected = [(text, on) for text, on in documents if on.any()]
             same = [(text, on.tolist()) for text, on in expected] == [(text, on.tolist()) for text, on in ours]
             if same and mode in in_tokens:
-                same = self._with_tokens(expected) == self.candidate.tokens(messages, tools, mode)
+                same = self._with_tokens(expected) == self.candidate.tokens(ours_messages, ours_tools, mode)
             if not same:
                 differ.append(mode)
         return differ
@@ -381,6 +401,66 @@ def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(
         equal.update(set(MODES) - set(differ))
     print(f"\n{request.node.name}\n{table(equal, len(conversations))}")
     assert not different
+
+
+def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The conversation as a row of that format, and the messages that it means; None: the format cannot say it."""
+    messages, tools = conversation["messages"], conversation["tools"]
+    roles = "".join(message["role"][0] for message in messages)
+    plain = all(message.keys() == {"role", "content"} for message in messages)
+    turns = messages[1:] if roles[0] == "s" else messages
+    system = {"system": messages[0]["content"]} if roles[0] == "s" and messages[0]["content"].strip() else {}
+    alternating = plain and not tools and re.fullmatch("s?(ua)+", roles) and (roles[0] != "s" or system)
+    if name == "messages":
+        return {"messages": messages, "tools": tools}, messages
+    if name == "sharegpt" and all(
+        message.keys() <= {"role", "content", "weight"}
+        or (message.keys() == {"role", "content", "tool_calls"} and not message["content"])
+        for message in messages
+    ):
+        said = []
+        for message in messages:
+            speaker, value = (
+                {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"]),
+                message["content"],
+            )
+            if "tool_calls" in message:
+                calls = [call.get("function", call) for call in message["tool_calls"]]
+                speaker, value = "function_call", json.dumps(calls)
+            said.append({"from": speaker, "value": value} | {k: message[k] for k in message.keys() & {"weight"}})
+        return {"conversations": said, "tools": json.dumps(tools) if tools else None}, messages
+    if name == "alpaca" and alternating:
+        pairs = [(turns[i]["content"], turns[i + 1]["content"]) for i in range(0, len(turns), 2)]
+        row = {"instruction": pairs[-1][0], "output": pairs[-1][1], "history": pairs[:-1], **system}
+        return row, messages
+    if name == "columns" and alternating and len(turns) == 2:
+        return {"question": turns[0]["content"], "answer": turns[1]["content"], "system": "", **system}, messages
+    if name == "prompt_completion" and roles[-1] == "a" and len(roles) > 1:
+        meant = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages[:-1]]
+        return {"prompt": messages[:-1], "completion": messages[-1:], "tools": tools}, [*meant, messages[-1]]
+    return None
+
+
+@pytest.mark.parametrize("name", ["messages", "sharegpt", "alpaca", "columns", "prompt_completion"])
+def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair: Pair, tmp_path: Path) -> None:
+    different, read, refused = [], 0, set()
+    columns = ("question", "answer", "system", "") if name == "columns" else ("", "", "", "")
+    form = choose_format("", name, *columns)
+    for each in hand_written():
+        if (said := in_format(name, each)) is None:
+            continue
+        row, meant = said
+        try:
+            example = form.read(parse(json.dumps(row).encode()))
+        except BadRow:
+            refused.add(each["name"])
+            continue
+        read += 1
+        differ = pair.modes_that_differ(meant, each["tools"], [], (example.messages, example.tools))
+        different += [(each["name"], mode) for mode in differ]
+    print(f"\n{name}: {read} conversations x {len(MODES)} modes")
+    assert refused <= REFUSED_BY_READERS
+    assert not different and read >= {"messages": 100, "sharegpt": 60, "alpaca": 20, "columns": 10}.get(name, 60)
 
 
 def table(equal: Counter[tuple[str, bool, str]], of: int) -> str:
