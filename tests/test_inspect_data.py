@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
+from test_sentencepiece_tokenizer import train
 
 from titan_mi100 import inspect_data
 from titan_mi100.data.loader import RowStream, build_loader, row_at
@@ -191,6 +192,29 @@ def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytes
     assert report["documents"] == 40 and report["sampled"] > 1
     assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
     assert f"one document in {report['sampled']}" in inspect() and "one document in" in inspect.html()
+
+
+def test_a_sentencepiece_model_that_spells_no_replacement_character(inspect: Inspect, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(train())
+    inspect.write({"text": "the cat sat on a mat"}, {"text": "hello \ufffd world"})
+    report = inspect.report("--model.tokenizer_path", str(tmp_path / "tokenizer.model"))
+    texts = [document["text"].strip() for document in report["shown"][0]["documents"]]
+    assert any(text.startswith("the cat sat") for text in texts)
+
+
+def test_rows_of_a_json_array_are_found_by_their_element(inspect: Inspect) -> None:
+    inspect.write(json.dumps([chat("a", "b"), chat("c", "d")]))
+    report = inspect.report("--where", f"{inspect.file}:1[2]")
+    assert report["where"][0]["where"] == f"{inspect.file}:1[2]" and report["where"][0]["rows"] == [0]
+
+
+def test_ctrl_c_is_a_line_and_130(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect_data, "prepare_run", interrupt)
+    inspect.write(chat("a", "b"))
+    assert inspect(code=130) == "interrupted\n"
 
 
 def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspect) -> None:
