@@ -288,20 +288,21 @@ def test_a_thousand_bad_rows_are_counted_not_listed(tmp_path: Path) -> None:
 def test_duplicates_are_found_reported_and_never_straddle_the_split(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines = ARITHMETIC.read_text(encoding="utf-8").splitlines()
     unlike = [json.dumps(dict(reversed(json.loads(line).items()))) for line in lines]  # other key order, same content
-    path = write(tmp_path / "twice.jsonl", *lines, *unlike)
+    path = write(tmp_path / "twice.jsonl", *lines, qa("in between", "so that no period fits"), *unlike)
     data = load(path, validation_fraction=0.3)
     assert data.validation is not None
     train, held_out = (supervised_texts(part, tokenizer) for part in (data.train, data.validation))
-    assert len(train) + len(held_out) == 1200
-    assert 0.2 < len(held_out) / 1200 < 0.4
-    assert all(held_out.count(text) % 2 == 0 for text in held_out)
+    assert len(train) + len(held_out) == 1201
+    assert 0.2 < len(held_out) / 1201 < 0.4
+    once = "so that no period fits<|im_end|>"
+    assert all(part.count(text) % 2 == 0 for part in (train, held_out) for text in part if text != once)
     rows = ledger(data)
     assert [row["status"] for row in rows].count("duplicate") >= 600
-    assert rows[600]["reason"] == f"of {path}:1" and rows[600]["set"] == rows[0]["set"]
+    assert rows[601]["reason"] == f"of {path}:1" and rows[601]["set"] == rows[0]["set"]
 
-    once = load(path, duplicates="drop")
-    assert once.facts["sets"]["train"]["documents"] == len(set(lines))
-    assert ledger(once)[600]["reason"] == f"of {path}:1, left out"
+    dropped = load(path, duplicates="drop")
+    assert dropped.facts["sets"]["train"]["documents"] == len(set(lines)) + 1
+    assert ledger(dropped)[601]["reason"] == f"of {path}:1, left out"
 
 
 def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path: Path) -> None:
@@ -492,6 +493,21 @@ def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Pa
     config["chat_template"] = config["chat_template"].replace("{{-", "{{- '' ~")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert load(path, cache_folder=cache, tokenizer=folder).folder != same.folder
+
+
+def test_a_change_that_keeps_size_and_time_of_modification_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_SETTLES_NS", -(10**18))  # else nothing so fresh would be remembered
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    cache.mkdir()
+    path.write_text("one")
+    assert cache_module.content_hash(path, cache)[0] == hashlib.sha256(b"one").hexdigest()
+    times = path.stat()
+    time.sleep(0.05)
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert cache_module.content_hash(path, cache)[0] == hashlib.sha256(b"two").hexdigest()
 
 
 def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
