@@ -70,7 +70,6 @@ def test_without_locks_all_build_and_one_result_stays(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(cache.socket, "gethostname", lambda: f"node{os.getpid()}")
 
     def slow(aside: Path) -> None:
         (aside / "part").write_text("one")

@@ -81,7 +81,7 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
     while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}-*")):
         time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8") as lock:
-        waited = _wait_for_turn(lock.fileno())
+        exclusive, waited = _take_turn(lock.fileno())
         if is_whole(folder):
             return True
         lock.seek(0)
@@ -89,7 +89,7 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
             raise UserError(failed)
         lock.truncate(0)
         try:
-            with _aside(folder) as aside:
+            with _aside(folder, exclusive, is_whole) as aside:
                 make(aside)
         except UserError as error:
             lock.write(str(error))
@@ -97,42 +97,45 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
     return False
 
 
-def _wait_for_turn(lock: int) -> bool:
-    """Take the lock, which goes with the process, however that ends. Returns whether that took waiting."""
+def _take_turn(lock: int) -> tuple[bool, bool]:
+    """Take the lock, which goes with the process, however that ends. Returns whether there is one, and was a wait."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
+        return True, False
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return False  # no locks here
+            return False, False  # this file system has no locks
     log.info("another process is preparing the same data; waiting for it")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return True
+    return True, True
 
 
 @contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
+def _aside(folder: Path, exclusive: bool, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     """A temporary folder beside `folder` that becomes it when all went well."""
-    mine = f".{folder.name}-{socket.gethostname()}-"
-    for left in folder.parent.glob(f"{mine}*"):  # by a killed process of this node: a live one would hold the lock
-        shutil.rmtree(left, ignore_errors=True)
-    aside = folder.with_name(mine + uuid.uuid4().hex)
+    prefix = f".{folder.name}-{socket.gethostname()}-"
+    if exclusive:  # then what lies here was left by a killed process of this node (a lock may not reach further)
+        for left in folder.parent.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    aside = folder.with_name(prefix + uuid.uuid4().hex)
+    replaced = aside.with_name(f"{aside.name}-replaced")
     aside.mkdir()
     try:
         yield aside
         for path in (*aside.iterdir(), aside):
             _sync(path)
-        if folder.is_dir():  # a part of it is missing, or another builder was faster: both may be replaced
-            folder.rename(folder.with_name(f"{mine}old-{uuid.uuid4().hex}"))
         try:
-            aside.rename(folder)
+            if not is_whole(folder):  # without locks another builder may have been faster
+                if folder.is_dir():
+                    folder.rename(replaced)
+                aside.rename(folder)
         except OSError:
-            if not folder.is_dir():
+            if not is_whole(folder):
                 raise
         _sync(folder.parent)
     finally:
-        for left in folder.parent.glob(f"{mine}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
