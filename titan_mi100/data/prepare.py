@@ -40,6 +40,7 @@ _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2")
+_MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 _MANY_REPEATS, _TOO_MANY_REPEATS = 10, 1000  # of a path in an epoch: warned of, refused
 
 
@@ -249,6 +250,8 @@ def _fill(folder: Path, request: _Request) -> None:
         digest.update(f"{seq_len} {tokenizer.pad_token_id}".encode())
         for name, times in mixture.times.items():
             documents = _copies(times[document_rows])
+            if len(documents) > _MANY_DOCUMENTS:
+                log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
             packing = pack_rows(np.diff(starts)[documents], seq_len)
             packing = Packing(packing.starts, documents[packing.documents])
             np.save(folder / f"{name}_starts.npy", packing.starts)
