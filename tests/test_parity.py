@@ -98,6 +98,7 @@ def test_every_split_on_two_processes_equals_fp64(tmp_path: Path) -> None:
         {"checkpointing": "selective", "reshard": "always"},
         {"reshard": "never", "backend": "eager"},
         {"compile": True, "backend": "sdpa_mask"},
+        {"replicas": 2},
     ]
     splits = [
         {"case": name, "local_batch_size": size, "accumulation": 4 // size, **option}
@@ -115,6 +116,19 @@ def test_every_split_on_two_processes_equals_fp64(tmp_path: Path) -> None:
     assert len(results) == len(splits)
     for split, result in zip(splits, results, strict=True):
         assert_equal_to_reference(result, expected[split["case"]], split)
+
+
+def test_replicas_of_shards_on_four_processes_equal_fp64(tmp_path: Path) -> None:
+    splits = [
+        {"case": name, "local_batch_size": 1, "accumulation": 2, "replicas": 2, "reduce_every": every}
+        for name in ("tied", "untied")
+        for every in (True, False)
+    ]
+    job, out = tmp_path / "job.pt", tmp_path / "out.pt"
+    torch.save({"cases": {name: make_case(name) for name in ("tied", "untied")}, "splits": splits}, job)
+    torchrun(str(REPO / "tests/gloo/job_parity.py"), str(job), str(out), processes=4)
+    for split, result in zip(splits, torch.load(out, weights_only=False), strict=True):
+        assert_equal_to_reference(result, fp64_reference(SPECS[split["case"]]), split)
 
 
 def test_bf16_compute_keeps_fp32_gradients_near_fp64(world: World) -> None:

@@ -141,6 +141,22 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     assert rng[0] == rng[1]
 
 
+def test_replicas_go_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    more = ("--data.validation_fraction", "0.1", "--training.steps", "22", "--checkpoint.interval", "1")
+    result = train(config, folder, *more, "--parallelism.data_parallel_replicate_degree", "2")
+    assert "layout: HSDP, 2 replicas of FSDP2 over 1" in result.stdout
+    assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
+    shards = tmp_path / "shards"
+    shutil.copytree(uninterrupted, shards)
+    train(config, shards, *more)
+    assert losses(folder)[20:] == pytest.approx(losses(shards)[20:], rel=2e-3)  # bf16
+    shutil.rmtree(folder / "checkpoint" / "step-22")
+    back = train(config, folder, *more)
+    assert f"resumed from {folder / 'checkpoint' / 'step-21'}" in back.stdout and len(losses(folder)) == 22
+
+
 def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished_one(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,12 @@ def init_distributed() -> World:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
+    """The mesh of data-parallel ranks: axis dp_shard, and before it dp_replicate where there are replicas."""
+    if layout.dp_replicate == 1:
+        return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
+    # Replicas are far apart, shards near: consecutive ranks share the weights.
+    shape = (layout.dp_replicate, layout.dp_shard)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def device_name(device: torch.device) -> tuple[str, str, int]:

@@ -36,7 +36,8 @@ def apply_activation_checkpointing(model: Qwen3, mode: str) -> None:
 
 
 def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, parallelism: ParallelismConfig) -> None:
-    """Shard over the mesh's dp_shard axis and set the compute and reduction dtypes, also when that axis is one rank.
+    """Shard over the mesh's dp_shard axis, also when that is one rank, replicate over dp_replicate if it has one, and
+    set the compute and reduction dtypes.
 
     Each block is a group. A tied embedding stays in the root's group, because the head reads it outside the
     embedding's forward; an untied embedding and head are groups of their own, so that they are not gathered together.
@@ -46,7 +47,7 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, paralle
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
-    options: dict[str, Any] = {"mesh": mesh["dp_shard"], "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     setting = parallelism.fsdp_reshard_after_forward
     blocks = list(model.model.layers)
     for layer in blocks:

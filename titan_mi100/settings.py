@@ -124,7 +124,10 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    data_parallel_shard_degree: int = _key(-1, "FSDP2 ranks; -1: all processes", low=-1)
+    data_parallel_shard_degree: int = _key(-1, "FSDP2 ranks; -1: all processes, or what replicas leave", low=-1)
+    data_parallel_replicate_degree: int = _key(
+        1, "HSDP: replicas, each of data_parallel_shard_degree ranks that share its weights", low=1
+    )
     fsdp_reshard_after_forward: str = _key(
         "default",
         "free gathered weights after forward; default: all blocks but the last, which backward needs first",
@@ -207,7 +210,8 @@ class Config:
         return self.model.tokenizer_path or self.checkpoint.initial_load_path
 
     def layout(self, world_size: int) -> Layout:
-        return resolve_layout(self.parallelism.data_parallel_shard_degree, world_size)
+        degrees = self.parallelism
+        return resolve_layout(degrees.data_parallel_shard_degree, degrees.data_parallel_replicate_degree, world_size)
 
     def batch(self, world_size: int) -> Batch:
         t = self.training

@@ -95,7 +95,7 @@ def train(config: Config, world: World, folder: Path) -> None:
     device_words, arch, compute_units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {device_words}")
     log.info(
-        f"layout: FSDP2 over {layout.dp_shard}; a step is {batch.global_batch_size} rows = local_batch_size "
+        f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
         f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
@@ -107,7 +107,7 @@ def train(config: Config, world: World, folder: Path) -> None:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
 
     mesh = distributed.build_mesh(layout, world.device)
-    dp_rank = mesh["dp_shard"].get_local_rank()
+    dp_rank = world.rank  # all processes are data-parallel ranks
     newest = distributed.from_rank_zero(lambda: next(reversed(list_checkpoints(folder / "checkpoint")), None))
     model = build_model(config, spec, mesh, world, newest)
     optimizer = build_optimizer(model, config.optimizer, world.device)
@@ -228,7 +228,9 @@ class Trainer:
         tokens, supervised, pairs = map(int, counts)
         loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
         for index, microbatch in enumerate(microbatches):
-            self._model.set_requires_gradient_sync(self._reduce_every or index == accumulation - 1)  # type: ignore[operator]
+            is_last = index == accumulation - 1
+            self._model.set_requires_gradient_sync(self._reduce_every or is_last)  # type: ignore[operator]
+            self._model.set_requires_all_reduce(is_last)  # type: ignore[operator]  # among replicas: once is enough
             moved = {name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()}
             loss = self._model(**moved)
             (loss / max(supervised, 1)).sum().backward()

@@ -48,7 +48,8 @@ def run_split(world: distributed.World, case: dict, split: dict) -> dict:
     )
     with torch.device("meta"):
         model = Qwen3(case["spec"], split.get("backend", "sdpa_documents"))
-    mesh = distributed.build_mesh(Layout(world.size), world.device)
+    replicas = split.get("replicas", 1)
+    mesh = distributed.build_mesh(Layout(world.size // replicas, replicas), world.device)
     mode = config.activation_checkpoint.mode
     parallelize(model, mesh, training, config.parallelism, mode, config.compile)
     model.to_empty(device="cpu")
