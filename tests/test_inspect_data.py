@@ -13,10 +13,11 @@ import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_sentencepiece_tokenizer import train
 
-from titan_mi100 import inspect_data
+from titan_mi100 import inspect_report
 from titan_mi100.data.loader import RowStream, build_loader, row_at
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.inspect_data import main, token_texts
+from titan_mi100.inspect_data import main
+from titan_mi100.inspect_report import token_texts
 from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.settings import DataConfig
 from titan_mi100.tokenizer import Tokenizer
@@ -187,7 +188,7 @@ def test_the_oddest_are_those_that_were_planted(inspect: Inspect) -> None:
 
 def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
     inspect.write(*(chat(f"{i}", f"answer {i}") for i in range(40)))
-    monkeypatch.setattr(inspect_data, "_SAMPLE_TOKENS", 300)
+    monkeypatch.setattr(inspect_report, "_SAMPLE_TOKENS", 300)
     report = inspect.report()
     assert report["documents"] == 40 and report["sampled"] > 1
     assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
@@ -212,7 +213,7 @@ def test_ctrl_c_is_a_line_and_130(inspect: Inspect, monkeypatch: pytest.MonkeyPa
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(inspect_data, "prepare_run", interrupt)
+    monkeypatch.setattr(inspect_report, "prepare_run", interrupt)
     inspect.write(chat("a", "b"))
     assert inspect(code=130) == "interrupted\n"
 

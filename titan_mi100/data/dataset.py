@@ -16,7 +16,7 @@ class Row:
     """One packed row; each array is (seq_len,) int64."""
 
     input_ids: np.ndarray
-    labels: np.ndarray  # the next token where that is supervised, else loss.IGNORE
+    labels: np.ndarray  # the next token where that is supervised, else layout.IGNORE
     positions: np.ndarray  # from 0 in each document
     document_ids: np.ndarray  # 0, 1, ... along the row; PADDING_DOCUMENT
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_mi100.data.files import BROKEN_ARRAY
 from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, LOST_REASONING, OVERLONG, REJECTED, STATUSES
-from titan_mi100.data.tokenise import Batch, Source
+from titan_mi100.data.tokenise import Chunk, Source
 from titan_mi100.settings import DataConfig
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are only counted
@@ -24,37 +24,37 @@ def label(line: int, element: int) -> str:
 
 
 class Ledger:
-    """Collects the rows batch by batch; `close` makes the arrays, one entry per row of input."""
+    """Collects the rows chunk by chunk; `close` makes the arrays, one entry per row of input."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        self._batches: list[tuple[np.ndarray, ...]] = []
+        self._chunks: list[tuple[np.ndarray, ...]] = []
         self._kinds: list[str] = [""]
         self._details: dict[int, str] = {}
         self._rows = 0
 
-    def add(self, batch: Batch) -> None:
-        kinds = np.zeros(len(batch.numbers), dtype=np.uint16)
-        for place, (kind, detail) in batch.reasons.items():
+    def add(self, chunk: Chunk) -> None:
+        kinds = np.zeros(len(chunk.numbers), dtype=np.uint16)
+        for place, (kind, detail) in chunk.reasons.items():
             if kind not in self._kinds:
                 self._kinds.append(kind)
             kinds[place] = self._kinds.index(kind)
             if len(self._details) < _DETAILS:
                 self._details[self._rows + place] = detail
-        first = np.concatenate(([0], np.cumsum(batch.supervised)))
-        stops = np.cumsum(batch.documents)
-        supervised = first[stops] - first[stops - batch.documents]
-        files = np.full(len(kinds), batch.file, dtype=np.int32)
-        self._batches.append(
-            (files, batch.numbers, batch.statuses, batch.tokens, batch.documents, supervised, kinds, batch.hashes)
+        first = np.concatenate(([0], np.cumsum(chunk.supervised)))
+        stops = np.cumsum(chunk.documents)
+        supervised = first[stops] - first[stops - chunk.documents]
+        files = np.full(len(kinds), chunk.file, dtype=np.int32)
+        self._chunks.append(
+            (files, chunk.numbers, chunk.statuses, chunk.tokens, chunk.documents, supervised, kinds, chunk.hashes)
         )
         self._rows += len(kinds)
 
     def close(self) -> None:
-        """After the last batch; finds duplicates: rows with the content of an earlier row that gave documents."""
-        columns = [np.concatenate(column) for column in zip(*self._batches, strict=True)] if self._batches else None
+        """After the last chunk; finds duplicates: rows with the content of an earlier row that gave documents."""
+        columns = [np.concatenate(column) for column in zip(*self._chunks, strict=True)] if self._chunks else None
         assert columns is not None, "files without a row are refused before"
-        self._batches = []
+        self._chunks = []
         self.files, self.numbers, self.statuses, self.tokens, self.documents, self.supervised = columns[:6]
         self.kinds, self.hashes = columns[6:]
         self.sets = np.zeros(len(self.files), dtype=np.uint8)  # of _SETS: where its documents are used

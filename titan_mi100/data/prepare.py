@@ -232,12 +232,13 @@ def _fill(folder: Path, request: _Request) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, lengths = Ledger(sources), hashlib.sha256(), [np.zeros(1, dtype=np.int64)]
     with (folder / "tokens.bin").open("wb") as out, _Progress(sum(source.bytes for source in sources)) as progress:
-        for batch in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
-            ledger.add(batch)
-            lengths.append(batch.lengths)
-            out.write(batch.values.tobytes())
-            if batch.file < request.n_train_files():
-                digest.update(batch.values.tobytes())
+        for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
+            ledger.add(chunk)
+            lengths.append(chunk.lengths)
+            values = chunk.values.tobytes()
+            out.write(values)
+            if chunk.file < request.n_train_files():
+                digest.update(values)
     ledger.close()
     starts = np.cumsum(np.concatenate(lengths))
     document_rows = np.repeat(np.arange(len(ledger.documents)), ledger.documents)

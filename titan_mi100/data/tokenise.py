@@ -1,4 +1,4 @@
-"""Rows of files to tokens, in all cores and in the order of the files, holding a few batches at a time."""
+"""Rows of files to tokens, in all cores and in the order of the files, holding a few chunks at a time."""
 
 import ctypes
 import multiprocessing
@@ -18,7 +18,7 @@ from titan_mi100.data.rows import BadRow, Format, content_hash, parse
 from titan_mi100.data.sft import REJECTED, Encoder
 from titan_mi100.errors import UserError
 
-_BATCH_BYTES, _BATCH_ROWS = 1 << 19, 1024
+_CHUNK_BYTES, _CHUNK_ROWS = 1 << 19, 1024
 _ALONE_BYTES = 1 << 20  # less than this is not worth starting processes for
 
 
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     bytes: int
 
 
-class Batch(NamedTuple):
+class Chunk(NamedTuple):
     """What became of consecutive rows of one file, and the tokens of their documents."""
 
     file: int  # its place among the sources
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray  # (rows,) int64: before anything was cut off
     documents: np.ndarray  # (rows,) int64: how many it gave
     hashes: np.ndarray  # (rows, 2) uint64: of the content
-    reasons: dict[int, tuple[str, str]]  # row in the batch -> kind and detail, where there is something to say
+    reasons: dict[int, tuple[str, str]]  # row in the chunk -> kind and detail, where there is something to say
     lengths: np.ndarray  # (documents,) int64
     supervised: np.ndarray  # (documents,) int64
     values: np.ndarray  # (tokens of all documents,) uint32: of sft.Document.values
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 def tokenise(
     sources: Sequence[Source], encoder: Encoder, workers: int, progress: Callable[[int], None]
-) -> Iterator[Batch]:
+) -> Iterator[Chunk]:
     """All rows of all sources, in order.
 
     Args:
@@ -57,17 +57,17 @@ def tokenise(
     Raises:
         UserError: a file cannot be read, or a process was killed.
     """
-    batches = _read(sources, progress)
+    chunks = _read(sources, progress)
     if workers == 1 or sum(source.bytes for source in sources) < _ALONE_BYTES:
-        yield from (_work(encoder, sources[file].format, file, records) for file, records in batches)
+        yield from (_work(encoder, sources[file].format, file, records) for file, records in chunks)
         return
     # Forked, so that all share the tokenizer's tables. They run no torch code, only Python and the tokenizer's.
     context = multiprocessing.get_context("fork")
     state = (encoder, [source.format for source in sources], os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=state)
     try:
-        waiting: deque[Future[Batch]] = deque()
-        for file, records in batches:
+        waiting: deque[Future[Chunk]] = deque()
+        for file, records in chunks:
             try:
                 waiting.append(pool.submit(_work_in_process, file, records))
             except OSError as error:
@@ -96,7 +96,7 @@ def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterato
         for record in reader:
             records.append(record)
             size += len(record.raw)
-            if size >= _BATCH_BYTES or len(records) >= _BATCH_ROWS:
+            if size >= _CHUNK_BYTES or len(records) >= _CHUNK_ROWS:
                 yield file, records
                 records, size = [], 0
                 progress(reader.consumed - said)
@@ -119,12 +119,12 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
             os._exit(1)
 
 
-def _work_in_process(file: int, records: list[Record]) -> Batch:
+def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
     return _work(encoder, formats[file], file, records)
 
 
-def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> Batch:
+def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> Chunk:
     statuses, tokens, counts, hashes = [], [], [], []
     reasons, documents = {}, []
     for place, record in enumerate(records):
@@ -146,7 +146,7 @@ def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> B
         counts.append(len(row_documents))
         hashes.append(digest)
         documents += row_documents
-    return Batch(
+    return Chunk(
         file,
         np.array([(record.number, record.element) for record in records], dtype=np.int64),
         np.array(statuses, dtype=np.uint8),
