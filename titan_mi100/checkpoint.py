@@ -10,6 +10,8 @@ import os
 import random
 import re
 import shutil
+from collections import ChainMap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_mi100.distributed import World, from_rank_zero, raise_together
 from titan_mi100.errors import UserError
 from titan_mi100.optimizer import named_state
+from titan_mi100.parallelize import ParallelModel
 
 
 class Checkpointer:
     """Saves a run's checkpoints into one folder and restores from them."""
 
     def __init__(
-        self, folder: Path, keep_latest_k: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+        self, folder: Path, keep_latest_k: int, model: ParallelModel, optimizer: torch.optim.Optimizer, world: World
     ) -> None:
         self.folder, self.keep_latest_k, self.world = folder, keep_latest_k, world
         self._model, self._optimizer = model, optimizer
@@ -47,7 +50,7 @@ class Checkpointer:
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
         try:
-            dcp.save(self._tensors(), storage_writer=writer)
+            dcp.save(dict(self._tensors()), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, which nobody up there expects
             raise OSError(f"{aside}: the checkpoint could not be written: {_first_cause(error)}") from None
         _write_synced(aside / f"rng-{self.world.rank}.json", json.dumps(_random_state(self.world.device)))
@@ -82,25 +85,32 @@ class Checkpointer:
         Raises:
             UserError: the checkpoint is of another run or another model, or cannot be read.
         """
-        tensors = self._tensors()
+        everything = list(self._tensors())
+        tensors = dict(everything)
+        everyone: list[dict[str, torch.Size]] = [{}] * self.world.size
+        dist.all_gather_object(everyone, {name: tensor.shape for name, tensor in tensors.items()})
         with raise_together():
             trainer_state = _read_json(path / "trainer.json")
             _check_identity(path, trainer_state.get("identity", {}), identity)
-            _check_names(path, tensors)
+            _check_names(path, dict(ChainMap(*everyone)))
         try:
             dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
         except CheckpointException as error:  # on all ranks, with the failures of all
             raise UserError(_unreadable(path, _first_cause(error))) from None
+        for name, tensor in everything:
+            if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
+                tensor.copy_(tensors[name])
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
             _set_random_state(_read_json(rng), self.world.device)
         return trainer_state
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the run, by its name in the checkpoint."""
-        parameters = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
-        state = {f"optimizer.{name}": tensor for name, tensor in named_state(self._model, self._optimizer)}
-        return {**parameters, **state}
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that this rank holds, by its name in the checkpoint, which is the same in every layout."""
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
+        for name, tensor in named_state(self._model.named_parameters(), self._optimizer):
+            yield f"optimizer.{name}", tensor
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -157,14 +167,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:12] + "..."
 
 
-def _check_names(path: Path, tensors: dict[str, Tensor]) -> None:
-    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's."""
+def _check_names(path: Path, wanted: dict[str, torch.Size]) -> None:
+    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's, over all ranks."""
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling a cut file leads to
         raise UserError(_unreadable(path / ".metadata", error)) from None
     shapes = {name: m.size for name, m in saved.items() if isinstance(m, TensorStorageMetadata)}
-    wanted = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != wanted:
         odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
         raise UserError(

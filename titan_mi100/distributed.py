@@ -1,10 +1,11 @@
 """Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
 
+import math
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -63,12 +64,17 @@ def init_distributed() -> World:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of data-parallel ranks: axis dp_shard, and before it dp_replicate where there are replicas."""
-    if layout.dp_replicate == 1:
-        return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
-    # Replicas are far apart, shards near: consecutive ranks share the weights.
-    shape = (layout.dp_replicate, layout.dp_shard)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    """The mesh of all ranks, axes pp, dp_replicate, dp_shard, tp: what talks most lies nearest together.
+
+    A pipeline sends least, so its neighbours may be on different nodes; tensor parallel sends most.
+    """
+    shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+
+
+def data_parallel_rank(mesh: DeviceMesh) -> int:
+    """Which rows this rank reads: the same ones as the other ranks of its pipeline and tensor-parallel group."""
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
 def device_name(device: torch.device) -> tuple[str, str, int]:
@@ -92,6 +98,13 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The greatest rank's value. A collective."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
 
 
 def from_rank_zero(make: Callable[[], Any]) -> Any:
@@ -140,30 +153,55 @@ def same_on_all_ranks(value: str, otherwise: str) -> None:
         raise UserError(otherwise)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most max_norm (0: leave them); returns the norm before."""
-    parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    assert len(gradients) == len(parameters), "a parameter has no gradient"
-    norm = nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # a collective
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm.item()
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, copies: Collection[nn.Parameter] = ()) -> float:
+    """Scale all gradients so that their global norm is at most max_norm (0: leave them); returns the norm before.
+
+    The norm is over all that the ranks hold, in any layout: each value counts once, where its first holder has it.
+
+    Args:
+        copies: parameters that this rank holds but another one counts.
+    """
+    apart = {id(parameter) for parameter in copies}
+    every, counted = [], []
+    for parameter in parameters:
+        assert parameter.grad is not None, "a parameter has no gradient"
+        local, first = _local_gradient(parameter.grad)
+        every.append(local)
+        if first and id(parameter) not in apart:
+            counted.append(local)
+    norms = torch.stack(torch._foreach_norm(counted)).double() if counted else torch.zeros(1, dtype=torch.float64)
+    norm = math.sqrt(sum_over_ranks([norms.square().sum().item()], every[0].device)[0])
+    if 0 < max_norm < norm:
+        torch._foreach_mul_(every, max_norm / norm)
+    return norm
+
+
+def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:
+    """This rank's part of a gradient, and whether it is the first of those that hold the same values.
+
+    A plain tensor is DDP's, the same on all ranks.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient, dist.get_rank() == 0
+    where = gradient.device_mesh.get_coordinate()
+    assert where is not None
+    first = all(place == 0 or not p.is_replicate() for place, p in zip(where, gradient.placements, strict=True))
+    return gradient.to_local(), first
 
 
 Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 @torch.no_grad()
-def fill_parameters(model: nn.Module, read: Read) -> None:
+def fill_parameters(parameters: Iterable[tuple[str, nn.Parameter]], read: Read) -> None:
     """Set every parameter, each rank its own part only.
 
     Args:
+        parameters: with their HF names.
         read: (name, whole shape, offset, size) -> that part of the parameter, on CPU, in any dtype.
     """
-    assert not list(model.buffers()), "a buffer would keep the garbage that to_empty left in it"
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         local: Tensor = parameter
         offset, size = (0,) * parameter.ndim, tuple(parameter.shape)
         if isinstance(parameter, DTensor):

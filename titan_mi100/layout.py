@@ -1,16 +1,39 @@
-"""How many processes do what: degrees, their product, and the batch that follows from them. Pure integers."""
+"""How many processes do what: degrees, their product, the pipeline's stages, and the batch. Pure integers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 IGNORE = -100  # the label of a token without supervision, as PyTorch and Hugging Face write it
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule of torch.distributed.pipelining, by its name there."""
+
+    stages_per_rank: int = 1  # at least; more only where `looped`
+    looped: bool = False
+    zero_bubble: bool = False
+    v_shaped: bool = False  # the first and the last stage are on one rank
+
+
+SCHEDULES = {
+    "1F1B": Schedule(),
+    "GPipe": Schedule(),
+    "Interleaved1F1B": Schedule(2, looped=True),
+    "InterleavedZeroBubble": Schedule(2, looped=True, zero_bubble=True),
+    "ZBVZeroBubble": Schedule(2, zero_bubble=True, v_shaped=True),
+}
+
+
+@dataclass(frozen=True)
 class Layout:
     """The degrees of the mesh axes; their product is the world size."""
 
-    dp_shard: int
+    dp_shard: int = 1
     dp_replicate: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 3
 
     @property
     def dp_degree(self) -> int:
@@ -19,9 +42,18 @@ class Layout:
 
     def describe(self) -> str:
         """In words, for the log."""
-        if self.dp_replicate > 1:
-            return f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard}"
-        return f"FSDP2 over {self.dp_shard}"
+        parts = []
+        if self.pp > 1:
+            parts.append(f"pipeline of {self.pp}")
+        if self.zero_stage == 0:
+            parts.append(f"DDP over {self.dp_replicate}")
+        elif self.dp_replicate > 1:
+            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard}, ZeRO-{self.zero_stage}")
+        elif self.dp_shard > 1 or (self.pp == 1 and self.tp == 1):
+            parts.append(f"FSDP2 over {self.dp_shard}, ZeRO-{self.zero_stage}")
+        if self.tp > 1:
+            parts.append(f"tensor parallel over {self.tp}")
+        return " x ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -37,30 +69,73 @@ class Batch:
         return self.local_batch_size * self.gradient_accumulation_steps * self.dp_degree
 
 
-def resolve_layout(dp_shard: int, dp_replicate: int, world_size: int) -> Layout:
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one pipeline stage holds; the first stage embeds, the last has the norm and the head."""
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+def resolve_layout(
+    world_size: int, dp_shard: int = -1, dp_replicate: int = 1, tp: int = 1, pp: int = 1, zero_stage: int = -1
+) -> Layout:
     """The layout that fills `world_size` processes; dp_shard = -1 takes what the others leave.
+
+    Args:
+        zero_stage: -1 means 3; under a pipeline 1; and 0 (DDP) where there are replicas of one process each.
 
     Raises:
         ValueError: the degrees do not multiply to the world size; the message names key and remedy.
     """
-    processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == 0:
         raise ValueError("[parallelism] data_parallel_shard_degree = 0 must be -1 (all processes) or at least 1")
+    if zero_stage == 0:
+        dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, tp, pp)
+    named = {
+        "pipeline_parallel_degree": pp,
+        "data_parallel_replicate_degree": dp_replicate,
+        "tensor_parallel_degree": tp,
+    }
+    others = " x ".join(f"{name} = {degree}" for name, degree in named.items() if degree > 1)
+    product = pp * dp_replicate * tp
+    processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == -1:
-        if world_size % dp_replicate:
-            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        if world_size % product:
             raise ValueError(
-                f"[parallelism] data_parallel_replicate_degree = {dp_replicate} does not divide the {processes}; use "
-                f"one of {divisors}, or start with --nproc_per_node {dp_replicate}"
+                f"[parallelism] {others} does not divide the {processes}; start with --nproc_per_node {product} or a "
+                f"multiple of it, or lower a degree"
             )
-        dp_shard = world_size // dp_replicate
-    if dp_replicate * dp_shard != world_size:
-        product = f" x data_parallel_replicate_degree = {dp_replicate}" if dp_replicate > 1 else ""
+        dp_shard = world_size // product
+    if product * dp_shard != world_size:
         raise ValueError(
-            f"[parallelism] data_parallel_shard_degree = {dp_shard}{product} does not fill the {processes}; use -1 "
-            f"(all of them) or start with --nproc_per_node {dp_replicate * dp_shard}"
+            f"[parallelism] data_parallel_shard_degree = {dp_shard}{' x ' + others if others else ''} does not fill "
+            f"the {processes}; use -1 (all that the others leave) or start with --nproc_per_node {product * dp_shard}"
         )
-    return Layout(dp_shard, dp_replicate)
+    if zero_stage == -1:
+        only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
+        zero_stage = 1 if pp > 1 else 0 if only_replicas else 3
+    elif pp > 1 and zero_stage != 1:
+        raise ValueError(
+            f"[parallelism] zero_stage = {zero_stage} does not go with a pipeline, whose schedule keeps a stage's "
+            "weights and gradients whole until the end of the step; use 1, or leave it out"
+        )
+    return Layout(dp_shard, dp_replicate, tp, pp, zero_stage)
+
+
+def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
+    if tp > 1 or pp > 1:
+        raise ValueError(
+            "[parallelism] zero_stage = 0 (DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree "
+            "above 1; leave it out"
+        )
+    if dp_shard > 1:
+        raise ValueError(
+            f"[parallelism] zero_stage = 0 (DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave "
+            "one of them out"
+        )
+    return 1, world_size if dp_replicate == 1 else dp_replicate
 
 
 def resolve_batch(
@@ -71,3 +146,50 @@ def resolve_batch(
     if target_tokens_per_step:
         accumulation = max(1, round(target_tokens_per_step / (seq_len * local_batch_size * dp_degree)))
     return Batch(local_batch_size, accumulation, dp_degree)
+
+
+def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
+    """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
+    got = f'[parallelism] pipeline_parallel_schedule = "{name}" over {pp} ranks'
+    how = "the forwards of a step, gradient_accumulation_steps, are its microbatches"
+    if name == "1F1B" and microbatches < pp:
+        return f'{got} needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "GPipe"'
+    if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
+        return f"{got} needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use {pp} x n"
+    if SCHEDULES[name].v_shaped and microbatches < 2 * pp:
+        return f"{got} needs at least {2 * pp} microbatches, but gets {microbatches}: {how}; raise it"
+    return None
+
+
+def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) -> list[int]:
+    """Layers per stage so that the costliest stage costs least.
+
+    Args:
+        first_cost, last_cost: what the embedding adds to the first and the head to the last stage, in layers.
+    """
+    assert layers >= stages
+    counts, cost = [1] * stages, [1.0] * stages
+    cost[0] += first_cost
+    cost[-1] += last_cost
+    for _ in range(layers - stages):
+        # among equals the latest: the earlier a stage, the more microbatches' activations it holds
+        cheapest = min(range(stages), key=lambda stage: (cost[stage], -stage))
+        counts[cheapest] += 1
+        cost[cheapest] += 1
+    return counts
+
+
+def stages_of(layers_per_stage: Sequence[int]) -> list[Stage]:
+    """Consecutive stages of so many layers each."""
+    stages, start = [], 0
+    for index, count in enumerate(layers_per_stage):
+        stages.append(Stage(range(start, start + count), index == 0, index == len(layers_per_stage) - 1))
+        start += count
+    return stages
+
+
+def stages_on(pp_rank: int, pp: int, stages: int, v_shaped: bool) -> list[int]:
+    """The stages that a pipeline rank holds, as torch's schedules lay them: in a loop, or back and forth."""
+    if v_shaped:
+        return [pp_rank, stages - 1 - pp_rank]
+    return list(range(pp_rank, stages, pp))

@@ -6,6 +6,7 @@ Legend: n supervised tokens, V vocabulary, H hidden size.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -14,16 +15,23 @@ from titan_mi100.layout import IGNORE
 _BLOCK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
+    """In fp32, or fp64 where it is that already: checks in fp64 must not lose digits on the way."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum of the cross-entropy over supervised tokens.
 
     Args:
         hidden: (batch, seq, H), after the final norm.
         weight: (V, H), the head's weight.
         labels: (batch, seq), already shifted; IGNORE where there is no supervision.
+        group: ranks that hold equal parts of the head, in order (vocabulary parallel): `weight` is then this rank's,
+            (V / ranks, H), and hidden's gradient this rank's share of the sum over the ranks.
 
     Returns:
-        (1,) in fp32: a 0-dim output breaks the pipeline schedules.
+        (1,) in fp32 at least: a 0-dim output breaks the pipeline schedules.
 
     The head runs on supervised tokens only. Without any it runs on one token of weight zero, so that backward reaches
     the same parameters, and starts the same collectives, on every rank.
@@ -32,7 +40,7 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     index = (flat != IGNORE).nonzero().squeeze(1)  # (n,)
     if index.numel() == 0:
         index = torch.zeros(1, dtype=torch.long, device=labels.device)
-    return _BlockedCrossEntropy.apply(hidden.flatten(0, 1)[index], weight, flat[index])
+    return _BlockedCrossEntropy.apply(hidden.flatten(0, 1)[index], weight, flat[index], group)
 
 
 def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
@@ -49,33 +57,45 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:  # (n, H), (V, H), (n,) -> (1,)
-        log_sum = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=hidden.device)  # (n,)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+    ) -> Tensor:  # (n, H), (V, H), (n,) -> (1,)
+        supervised = labels != IGNORE
+        labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this part
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_sum = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)  # (n,)
         target = torch.zeros_like(log_sum)  # (n,), the label's logit
         for start, stop in _blocks(len(labels), len(weight)):
-            logits = (hidden @ weight[start:stop].t()).float()  # (n, block)
+            logits = at_least_fp32(hidden @ weight[start:stop].t())  # (n, block)
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, dim=1))
             inside = (labels >= start) & (labels < stop)
             column = (labels - start).clamp(0, stop - start - 1)
             target = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), target)
-        ctx.save_for_backward(hidden, weight, labels, log_sum)
-        return torch.where(labels != IGNORE, log_sum - target, 0.0).sum(dim=0, keepdim=True)
+        if group is not None:
+            highest = log_sum.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+            sums = (log_sum - highest).exp()
+            dist.all_reduce(sums, group=group)
+            log_sum = highest + sums.log()
+            dist.all_reduce(target, group=group)  # zero but on the rank that holds the label
+        ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
+        return torch.where(supervised, log_sum - target, 0.0).sum(dim=0, keepdim=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, labels, log_sum = ctx.saved_tensors
-        scale = torch.where(labels != IGNORE, grad, 0.0)[:, None]  # (n, 1)
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
+        scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
+        grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight)
         rows = torch.arange(len(labels), device=labels.device)
         for start, stop in _blocks(len(labels), len(weight)):
             block = weight[start:stop]
-            delta = (hidden @ block.t()).float().sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
+            delta = at_least_fp32(hidden @ block.t()).sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
             inside = (labels >= start) & (labels < stop)
             column = (labels - start).clamp(0, stop - start - 1)
             delta.index_put_((rows, column), -inside.to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale).to(hidden.dtype)
             grad_hidden += delta @ block
             grad_weight[start:stop] = delta.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None

@@ -29,6 +29,7 @@ class StepResult:
     attention_pairs: int  # (query, key) inside documents, key <= query
     seconds: float  # the whole step: data, forward, backward, update
     waited: float  # of these, for rows
+    peak_memory_gib: float  # so far, of the rank that has held most; see peak_memory_gib
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepMetrics:
     tokens_per_second: float
     supervised_tokens_per_second: float
     mfu: float | None  # of the peak for the compute dtype; None: unknown hardware
-    peak_memory_gib: float  # of this rank: device memory reserved, on CPU the process's peak
+    peak_memory_gib: float  # of the rank that held most: device memory reserved, on CPU the process's peak
     data_wait: float  # share of the step spent waiting for rows
 
     def line(self, steps: int, dtype: str) -> str:
@@ -80,7 +81,6 @@ class Reporter:
         spec: ModelSpec,
         peak_flops: float | None,
         dtype: str,
-        device: torch.device,
     ) -> None:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
@@ -90,7 +90,7 @@ class Reporter:
             dtype: the compute dtype, for the printed line.
         """
         self._config, self._steps, self._steps_per_epoch = config, steps, steps_per_epoch
-        self._spec, self._peak_flops, self._dtype, self._device = spec, peak_flops, dtype, device
+        self._spec, self._peak_flops, self._dtype = spec, peak_flops, dtype
         path = folder / "metrics.jsonl"
         _drop_from(path, first_step)
         self._file = path.open("a", encoding="utf-8")
@@ -117,7 +117,7 @@ class Reporter:
             tokens_per_second=result.tokens / result.seconds,
             supervised_tokens_per_second=result.supervised / result.seconds,
             mfu=flops / result.seconds / self._peak_flops if self._peak_flops else None,
-            peak_memory_gib=peak_memory_gib(self._device),
+            peak_memory_gib=result.peak_memory_gib,
             data_wait=result.waited / result.seconds,
         )
         self._write(step, asdict(metrics), prefix="train/")

@@ -181,6 +181,35 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
 
 
+_FLOP_PER_BYTE = 40  # what a GPU computes in bf16 in the time in which it moves a byte, about
+
+
+def end_costs(
+    spec: ModelSpec, local_batch_size: int, seq_len: int, supervised_share: float, recompute: bool
+) -> tuple[float, float]:
+    """What a microbatch costs in the embedding and in the head, in blocks' costs; each has a (vocab, hidden) weight.
+
+    A block: matrix products over all tokens, forward once and backward twice, once more where activations are
+    recomputed, and attention over rows of one document. The head: the same over supervised tokens, always recomputed.
+    Both ends make a gradient as large as the weight and add it to the sum in fp32.
+
+    Args:
+        supervised_share: supervised tokens per token.
+    """
+    tokens = local_batch_size * seq_len
+    block = 2 * tokens * sum(
+        math.prod(shape)
+        for name, shape in parameter_shapes(spec).items()
+        if name.startswith("model.layers.0.") and len(shape) == 2
+    )
+    block += 4 * spec.num_attention_heads * spec.head_dim * tokens * (seq_len + 1) // 2
+    block *= 4 if recompute else 3
+    weight = spec.vocab_size * spec.hidden_size
+    moved = 12 * weight * _FLOP_PER_BYTE  # bf16 gradient written and read, fp32 sum read and written
+    head = 4 * 2 * weight * tokens * supervised_share
+    return moved / block, (moved + head) / block
+
+
 def train_flops(spec: ModelSpec, tokens: int, supervised_tokens: int, attention_pairs: int) -> int:
     """FLOPs that one forward and backward need, for model FLOPs utilisation (MFU).
 

@@ -1,6 +1,7 @@
 """AdamW, and its state by parameter name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,17 @@ from titan_mi100.settings import OptimizerConfig
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, device: torch.device
+) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, 2019), fused, with no decay on the norms' vectors."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    # The fused kernels want the tensors of one call on one mesh and with one placement: groups by both.
+    grouped: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        grouped.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": alike, "weight_decay": config.weight_decay if matrices else 0.0}
+        for (matrices, _), alike in grouped.items()
     ]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
@@ -28,13 +33,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def named_state(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
     """(`<parameter>.<state>`, tensor) of AdamW's state, made first where no step has made it yet.
 
     The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
     cast, and goes by position instead of by name.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         state = optimizer.state[parameter]
         if not state:
             # fused kernels want the step count on the parameter's device

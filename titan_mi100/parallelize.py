@@ -1,26 +1,122 @@
-"""How the model is wrapped: compile, then activation checkpointing, then FSDP2. No wrapper changes a parameter's name.
+"""The model as a layout runs it: how a part of it is wrapped, and the step of FSDP2, HSDP and tensor parallel.
 
-The order: checkpointing around what is compiled, because the compiled parts are then alike in all blocks and compiled
-once; both inside FSDP2, whose gather and free must surround all that reads the weights, the recomputation included.
+The order of wrapping: tensor parallel; compile; activation checkpointing around what is compiled, because the compiled
+parts are then alike in all blocks and compiled once; FSDP2 around all, whose gather and free must surround whatever
+reads the weights, the recomputation included. No wrapper changes a parameter's name.
 """
 
 import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from titan_mi100.data.loader import Microbatch
+from titan_mi100.layout import Layout
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.settings import CompileConfig, Config, TrainingConfig
+from titan_mi100.tensor_parallel import apply_tensor_parallel, sum_replicated_gradients
+
+
+class ParallelModel(ABC):
+    """What this rank holds of the model, and how it goes through a step with the others.
+
+    Attributes:
+        parts: the model, or this rank's pipeline stages; materialised, values to be filled in.
+    """
+
+    parts: list[Qwen3]
+    device: torch.device
+
+    @abstractmethod
+    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
+        """Leave the gradient of (summed loss / supervised), summed over all ranks, in every parameter's `grad`.
+
+        Args:
+            supervised: supervised tokens of the whole step, over all ranks.
+
+        Returns:
+            This rank's summed loss, (1,) fp64: every rank of a tensor-parallel group has the whole of it, and in a
+            pipeline only the last stage has any.
+        """
+
+    @abstractmethod
+    def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
+        """The summed loss over the microbatches, without gradients; like what forward_backward returns."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter that this rank holds, by its HF name."""
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters that are held elsewhere too, and are not to be counted here: a pipeline's second tied copy."""
+        return []
+
+    def _on_device(self, microbatch: Microbatch) -> Microbatch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in microbatch.items()}
+
+
+class ShardedModel(ParallelModel):
+    """FSDP2, HSDP, and tensor parallel below them."""
+
+    def __init__(self, model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout, device: torch.device) -> None:
+        """Wrap a model that is on the meta device."""
+        wrap(model, mesh, config, layout)
+        model.to_empty(device=device)
+        self.parts, self.device = [model], device
+        self._model: Any = model  # with FSDPModule's methods
+        self._tp, self._zero_stage = mesh["tp"], layout.zero_stage
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            is_last = number == len(microbatches)
+            # ZeRO-1 sums the step's gradients before they are reduced, ZeRO-2 and 3 reduce after each forward. The
+            # weights are gathered anew for each forward by ZeRO-3 only.
+            self._model.set_requires_gradient_sync(is_last or self._zero_stage > 1)
+            self._model.set_reshard_after_backward(is_last or self._zero_stage == 3)
+            self._model.set_requires_all_reduce(is_last)  # among replicas: once is enough
+            loss = self._model(**self._on_device(microbatch))
+            (loss / max(supervised, 1)).sum().backward()
+            loss_sum += loss.detach()
+        sum_replicated_gradients(self.parts, self._tp)
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for microbatch in microbatches:
+            loss_sum += self._model(**self._on_device(microbatch))
+        free_gathered(self.parts)
+        return loss_sum
+
+
+def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None:
+    """Wrap a model, or a pipeline stage of one, that is on the meta device, in place."""
+    master = master_dtype(config.training)
+    model.to(master)
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    apply_compile(model, config.compile)
+    apply_activation_checkpointing(model, config.activation_checkpoint.mode)
+    apply_fsdp(model, mesh, config.training, layout)
+
+
+def master_dtype(training: TrainingConfig) -> torch.dtype:
+    """Of weights and optimizer state: float32, or float64 where the computation is that."""
+    return torch.promote_types(getattr(torch, training.mixed_precision_param), torch.float32)
 
 
 def apply_compile(model: Qwen3, config: CompileConfig) -> None:
     """Compile what lies before and after attention in each block; the blocks are alike, so they share the result."""
     if config.enable:
-        for layer in model.model.layers:
+        for layer in model.model.layers.values():
             for name in ("before_attention", "after_attention"):
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
@@ -28,15 +124,15 @@ def apply_compile(model: Qwen3, config: CompileConfig) -> None:
 def apply_activation_checkpointing(model: Qwen3, mode: str) -> None:
     """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention."""
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
-    for layer in model.model.layers:
+    for layer in model.model.layers.values():
         for name in parts:
             # nothing in a block is random, so no RNG state needs to be kept for the second run
             again = functools.partial(checkpoint, getattr(layer, name), use_reentrant=False, preserve_rng_state=False)
             setattr(layer, name, again)
 
 
-def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, parallelism: ParallelismConfig) -> None:
-    """Shard over the mesh's dp_shard axis, also when that is one rank, replicate over dp_replicate if it has one, and
+def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout) -> None:
+    """Shard over the mesh's dp_shard axis, also when that is one rank, replicate over dp_replicate if it has more, and
     set the compute and reduction dtypes.
 
     Each block is a group. A tied embedding stays in the root's group, because the head reads it outside the
@@ -44,19 +140,20 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, paralle
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        reduce_dtype=torch.promote_types(getattr(torch, training.mixed_precision_reduce), _at_least(training)),
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    setting = parallelism.fsdp_reshard_after_forward
-    blocks = list(model.model.layers)
-    for layer in blocks:
-        reshard = setting != "never" and not (setting == "default" and layer is blocks[-1])
-        fully_shard(layer, reshard_after_forward=reshard, **options)
+    axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+    options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
+    reshard = layout.zero_stage == 3
+    blocks = list(model.model.layers.values())
+    for layer in blocks:  # backward needs the last block first: it stays gathered
+        fully_shard(layer, reshard_after_forward=reshard and layer is not blocks[-1], **options)
     if model.lm_head is not None:
-        fully_shard(model.model.embed_tokens, reshard_after_forward=setting != "never", **options)
-        fully_shard(model.lm_head, reshard_after_forward=setting == "always", **options)
-    fully_shard(model, reshard_after_forward=setting == "always" and model.lm_head is not None, **options)
+        fully_shard(model.lm_head, reshard_after_forward=False, **options)
+    if model.model.embed_tokens is not None and model.lm_head is not None:
+        fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the whole step's supervised tokens: gradients are summed, never averaged.
@@ -65,22 +162,14 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, paralle
             module.set_force_sum_reduction_for_comms(True)
 
 
-def parallelize(
-    model: Qwen3,
-    mesh: DeviceMesh,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    activation_checkpoint_mode: str,
-    compile_config: CompileConfig,
-) -> None:
-    """Wrap a model that is on the meta device, in place."""
-    apply_compile(model, compile_config)
-    apply_activation_checkpointing(model, activation_checkpoint_mode)
-    apply_fsdp(model, mesh, training, parallelism)
+def _at_least(training: TrainingConfig) -> torch.dtype:
+    """The least dtype in which gradients are reduced: checks in fp64 must not lose digits there."""
+    return torch.float64 if training.mixed_precision_param == "float64" else torch.bfloat16
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_gathered(parts: Sequence[nn.Module]) -> None:
     """Free weights that a forward without backward left gathered: they would be stale after the next step."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_mi100 import model_spec
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.layout import Batch, Layout, resolve_batch, resolve_layout
+from titan_mi100.layout import SCHEDULES, Batch, Layout, check_schedule, resolve_batch, resolve_layout
 
 
 def _key(default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, path: bool = False) -> Any:
@@ -93,7 +93,9 @@ class TrainingConfig:
     max_norm: float = _key(1.0, "clip the gradient's global norm to this; 0: off")
     seed: int = _key(42, "seed of initial weights and row order")
     mixed_precision_param: str = _key(
-        "bfloat16", "dtype of the computation; master weights are float32", choices=("bfloat16", "float32")
+        "bfloat16",
+        "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit)",
+        choices=("bfloat16", "float32", "float64"),
     )
     mixed_precision_reduce: str = _key(
         "float32", "dtype in which gradients are reduced", choices=("float32", "bfloat16")
@@ -124,19 +126,30 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    data_parallel_shard_degree: int = _key(-1, "FSDP2 ranks; -1: all processes, or what replicas leave", low=-1)
+    data_parallel_shard_degree: int = _key(
+        -1, "FSDP2 ranks that share weights; -1: all processes that the others leave", low=-1
+    )
     data_parallel_replicate_degree: int = _key(
-        1, "HSDP: replicas, each of data_parallel_shard_degree ranks that share its weights", low=1
+        1, "HSDP: replicas, each of data_parallel_shard_degree ranks; with 1 of them each: DDP", low=1
     )
-    fsdp_reshard_after_forward: str = _key(
-        "default",
-        "free gathered weights after forward; default: all blocks but the last, which backward needs first",
-        choices=("default", "always", "never"),
+    tensor_parallel_degree: int = _key(1, "ranks that share each layer's heads and matrices; inside a node", low=1)
+    pipeline_parallel_degree: int = _key(
+        1, "ranks that share the layers; a step's gradient_accumulation_steps forwards are its microbatches", low=1
     )
-    fsdp_reduce_every_microbatch: bool = _key(
-        True,
-        "reduce gradients after each forward; false: once per step, less traffic, but whole fp32 gradients per rank",
+    pipeline_parallel_schedule: str = _key("1F1B", "order of forwards and backwards", choices=tuple(SCHEDULES))
+    pipeline_parallel_layers_per_stage: tuple[int, ...] = _key(
+        (), "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by cost"
     )
+    zero_stage: int = _key(
+        -1,
+        "what the FSDP2 ranks share: 3 weights, gradients and optimizer state; 2 all but weights, gathered once per "
+        "step; 1 optimizer state only, gradients reduced once per step; 0 nothing (DDP); -1: 3, with a pipeline 1",
+        low=-1,
+    )
+    powersgd_rank: int = _key(0, "DDP: send gradient matrices as products of this rank (PowerSGD, lossy); 0: off")
+    powersgd_start_step: int = _key(10, "first step that is compressed; those before are exact", low=2)
+    powersgd_warm_start: bool = _key(True, "begin each compression from the step before's")
+    powersgd_error_feedback: bool = _key(True, "add what a compression lost to the next step's gradient")
 
 
 @dataclass(frozen=True)
@@ -210,8 +223,15 @@ class Config:
         return self.model.tokenizer_path or self.checkpoint.initial_load_path
 
     def layout(self, world_size: int) -> Layout:
-        degrees = self.parallelism
-        return resolve_layout(degrees.data_parallel_shard_degree, degrees.data_parallel_replicate_degree, world_size)
+        p = self.parallelism
+        return resolve_layout(
+            world_size,
+            dp_shard=p.data_parallel_shard_degree,
+            dp_replicate=p.data_parallel_replicate_degree,
+            tp=p.tensor_parallel_degree,
+            pp=p.pipeline_parallel_degree,
+            zero_stage=p.zero_stage,
+        )
 
     def batch(self, world_size: int) -> Batch:
         t = self.training
@@ -257,13 +277,13 @@ def check(config: Config, world_size: int | None) -> list[str]:
         )
     if config.checkpoint.fresh and not config.job.run_folder:
         errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
-    try:
-        if world_size is not None:
-            config.layout(world_size)
-    except ValueError as error:
-        errors.append(str(error))
+    if config.parallelism.zero_stage > 3:
+        errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
+    elif world_size is not None:
+        errors += _check_layout(config, world_size)
     try:
         spec = config.spec()
+        errors += _check_model_split(config, spec)
         if training.seq_len > spec.max_position_embeddings:
             errors.append(
                 f"[training] seq_len = {training.seq_len} is more than the model's max_position_embeddings = "
@@ -271,6 +291,60 @@ def check(config: Config, world_size: int | None) -> list[str]:
             )
     except UserError as error:
         errors.extend(str(error).splitlines())
+    return errors
+
+
+def _check_layout(config: Config, world_size: int) -> list[str]:
+    """What only the number of processes decides."""
+    p = config.parallelism
+    try:
+        layout, batch = config.layout(world_size), config.batch(world_size)
+    except ValueError as error:
+        return [str(error)]
+    errors = []
+    if p.powersgd_rank and layout.zero_stage > 0:
+        errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
+    if layout.pp > 1:
+        refused = check_schedule(p.pipeline_parallel_schedule, layout.pp, batch.gradient_accumulation_steps)
+        errors += [refused] if refused else []
+    return errors
+
+
+def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
+    """What of the model does not divide over tensor-parallel ranks or pipeline stages."""
+    p, errors = config.parallelism, []
+    tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
+    named = {
+        name: getattr(spec, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    }
+    odd = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
+    if odd:
+        fit = [str(n) for n in range(1, tp) if not any(value % n for value in named.values())]
+        errors.append(
+            f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(odd)}; this model can be split "
+            f"over {', '.join(fit)} ranks"
+        )
+    if pp == 1:
+        return errors
+    schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
+    layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
+    if counts:
+        fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
+        if not fits or sum(counts) != layers or 0 in counts:
+            errors.append(
+                f"[parallelism] pipeline_parallel_layers_per_stage = {list(counts)} must be {stages} numbers above 0 "
+                f"that sum to the model's {layers} layers"
+            )
+    elif stages > layers:
+        errors.append(
+            f"[parallelism] pipeline_parallel_degree = {pp} makes {stages} stages of {layers} layers; lower it"
+        )
+    if schedule.zero_bubble and config.activation_checkpoint.mode != "none":
+        errors.append(
+            f'[parallelism] pipeline_parallel_schedule = "{p.pipeline_parallel_schedule}" splits backward in two, '
+            'which recomputed activations do not survive; set [activation_checkpoint] mode = "none", or use "1F1B"'
+        )
     return errors
 
 

@@ -30,18 +30,20 @@ from titan_mi100.checkpoint import Checkpointer, list_checkpoints
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, build_loader, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
-from titan_mi100.distributed import World, raise_together, same_on_all_ranks, sum_over_ranks
+from titan_mi100.ddp import ReplicatedModel
+from titan_mi100.distributed import World, max_over_ranks, raise_together, same_on_all_ranks, sum_over_ranks
 from titan_mi100.errors import UserError
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.hf_io import HFWeights
-from titan_mi100.layout import IGNORE, Batch
+from titan_mi100.layout import IGNORE, Batch, Layout
 from titan_mi100.logging import log, log_to_file, setup_logging
 from titan_mi100.lr_scheduler import lr_factor
-from titan_mi100.metrics import Reporter, StepResult
+from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.optimizer import build_optimizer, set_lr
-from titan_mi100.parallelize import parallelize
+from titan_mi100.parallelize import ParallelModel, ShardedModel
+from titan_mi100.pipeline import PipelinedModel, layers_per_stage
 from titan_mi100.settings import Config
 
 
@@ -107,10 +109,13 @@ def train(config: Config, world: World, folder: Path) -> None:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
 
     mesh = distributed.build_mesh(layout, world.device)
-    dp_rank = world.rank  # all processes are data-parallel ranks
+    dp_rank = distributed.data_parallel_rank(mesh)
     newest = distributed.from_rank_zero(lambda: next(reversed(list_checkpoints(folder / "checkpoint")), None))
-    model = build_model(config, spec, mesh, world, newest)
-    optimizer = build_optimizer(model, config.optimizer, world.device)
+    counted = data.facts["sets"]["train"]
+    supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
+    model = build_model(config, spec, mesh, world, supervised_share)
+    load_weights(model, config, spec, newest)
+    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     loader = build_loader(RowStream(data.train, batch, dp_rank, config.training.seed))
     checkpointer = Checkpointer(folder / "checkpoint", config.checkpoint.keep_latest_k, model, optimizer, world)
     identity = {
@@ -129,8 +134,9 @@ def train(config: Config, world: World, folder: Path) -> None:
             log.info(f"step {last_step} of {steps} was reached before; raise training.steps or epochs to train on")
 
     gpu = hardware.find_gpu(arch, compute_units)
-    peak = gpu.tflops[config.training.mixed_precision_param] * 1e12 * world.size if gpu else None
-    dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
+    tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
+    peak = tflops * 1e12 * world.size if tflops else None
+    dtype = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[config.training.mixed_precision_param]
     kernel = _attention_kernel(config, spec, data.train, world.device)
     log.info(f"attention kernel: {kernel}, compute in {dtype}")
     if kernel == attention.NO_KERNEL and world.device.type != "cpu":
@@ -139,10 +145,8 @@ def train(config: Config, world: World, folder: Path) -> None:
     if world.rank == 0:
         ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
         _write_explanation(folder, config, last_step, ran)
-        reporter = Reporter(
-            folder, config.metrics, last_step + 1, steps, steps_per_epoch, spec, peak, dtype, world.device
-        )
-    trainer = Trainer(config, world, batch, model, optimizer, iter(loader))
+        reporter = Reporter(folder, config.metrics, last_step + 1, steps, steps_per_epoch, spec, peak, dtype)
+    trainer = Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(loader))
     for step in range(last_step + 1, steps + 1):
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, steps)
         set_lr(optimizer, lr)
@@ -150,7 +154,7 @@ def train(config: Config, world: World, folder: Path) -> None:
         if reporter is not None:
             reporter.step(step, lr, result)
         if data.validation is not None and _due(step, steps, config.validation.freq):
-            loss = validation_loss(model, data.validation, batch, dp_rank, world.device)
+            loss = validation_loss(model, data.validation, batch, layout, dp_rank)
             if reporter is not None:
                 reporter.validation(step, loss)
         if _due(step, steps, config.checkpoint.interval):
@@ -168,14 +172,32 @@ def _due(step: int, steps: int, every: int) -> bool:
 
 
 def build_model(
-    config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World, checkpoint: Path | None
-) -> Qwen3:
-    """The sharded model: built on meta, wrapped, then each rank fills its own shards, unless a checkpoint will."""
+    config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World, supervised_share: float
+) -> ParallelModel:
+    """The model in the config's layout, on this rank's device; its weights hold nothing yet.
+
+    Args:
+        supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
+    """
+    layout = config.layout(world.size)
     backend = attention.choose_backend(config.model.attention_backend, world.device.type)
+    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
+    if layout.pp > 1:
+        layers = layers_per_stage(config, spec, layout.pp, supervised_share)
+        schedule, accumulation = config.parallelism.pipeline_parallel_schedule, config.batch(world.size)
+        log.info(f"pipeline: {schedule}, {accumulation.gradient_accumulation_steps} microbatches, layers {layers}")
+        return PipelinedModel(
+            spec, backend, layers, mesh, config, layout, accumulation.gradient_accumulation_steps, world.device
+        )
     with torch.device("meta"):
         model = Qwen3(spec, backend)
-    parallelize(model, mesh, config.training, config.parallelism, config.activation_checkpoint.mode, config.compile)
-    model.to_empty(device=world.device)
+    if layout.zero_stage == 0:
+        return ReplicatedModel(model, mesh, config, world.device)
+    return ShardedModel(model, mesh, config, layout, world.device)
+
+
+def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+    """Each rank fills its own parts, from the HF folder or at random, unless a checkpoint will."""
     source = config.checkpoint.initial_load_path
     read: distributed.Read = partial(initial_values, spec, config.training.seed)
     origin = f"random weights, seed {config.training.seed}"
@@ -185,13 +207,11 @@ def build_model(
             weights.check(model_spec.parameter_shapes(spec))
         read, origin = weights.read, f"weights from {source}"
     if checkpoint is None:
-        distributed.fill_parameters(model, read)
+        distributed.fill_parameters(model.named_parameters(), read)
     else:
         origin = f"resumed from {checkpoint}"
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
-    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
-    return model
 
 
 class Trainer:
@@ -199,17 +219,15 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
-        world: World,
+        layout: Layout,
         batch: Batch,
-        model: Qwen3,
+        max_norm: float,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         microbatches: Iterator[Microbatch],
     ) -> None:
-        self._world, self._batch, self._model, self._optimizer = world, batch, model, optimizer
-        self._microbatches = microbatches
-        self._max_norm = config.training.max_norm
-        self._reduce_every = config.parallelism.fsdp_reduce_every_microbatch
+        self._layout, self._batch, self._model, self._optimizer = layout, batch, model, optimizer
+        self._max_norm, self._microbatches = max_norm, microbatches
 
     def step(self) -> StepResult:
         """Forward and backward of the step's microbatches, then the update.
@@ -218,26 +236,18 @@ class Trainer:
             NumericalError: loss or gradient norm is not finite; the weights are as before.
         """
         started = time.perf_counter()
-        device, accumulation = self._world.device, self._batch.gradient_accumulation_steps
-        microbatches = [next(self._microbatches) for _ in range(accumulation)]
+        device, tp, pp = self._model.device, self._layout.tp, self._layout.pp
+        microbatches = [next(self._microbatches) for _ in range(self._batch.gradient_accumulation_steps)]
         waited = time.perf_counter() - started
 
         # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
         # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
         counts = sum_over_ranks(_counts(microbatches), device)
-        tokens, supervised, pairs = map(int, counts)
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
-        for index, microbatch in enumerate(microbatches):
-            is_last = index == accumulation - 1
-            self._model.set_requires_gradient_sync(self._reduce_every or is_last)  # type: ignore[operator]
-            self._model.set_requires_all_reduce(is_last)  # type: ignore[operator]  # among replicas: once is enough
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in microbatch.items()}
-            loss = self._model(**moved)
-            (loss / max(supervised, 1)).sum().backward()
-            loss_sum += loss.detach()
-
-        grad_norm = distributed.clip_gradients(self._model.parameters(), self._max_norm)
-        mean_loss = sum_over_ranks(loss_sum.tolist(), device)[0] / max(supervised, 1)
+        tokens, supervised, pairs = (round(count / (tp * pp)) for count in counts)  # these ranks read the same rows
+        loss_sum = self._model.forward_backward(microbatches, supervised).item()
+        parameters = [parameter for _, parameter in self._model.named_parameters()]
+        grad_norm = distributed.clip_gradients(parameters, self._max_norm, self._model.copies())
+        mean_loss = sum_over_ranks([loss_sum / tp], device)[0] / max(supervised, 1)
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
             raise NumericalError(
                 f"loss {mean_loss}, gradient norm {grad_norm}: not finite. The weights were not updated. "
@@ -248,8 +258,9 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        peak_memory = max_over_ranks(peak_memory_gib(device), device)
         seconds = time.perf_counter() - started
-        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited)
+        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited, peak_memory)
 
 
 def _counts(microbatches: list[Microbatch]) -> list[float]:

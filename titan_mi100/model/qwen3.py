@@ -1,4 +1,5 @@
-"""Dense Qwen3, whole, in one file. It knows nothing of parallelism.
+"""Dense Qwen3, whole, in one file. Of parallelism it knows that a rank may hold some of the layers, and of a weight a
+part.
 
 Parameters carry HF's full names, so that a checkpoint's bytes move without mapping.
 Legend: (batch, seq, ...); hidden = spec.hidden_size.
@@ -6,14 +7,35 @@ Source: the published Qwen3 weights and their config.json; checked against trans
 """
 
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from titan_mi100.loss import head_loss
+from titan_mi100.layout import Stage
+from titan_mi100.loss import at_least_fp32, head_loss
 from titan_mi100.model import attention
 from titan_mi100.model_spec import ModelSpec
+
+
+def held(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as this rank computes with it: its own part under tensor parallel, in the activations' dtype.
+
+    The cast does something under DDP only, which keeps fp32 weights whole; FSDP2 gathers them in the right dtype.
+    """
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
+
+
+class Linear(nn.Linear):
+    """Without bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, held(self.weight, x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +45,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, held(self.weight, x.dtype), self.eps)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -42,7 +64,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle, in fp32. x: (batch, seq, heads, head_dim)."""
-    wide = x.float()
+    wide = at_least_fp32(x)
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -54,10 +76,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, heads, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, kv_heads, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, kv_heads, bias=False)
-        self.o_proj = nn.Linear(heads, spec.hidden_size, bias=False)
+        self.q_proj = Linear(spec.hidden_size, heads)
+        self.k_proj = Linear(spec.hidden_size, kv_heads)
+        self.v_proj = Linear(spec.hidden_size, kv_heads)
+        self.o_proj = Linear(heads, spec.hidden_size)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
@@ -71,9 +93,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -103,22 +125,31 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything but the head."""
+    """Everything but the head; of a pipeline stage, its layers."""
 
-    def __init__(self, spec: ModelSpec, backend: str) -> None:
+    def __init__(self, spec: ModelSpec, backend: str, stage: Stage) -> None:
         super().__init__()
-        self.spec, self.backend = spec, backend
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Block(spec, backend) for _ in range(spec.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.spec, self.backend, self.stage = spec, backend, stage
+        self.dtype: torch.dtype | None = None  # of the activations; None: the embedding's
+        # the last stage holds a tied embedding too: it is the head's weight
+        embeds = stage.first or (stage.last and spec.tie_word_embeddings)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if embeds else None
+        self.layers = nn.ModuleDict({str(number): Block(spec, backend) for number in stage.layers})
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 
-    def forward(self, input_ids: Tensor, positions: Tensor, document_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, document_ids: Tensor) -> Tensor:
         cos, sin = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
         documents = attention.prepare(self.backend, document_ids)
-        x = self.embed_tokens(input_ids)  # (batch, seq, hidden)
-        for layer in self.layers:
+        if self.stage.first:
+            assert self.embed_tokens is not None
+            x = self.embed_tokens(x)  # (batch, seq, hidden)
+            x = x if self.dtype is None else x.to(self.dtype)
+        for layer in self.layers.values():
             x = layer(x, cos, sin, documents)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
+
+
+HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, the head's weight, labels -> (1,); see loss.head_loss
 
 
 class Head(nn.Module):
@@ -128,21 +159,28 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
-    def forward(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
-        return F.linear(hidden, self.weight) if labels is None else head_loss(hidden, self.weight, labels)
+    def forward(self, hidden: Tensor, labels: Tensor | None, loss: HeadLoss) -> Tensor:
+        return logits_or_loss(hidden, self.weight, labels, loss)
+
+
+def logits_or_loss(hidden: Tensor, weight: Tensor, labels: Tensor | None, loss: HeadLoss) -> Tensor:
+    weight = held(weight, hidden.dtype)
+    return F.linear(hidden, weight) if labels is None else loss(hidden, weight, labels)
 
 
 class Qwen3(nn.Module):
-    """A causal language model.
+    """A causal language model, or the part of it that a pipeline stage holds.
 
     Build it under `torch.device("meta")`, shard it, `to_empty`, then fill every parameter (it has no buffers): from a
     checkpoint, or with `initial_values`.
     """
 
-    def __init__(self, spec: ModelSpec, attention_backend: str = "eager") -> None:
+    def __init__(self, spec: ModelSpec, attention_backend: str = "eager", stage: Stage | None = None) -> None:
         super().__init__()
-        self.model = Decoder(spec, attention_backend)
-        self.lm_head = None if spec.tie_word_embeddings else Head(spec)
+        stage = stage or Stage(range(spec.num_hidden_layers))
+        self.model = Decoder(spec, attention_backend, stage)
+        self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
+        self.head_loss: HeadLoss = head_loss
 
     def forward(
         self,
@@ -154,22 +192,25 @@ class Qwen3(nn.Module):
         """Logits, or with labels the summed loss.
 
         Args:
-            input_ids, labels: (batch, seq); labels are shifted, loss.IGNORE = unsupervised.
+            input_ids, labels: (batch, seq); labels are shifted, loss.IGNORE = unsupervised. A later stage gets the
+                hidden states of the one before, (batch, seq, hidden), in input_ids' place.
             positions: (batch, seq), restarting per document; default 0, 1, ...
             document_ids: (batch, seq), see attention.prepare; default one document per row.
 
         Returns:
-            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32.
+            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32 at least. From a stage that
+            is not the last: hidden states.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if document_ids is None:
             document_ids = torch.zeros_like(input_ids)
         hidden = self.model(input_ids, positions, document_ids)
+        if not self.model.stage.last:
+            return hidden
         if self.lm_head is not None:
-            return self.lm_head(hidden, labels)
-        weight = self.model.embed_tokens.weight
-        return F.linear(hidden, weight) if labels is None else head_loss(hidden, weight, labels)
+            return self.lm_head(hidden, labels, self.head_loss)
+        return logits_or_loss(hidden, self.model.embed_tokens.weight, labels, self.head_loss)
 
 
 _INIT_ROWS = 1024  # rows drawn from one seed

@@ -1,0 +1,296 @@
+"""The parity table: every layout against one process, in fp64 and in fp32, on real processes over gloo.
+
+    python scripts/bench/parity.py [--precision float64] [--layout PP2 ...] [--clip 0.05] [--output FOLDER]
+
+Each cell trains the same small model on the same packed rows for 8 steps with the trainer's own step, and is compared
+with one process: every gradient of step 1, the loss and the norm before clipping of each step, the weights at the end.
+Clipping is off and AdamW's eps large, because both hide a wrong gradient scale. Rows hold several documents, and what
+is supervised in them is very uneven.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_mi100 import distributed, train
+from titan_mi100.data.dataset import Documents, PackedDataset
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.packing import pack_rows
+from titan_mi100.data.sft import Document
+from titan_mi100.distributed import World
+from titan_mi100.layout import SCHEDULES, check_schedule
+from titan_mi100.model.qwen3 import initial_values
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.optimizer import build_optimizer
+from titan_mi100.settings import (
+    ActivationCheckpointConfig,
+    Config,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+
+STEPS, ROWS, SEQ_LEN = 8, 8, 32  # ROWS per step
+BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8}}
+BARS["float32"] = dict.fromkeys(BARS["float64"], 1e-5)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a layout of so many processes, a model, the microbatches per step, the numbers' dtype."""
+
+    layout: str
+    processes: int
+    parallelism: dict[str, Any]
+    tied: bool
+    accumulation: int
+    precision: str = "float64"
+    max_norm: float = 0.0
+    checkpointing: str = "none"
+
+    @property
+    def schedule(self) -> str:
+        return self.parallelism.get("pipeline_parallel_schedule", "1F1B")
+
+
+def _pp(schedule: str = "1F1B", **others: Any) -> dict[str, Any]:
+    return {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, **others}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2 x2": (2, {}),
+    "FSDP2 x2, ZeRO-2": (2, {"zero_stage": 2}),
+    "FSDP2 x2, ZeRO-1": (2, {"zero_stage": 1}),
+    "DDP x2": (2, {"zero_stage": 0}),
+    "HSDP 2x2": (4, {"data_parallel_replicate_degree": 2}),
+    **{f"PP2 {name}": (2, _pp(name)) for name in SCHEDULES},
+    "PP2 x FSDP2": (4, _pp()),
+    "PP2 x 2 replicas": (4, _pp(data_parallel_replicate_degree=2)),
+    "TP2": (2, {"tensor_parallel_degree": 2}),
+    "TP2 x FSDP2": (4, {"tensor_parallel_degree": 2}),
+    "TP2 x PP2": (4, _pp(tensor_parallel_degree=2)),
+    "TP2 x PP2 x FSDP2": (8, _pp(tensor_parallel_degree=2)),
+    "PP2 x HSDP 2x2": (8, _pp(data_parallel_replicate_degree=2)),
+}
+
+
+def cells(precision: str, max_norm: float, layouts: list[str], accumulations: tuple[int, ...] = (1, 2, 4)) -> list[Cell]:
+    """Every cell of the table that is asked for: GA 1 only where the layout allows it."""
+    found = []
+    for name in layouts:
+        processes, parallelism = LAYOUTS[name]
+        for tied in (True, False):
+            for accumulation in accumulations:
+                cell = Cell(name, processes, parallelism, tied, accumulation, precision, max_norm)
+                pp = parallelism.get("pipeline_parallel_degree", 1)
+                if pp == 1 or accumulation > 1 or cell.schedule == "GPipe":
+                    found.append(cell)
+    return found
+
+
+def spec_of(tied: bool) -> ModelSpec:
+    """Four layers, grouped heads; initial weights large enough that attention is not uniform."""
+    return ModelSpec(320, 64, 96, 4, 4, 2, 16, tied, rope_theta=10_000.0, initializer_range=0.1)
+
+
+def dataset() -> PackedDataset:
+    """Three steps' rows of random documents, among them rows and documents without any supervision."""
+    random = np.random.default_rng(7)
+    values = []
+    for row in range(3 * ROWS):
+        share = (0.0, 0.0, 0.9, 0.5, 0.1, 1.0, 0.3, 0.05)[row % 8]
+        for length in ([32], [17, 15], [20, 8, 4], [16, 13])[row % 4]:
+            ids = random.integers(0, 320, length).astype(np.int32)
+            values.append(Document(ids, random.random(length) < share).values())
+    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, SEQ_LEN), SEQ_LEN, 0)
+
+
+def config_of(cell: Cell) -> Config:
+    pp_tp = cell.parallelism.get("pipeline_parallel_degree", 1) * cell.parallelism.get("tensor_parallel_degree", 1)
+    dp = cell.processes // pp_tp
+    training = TrainingConfig(
+        seq_len=SEQ_LEN,
+        local_batch_size=ROWS // (cell.accumulation * dp),
+        gradient_accumulation_steps=cell.accumulation,
+        max_norm=cell.max_norm,
+        mixed_precision_param=cell.precision,
+    )
+    return Config(
+        training=training,
+        optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
+        parallelism=ParallelismConfig(**cell.parallelism),
+        activation_checkpoint=ActivationCheckpointConfig(mode=cell.checkpointing),
+    )
+
+
+def run_cell(cell: Cell, world: World) -> dict[str, Any]:
+    """This rank's record of the run, tensors whole. A collective."""
+    config, spec = config_of(cell), spec_of(cell.tied)
+    layout, batch = config.layout(world.size), config.batch(world.size)
+    mesh = distributed.build_mesh(layout, world.device)
+    model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
+    train.load_weights(model, config, spec, checkpoint=None)
+    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    gradients: list[tuple[str, Tensor]] = []
+
+    def keep(*_: Any) -> None:
+        if not gradients:
+            gradients.extend((name, whole(p.grad)) for name, p in model.named_parameters())
+
+    optimizer.register_step_pre_hook(keep)
+    stream = RowStream(dataset(), batch, distributed.data_parallel_rank(mesh), seed=0)
+    trainer = train.Trainer(layout, batch, cell.max_norm, model, optimizer, iter(stream))
+    steps = [trainer.step() for _ in range(STEPS)]
+    return {
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "gradients": gradients,
+        "weights": [(name, whole(p.detach())) for name, p in model.named_parameters()],
+    }
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """A tensor's global value, a copy. A collective."""
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    """The greatest relative difference of each kind over all ranks: scalars, and tensors by norm."""
+    worst = dict.fromkeys(("gradients", "loss", "norm", "weights"), 0.0)
+    for kind in ("loss", "norm"):
+        for record in records:
+            pairs = zip(record[kind], reference[kind], strict=True)
+            worst[kind] = max([worst[kind], *(abs(a - b) / abs(b) for a, b in pairs)])
+    for kind in ("gradients", "weights"):
+        expected = dict(reference[kind])
+        found = [pair for record in records for pair in record[kind]]
+        assert {name for name, _ in found} == set(expected), "a parameter is missing"
+        for name, tensor in found:
+            exact = expected[name].double()
+            worst[kind] = max(worst[kind], ((tensor.double() - exact).norm() / exact.norm()).item())
+    return worst
+
+
+def reference_of(cell: Cell) -> Cell:
+    """The same on one process, all rows in one forward."""
+    return Cell("one process", 1, {}, cell.tied, 1, cell.precision, cell.max_norm)
+
+
+def launch(jobs: list[Cell], folder: Path, timeout: int = 900) -> list[list[dict[str, Any]]]:
+    """Run cells of equal process count in one job; each one's records by rank.
+
+    Raises:
+        RuntimeError: the job failed; its output is the message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save([asdict(cell) for cell in jobs], folder / "cells.pt")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc_per_node={jobs[0].processes}", str(Path(__file__).resolve()), "--worker", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {timeout} s") from None
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(jobs[0].processes)]
+    return [list(records) for records in zip(*by_rank, strict=True)]
+
+
+def worker(folder: Path) -> None:
+    world = distributed.init_distributed()
+    records = [run_cell(Cell(**cell), world) for cell in torch.load(folder / "cells.pt", weights_only=False)]
+    torch.save(records, folder / f"rank-{world.rank}.pt")
+    distributed.leave(0)
+
+
+def measure(jobs: list[Cell], folder: Path) -> list[tuple[Cell, dict[str, float] | str]]:
+    """Each cell's differences from one process, or why it could not run."""
+    references: list[Cell] = []
+    for cell in jobs:
+        if reference_of(cell) not in references:
+            references.append(reference_of(cell))
+    exact = [records[0] for records in launch(references, folder / "reference")]
+    results: list[tuple[Cell, dict[str, float] | str]] = []
+    groups: dict[tuple[int, str], list[Cell]] = {}
+    for cell in jobs:  # a zero-bubble cell may fail: on its own
+        alone = str(cell) if SCHEDULES[cell.schedule].zero_bubble else ""
+        groups.setdefault((cell.processes, alone), []).append(cell)
+    for number, ((_, alone), group) in enumerate(groups.items()):
+        try:
+            refused = alone and check_schedule(group[0].schedule, 2, group[0].accumulation)
+            if refused:
+                raise RuntimeError(refused)
+            for cell, records in zip(group, launch(group, folder / str(number)), strict=True):
+                results.append((cell, compare(records, exact[references.index(reference_of(cell))])))
+        except RuntimeError as error:
+            if not alone:
+                raise
+            results.append((group[0], last_error(str(error))))
+    return results
+
+
+def last_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if "Error: " in line]
+    return lines[-1][-300:] if lines else text.strip()[-300:]
+
+
+def table(results: list[tuple[Cell, dict[str, float] | str]]) -> str:
+    lines = [
+        "| layout | processes | tied | GA | dtype | gradients of step 1 | loss | norm | weights after 8 steps | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, found in results:
+        start = f"| {cell.layout} | {cell.processes} | {'yes' if cell.tied else 'no'} | {cell.accumulation} "
+        start += f"| {cell.precision} | "
+        if isinstance(found, str):
+            lines.append(start + f"refused: {found} | | | | |")
+        else:
+            values = " | ".join(f"{found[kind]:.1e}" for kind in ("gradients", "loss", "norm", "weights"))
+            lines.append(start + values + f" | {'ok' if holds(cell, found) else '**OVER**'} |")
+    return "\n".join(lines) + "\n"
+
+
+def holds(cell: Cell, found: dict[str, float]) -> bool:
+    return all(found[kind] <= bar for kind, bar in BARS[cell.precision].items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", nargs="*", default=list(BARS), choices=list(BARS))
+    parser.add_argument("--layout", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
+    parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
+    parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker)
+    jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure(jobs, Path(folder))
+    text = f"torch {torch.__version__}, clipping {arguments.clip or 'off'}\n\n{table(results)}"
+    print(text)
+    if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "parity.md").write_text(text, encoding="utf-8")
+        record = [{**asdict(cell), "result": found} for cell, found in results]
+        (arguments.output / "parity.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(isinstance(found, str) or holds(cell, found) for cell, found in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Tensor parallel with sequence parallel (Megatron-LM; Shoeybi et al. 2019, Korthikanti et al. 2022).
+
+Between the matrices of a block each rank holds a part of the sequence, inside them a part of the heads or of the
+intermediate size: activations are gathered before and summed and scattered after. The embedding and the head hold a
+part of the vocabulary each. Weights are DTensors on the mesh's tp axis, so that FSDP2 shards them further and a
+checkpoint knows where they belong; the computation is on local tensors (qwen3.held), its collectives in forward hooks.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titan_mi100.loss import head_loss
+from titan_mi100.model.qwen3 import Qwen3, held
+
+_SEQUENCE = 1  # the dimension of (batch, seq, hidden)
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output: heads, intermediate size
+_ROWS = ("o_proj", "down_proj")  # split by input
+
+
+def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
+    """Split the weights of a model, or a pipeline stage of one, on the meta device over a 1-D mesh, in place."""
+    group = mesh.get_group()
+    gather = functools.partial(_gather_sequence, group)
+    scatter = functools.partial(_scatter_sequence, group)
+    for layer in model.model.layers.values():
+        for name in _COLUMNS + _ROWS:
+            linear = getattr(layer.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else layer.mlp, name)
+            _distribute(linear, mesh, Shard(0) if name in _COLUMNS else Shard(1))
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            _distribute(norm, mesh, Replicate())
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            _distribute(norm, mesh, Replicate())
+            norm.register_forward_hook(gather)
+        layer.self_attn.o_proj.register_forward_hook(scatter)
+        layer.mlp.down_proj.register_forward_hook(scatter)
+    if model.model.embed_tokens is not None:
+        _distribute(model.model.embed_tokens, mesh, Shard(0))
+        embed = functools.partial(_embed, model.model.embed_tokens, mesh)
+        model.model.embed_tokens.forward = embed
+    if model.model.norm is not None:
+        _distribute(model.model.norm, mesh, Replicate())
+        model.model.norm.register_forward_hook(gather)
+        if model.lm_head is not None:
+            _distribute(model.lm_head, mesh, Shard(0))
+        model.head_loss = functools.partial(head_loss, group=group)
+
+
+def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
+    """Sum the norms' gradients over the tp axis, in place: each rank's are of its part of the sequence or the heads.
+
+    Once per step, after the last backward, in one collective.
+    """
+    if mesh.size() == 1:
+        return
+    gradients = []
+    for parameter in (parameter for part in parts for parameter in part.parameters()):
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        assert parameter.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[index]
+        if parameter.placements[-1].is_replicate():
+            gradients.append(parameter.grad.to_local())
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.get_group())
+    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+    weight = distribute_tensor(module.weight.detach(), mesh, [placement])  # type: ignore[arg-type]
+    module.weight = nn.Parameter(weight)
+
+
+def _gather_sequence(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return all_gather_tensor_autograd(output, _SEQUENCE, group)
+
+
+def _scatter_sequence(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return reduce_scatter_tensor_autograd(output, "sum", _SEQUENCE, group)
+
+
+def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
+    """Each rank looks up the tokens of its part of the vocabulary; the sum is scattered over the sequence."""
+    weight = held(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
+    local = input_ids - mesh.get_local_rank() * len(weight)
+    outside = (local < 0) | (local >= len(weight))
+    x = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
+    return reduce_scatter_tensor_autograd(x, "sum", _SEQUENCE, mesh.get_group())
