@@ -122,7 +122,7 @@ mode = "some"
         f"{file}: [optimizer] lr = True must be a number",
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
-        "use -1 (all of them) or start with --nproc_per_node 3",
+        "use -1 (all that the others leave) or start with --nproc_per_node 3",
         f"{file}: [data] path is not set; name a file or a glob, or several",
         "command line: '--training.sed=4' is not an option; did you mean --training.seed?",
         "command line: --training.seed needs a value",
@@ -204,9 +204,38 @@ def test_run_folders_are_named_by_the_user_or_by_config_and_time(tmp_path: Path)
 
 def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
     given = ["--model.tokenizer_path", str(ASSETS / "tokenizer"), "--data.path", str(ASSETS / "arithmetic.jsonl")]
+    table = (REPO / "train_configs" / "README.md").read_text()
     for path in sorted((REPO / "train_configs").glob("*.toml")):
-        assert load_config(["--job.config_file", str(path), *given], world_size=2)
+        cards = int(path.stem[-4]) if path.stem.endswith("gpu") else 2
+        config = load_config(["--job.config_file", str(path), *given], world_size=cards)
+        assert config.batch(cards).global_batch_size * 1024 == pytest.approx(100_000, rel=0.05) or cards == 2
         assert len(path.read_text().splitlines()) < 40
+        assert f"`{path.stem}` | {cards}" in table or path.stem == "debug" or path.stem.endswith("_sft")
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "world_size", "expected"),
+    [
+        ("tensor_parallel_degree = 4", 4, "degree = 4 does not divide num_key_value_heads = 2; this model can be split "
+         "over 1, 2 ranks"),
+        ("tensor_parallel_degree = 3", 3, "does not divide num_attention_heads = 4, num_key_value_heads = 2, seq_len"),
+        ("pipeline_parallel_degree = 8", 8, "pipeline_parallel_degree = 8 makes 8 stages of 4 layers; lower it"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [3, 2]", 2, "[3, 2] must be 2 numbers "
+         "above 0 that sum to the model's 4 layers"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
+         "pipeline_parallel_layers_per_stage = [2, 2]", 2, "[2, 2] must be 4 numbers"),
+        ("pipeline_parallel_degree = 2", 2, 'needs at least 2 microbatches, but gets 1: the forwards '
+         'of a step, gradient_accumulation_steps, are its microbatches; raise it, or use "GPipe"'),
+        ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set zero_stage = 0"),
+        ("zero_stage = 4", 2, "zero_stage = 4 must be -1, 0, 1, 2 or 3"),
+        ("zero_stage = 2\npipeline_parallel_degree = 2", 2, "zero_stage = 2 does not go with a pipeline"),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_fit_say_what_would(
+    parallelism: str, world_size: int, expected: str, tmp_path: Path
+) -> None:
+    found = errors(tmp_path, f"{MINIMAL}\n[parallelism]\n{parallelism}\n", world_size=world_size)
+    assert any(expected in line for line in found), found
 
 
 def test_level_zero_and_the_check_import_no_torch(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_folder_that_transformers_wrote_fills_the_model(name: str, max_shard_s
     with torch.device("meta"):
         model = Qwen3(spec)
     model.to_empty(device="cpu")
-    fill_parameters(model, open_checked(folder, spec).read)
+    fill_parameters(model.named_parameters(), open_checked(folder, spec).read)
     expected = reference(spec).state_dict()
     assert all(torch.equal(parameter, expected[key]) for key, parameter in model.named_parameters())
 

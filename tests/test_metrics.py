@@ -4,21 +4,26 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model_spec import PRESETS, train_flops
 from titan_mi100.settings import MetricsConfig
 
 RESULT = StepResult(
-    loss=1.5, grad_norm=0.25, tokens=2000, supervised=500, attention_pairs=10_000, seconds=0.5, waited=0.01
+    loss=1.5,
+    grad_norm=0.25,
+    tokens=2000,
+    supervised=500,
+    attention_pairs=10_000,
+    seconds=0.5,
+    waited=0.01,
+    peak_memory_gib=1.25,
 )
 
 
 def report(folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2) -> list[dict]:
     reporter = Reporter(
-        folder, MetricsConfig(enable_tensorboard=False), first_step, steps, 4, PRESETS["0.6B"], peak_flops, "bf16",
-        torch.device("cpu"),
+        folder, MetricsConfig(enable_tensorboard=False), first_step, steps, 4, PRESETS["0.6B"], peak_flops, "bf16"
     )  # fmt: skip
     for step in range(first_step, steps + 1):
         reporter.step(step, 1e-4, RESULT)

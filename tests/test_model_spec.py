@@ -8,7 +8,6 @@ import pytest
 
 from titan_mi100.errors import UserError
 from titan_mi100.hardware import count_gpus, find_gpu
-from titan_mi100.layout import Layout, resolve_batch, resolve_layout
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config, train_flops
 from titan_mi100.settings import LRSchedulerConfig
@@ -76,24 +75,6 @@ def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
     matrices = parameter_count(spec) - norms  # tied: the embedding is the head
     assert train_flops(spec, 1000, 1000, 0) == 6 * matrices * 1000
     assert train_flops(spec, 0, 0, 1) == 3 * 28 * 16 * (2 * 128 + 2 * 128)
-
-
-def test_layout_and_batch() -> None:
-    assert resolve_layout(-1, 1, 4) == Layout(dp_shard=4, dp_replicate=1)
-    assert resolve_layout(-1, 2, 8) == resolve_layout(4, 2, 8) == Layout(dp_shard=4, dp_replicate=2)
-    assert resolve_layout(-1, 2, 8).dp_degree == 8
-    for degrees, remedy in (
-        ((3, 1, 2), "--nproc_per_node 3"),
-        ((0, 1, 2), "must be -1"),
-        ((-1, 3, 4), "data_parallel_replicate_degree = 3 does not divide the 4 started processes; use one of 1, 2, 4"),
-        ((2, 4, 4), "data_parallel_shard_degree = 2 x data_parallel_replicate_degree = 4 does not fill .* 8"),
-    ):
-        with pytest.raises(ValueError, match=remedy):
-            resolve_layout(*degrees)
-    assert resolve_batch(1, 0, 100_000, 1024, 2).gradient_accumulation_steps == 49
-    assert resolve_batch(1, 0, 100_000, 1024, 2).global_batch_size == 98
-    assert resolve_batch(4, 0, 10, 1024, 2).gradient_accumulation_steps == 1
-    assert resolve_batch(4, 6, 0, 1024, 2).global_batch_size == 48
 
 
 def test_gpus_are_known_by_architecture_and_size() -> None:

@@ -13,8 +13,8 @@ from titan_mi100.layout import Layout
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.model_spec import PRESETS
-from titan_mi100.parallelize import parallelize
-from titan_mi100.settings import CompileConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.parallelize import ShardedModel
+from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config
 
 LAYERS = 3
 
@@ -23,10 +23,10 @@ def build(world: World, mode: str, compile_config: CompileConfig) -> Qwen3:
     spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
     with torch.device("meta"):
         model = Qwen3(spec, "sdpa_documents")
-    mesh = distributed.build_mesh(Layout(world.size), world.device)
-    parallelize(model, mesh, TrainingConfig(), ParallelismConfig(), mode, compile_config)
-    model.to_empty(device="cpu")
-    distributed.fill_parameters(model, partial(initial_values, spec, 1))
+    mesh = distributed.build_mesh(Layout(), world.device)
+    config = Config(activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
+    sharded = ShardedModel(model, mesh, config, Layout(), world.device)
+    distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
     return model
 
 
@@ -50,7 +50,7 @@ def test_backward_recomputes_what_the_mode_says(
         return plain(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "attention", counted)
-    for layer in model.model.layers:
+    for layer in model.model.blocks():
         layer.mlp.register_forward_pre_hook(lambda *_: calls.update(mlp=calls["mlp"] + 1))
     loss = run(model, 20)
     assert calls == {"mlp": LAYERS, "attention": LAYERS}

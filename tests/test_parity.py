@@ -1,6 +1,7 @@
 """One global batch, however it is split, gives the loss and gradients that transformers gives in fp64, document by
 document: the trainer's own step, on one process here and on two real gloo processes."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from titan_mi100.distributed import World
 from titan_mi100.model_spec import ModelSpec
 
 SEQ_LEN, ROWS = 32, 8
+MODELS = {name: SPECS[name] for name in ("tied", "untied")}  # an odd vocabulary: FSDP2's shards are uneven
+MODELS |= {f"{name}, even": dataclasses.replace(spec, vocab_size=312) for name, spec in MODELS.items()}
 
 
 def documents() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -27,7 +30,7 @@ def documents() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def make_case(name: str) -> dict:
-    spec = SPECS[name]
+    spec = MODELS[name]
     return {
         "spec": spec,
         "weights": {
@@ -58,8 +61,8 @@ def assert_equal_to_reference(result: dict, expected: dict, what: object) -> Non
     assert result["supervised"] == expected["supervised"]
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6), what
     assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6), what
-    assert result["gradients"].keys() == expected["gradients"].keys()
-    for name, gradient in result["gradients"].items():
+    assert {name for name, _ in result["gradients"]} == set(expected["gradients"])
+    for name, gradient in result["gradients"]:
         exact = expected["gradients"][name]
         assert (gradient.double() - exact).norm() <= 2e-6 * exact.norm(), (what, name)
 
@@ -68,7 +71,9 @@ def assert_equal_to_reference(result: dict, expected: dict, what: object) -> Non
 def test_every_split_on_one_process_equals_fp64(name: str, world: World) -> None:
     case, expected = make_case(name), fp64_reference(SPECS[name])
     splits = [{"local_batch_size": size, "accumulation": ROWS // size} for size in (8, 4, 2, 1)]
-    splits += [{"local_batch_size": 2, "accumulation": 4, "reduce_every": False, "backend": "sdpa_mask"}]
+    for stage in (0, 1, 2):
+        split = {"local_batch_size": 2, "accumulation": 4, "backend": "sdpa_mask"}
+        splits.append({**split, "parallelism": {"zero_stage": stage}})
     splits += [{"local_batch_size": 4, "accumulation": 2, "checkpointing": mode} for mode in ("full", "selective")]
     one_document_per_row = {"local_batch_size": len(documents()), "accumulation": 1, "seq_len": 32}
     losses = []
@@ -90,52 +95,86 @@ def pad_document(document: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, n
     return np.pad(ids, (0, 40 - len(ids))), np.pad(supervised, (0, 40 - len(ids)))
 
 
+def run_processes(processes: int, splits: list[dict], folder: Path) -> list[list[dict]]:
+    """Each split's records by rank."""
+    job = folder / "job.pt"
+    torch.save({"cases": {name: make_case(name) for name in MODELS}, "splits": splits}, job)
+    torchrun(str(REPO / "tests/gloo/job_parity.py"), str(job), str(folder), processes=processes)
+    by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
+    return [list(records) for records in zip(*by_rank, strict=True)]
+
+
+def assert_splits_equal_fp64(processes: int, splits: list[dict], folder: Path) -> None:
+    splits = [{**split, "case": case_of(split)} for split in splits]
+    expected = {name: fp64_reference(spec) for name, spec in MODELS.items()}
+    for split, records in zip(splits, run_processes(processes, splits, folder), strict=True):
+        for record in records:  # what every rank holds; in a pipeline the ranks together hold all
+            held = [pair for other in records for pair in other["gradients"]] if is_pipeline(split) else None
+            result = {**record, "gradients": held or record["gradients"]}
+            assert_equal_to_reference(result, expected[split["case"]], split)
+
+
+def case_of(split: dict) -> str:
+    """Tensor parallel divides the vocabulary."""
+    return split["case"] + (", even" if "tensor_parallel_degree" in split.get("parallelism", {}) else "")
+
+
+def is_pipeline(split: dict) -> bool:
+    return "pipeline_parallel_degree" in split.get("parallelism", {})
+
+
+def pipeline(schedule: str = "1F1B", **others: int) -> dict:
+    return {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, **others}
+
+
 def test_every_split_on_two_processes_equals_fp64(tmp_path: Path) -> None:
     options: list[dict] = [
         {},
-        {"reduce_every": False},
-        {"checkpointing": "full"},
-        {"checkpointing": "selective", "reshard": "always"},
-        {"reshard": "never", "backend": "eager"},
+        {"parallelism": {"zero_stage": 1}},
+        {"parallelism": {"zero_stage": 2}, "backend": "eager"},
+        {"parallelism": {"zero_stage": 0}, "checkpointing": "selective"},
+        {"parallelism": {"tensor_parallel_degree": 2}, "checkpointing": "full"},
+        {"parallelism": pipeline(), "checkpointing": "selective"},
+        {"parallelism": pipeline("GPipe"), "checkpointing": "full", "backend": "sdpa_mask"},
         {"compile": True, "backend": "sdpa_mask"},
-        {"replicas": 2},
+        {"compile": True, "parallelism": {"tensor_parallel_degree": 2}},
+        {"compile": True, "parallelism": pipeline(), "checkpointing": "selective"},
+        {"compile": True, "parallelism": {"zero_stage": 0}},
     ]
-    splits = [
-        {"case": name, "local_batch_size": size, "accumulation": 4 // size, **option}
-        for name in ("tied", "untied")
-        for size in (4, 2, 1)
-        for option in (options if size == 2 else options[:2])
-    ]
+    splits = []
+    for name in ("tied", "untied"):
+        for option in options:
+            degrees = option.get("parallelism", {})
+            ranks = 1 if "pipeline_parallel_degree" in degrees or "tensor_parallel_degree" in degrees else 2
+            for accumulation in (1, 4) if not option else (2,):
+                size = ROWS // (accumulation * ranks)
+                splits.append({"case": name, "local_batch_size": size, "accumulation": accumulation, **option})
     # other orders: some put both of the rows without supervision into one microbatch of one rank
     splits += [{"case": "tied", "local_batch_size": 1, "accumulation": 4, "seed": seed} for seed in (1, 2)]
-    job, out = tmp_path / "job.pt", tmp_path / "out.pt"
-    torch.save({"cases": {name: make_case(name) for name in ("tied", "untied")}, "splits": splits}, job)
-    torchrun(str(REPO / "tests/gloo/job_parity.py"), str(job), str(out))
-    expected = {name: fp64_reference(SPECS[name]) for name in ("tied", "untied")}
-    results = torch.load(out, weights_only=False)
-    assert len(results) == len(splits)
-    for split, result in zip(splits, results, strict=True):
-        assert_equal_to_reference(result, expected[split["case"]], split)
+    assert_splits_equal_fp64(2, splits, tmp_path)
 
 
-def test_replicas_of_shards_on_four_processes_equal_fp64(tmp_path: Path) -> None:
-    splits = [
-        {"case": name, "local_batch_size": 1, "accumulation": 2, "replicas": 2, "reduce_every": every}
-        for name in ("tied", "untied")
-        for every in (True, False)
+def test_layouts_of_two_axes_on_four_processes_equal_fp64(tmp_path: Path) -> None:
+    layouts: list[tuple[int, dict]] = [  # data-parallel ranks
+        (4, {"data_parallel_replicate_degree": 2}),
+        (2, pipeline()),
+        (2, pipeline(data_parallel_replicate_degree=2)),
+        (2, {"tensor_parallel_degree": 2}),
+        (1, pipeline(tensor_parallel_degree=2)),
     ]
-    job, out = tmp_path / "job.pt", tmp_path / "out.pt"
-    torch.save({"cases": {name: make_case(name) for name in ("tied", "untied")}, "splits": splits}, job)
-    torchrun(str(REPO / "tests/gloo/job_parity.py"), str(job), str(out), processes=4)
-    for split, result in zip(splits, torch.load(out, weights_only=False), strict=True):
-        assert_equal_to_reference(result, fp64_reference(SPECS[split["case"]]), split)
+    splits = [
+        {"case": name, "local_batch_size": ROWS // (2 * ranks), "accumulation": 2, "parallelism": degrees}
+        for name in ("tied", "untied")
+        for ranks, degrees in layouts
+    ]
+    assert_splits_equal_fp64(4, splits, tmp_path)
 
 
 def test_bf16_compute_keeps_fp32_gradients_near_fp64(world: World) -> None:
     case, expected = make_case("tied"), fp64_reference(SPECS["tied"])
     result = run_split(world, case, {"local_batch_size": 4, "accumulation": 2, "param": "bfloat16"})
     assert result["loss"] == pytest.approx(expected["loss"], rel=5e-3)
-    for name, gradient in result["gradients"].items():
+    for name, gradient in result["gradients"]:
         assert gradient.dtype == torch.float32
         exact = expected["gradients"][name]
         assert 1e-5 < (gradient.double() - exact).norm() / exact.norm() < 5e-2, name  # bf16 did run, and is near

@@ -1,7 +1,8 @@
 """Checkpoints of a run: DCP folders keyed by HF name whatever the layout, written aside and renamed when complete.
 
 A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
-tensors only), `trainer.json`, and each rank's random state in `rng-<rank>.json`.
+tensors only; what a rank's reduction of gradients carries on, under `powersgd.rank-<rank>.`), `trainer.json`, and each
+rank's random state in `rng-<rank>.json`.
 """
 
 import base64
@@ -28,6 +29,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.optimizer import named_state
 from titan_mi100.parallelize import ParallelModel
 
+_COMMUNICATION = "powersgd."  # begins the names of what each rank keeps of its own
+
 
 class Checkpointer:
     """Saves a run's checkpoints into one folder and restores from them."""
@@ -50,7 +53,7 @@ class Checkpointer:
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
         try:
-            dcp.save(dict(self._tensors()), storage_writer=writer)
+            dcp.save(dict(self._tensors()) | self._communication_state(), storage_writer=writer)
         except CheckpointException as error:  # a BaseException, which nobody up there expects
             raise OSError(f"{aside}: the checkpoint could not be written: {_first_cause(error)}") from None
         _write_synced(aside / f"rng-{self.world.rank}.json", json.dumps(_random_state(self.world.device)))
@@ -92,14 +95,20 @@ class Checkpointer:
         with raise_together():
             trainer_state = _read_json(path / "trainer.json")
             _check_identity(path, trainer_state.get("identity", {}), identity)
-            _check_names(path, dict(ChainMap(*everyone)))
+            saved = _saved_tensors(path)
+            _check_names(path, saved, dict(ChainMap(*everyone)))
+        communication = self._empty_communication_state(saved)
         try:
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+            dcp.load(tensors | communication, storage_reader=dcp.FileSystemReader(path))
         except CheckpointException as error:  # on all ranks, with the failures of all
             raise UserError(_unreadable(path, _first_cause(error))) from None
         for name, tensor in everything:
             if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
                 tensor.copy_(tensors[name])
+        prefix = self._prefix(self.world.rank)
+        self._model.resume(
+            trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in communication.items()}
+        )
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
             _set_random_state(_read_json(rng), self.world.device)
@@ -111,6 +120,25 @@ class Checkpointer:
             yield name, parameter.detach()
         for name, tensor in named_state(self._model.named_parameters(), self._optimizer):
             yield f"optimizer.{name}", tensor
+
+    def _communication_state(self) -> dict[str, Tensor]:
+        prefix = self._prefix(self.world.rank)
+        return {prefix + name: tensor for name, tensor in self._model.communication_state().items()}
+
+    def _empty_communication_state(self, saved: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """To load this rank's into; nothing unless the model wants it and as many ranks as now have saved theirs."""
+        ranks = {name.split(".")[1] for name in saved if name.startswith(_COMMUNICATION)}
+        if not self._model.has_memory or ranks != {f"rank-{rank}" for rank in range(self.world.size)}:
+            return {}
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device=self.world.device)
+            for name, entry in saved.items()
+            if name.startswith(self._prefix(self.world.rank))
+        }
+
+    @staticmethod
+    def _prefix(rank: int) -> str:
+        return f"{_COMMUNICATION}rank-{rank}."
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -167,13 +195,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:12] + "..."
 
 
-def _check_names(path: Path, wanted: dict[str, torch.Size]) -> None:
-    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's, over all ranks."""
+def _saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling a cut file leads to
         raise UserError(_unreadable(path / ".metadata", error)) from None
-    shapes = {name: m.size for name, m in saved.items() if isinstance(m, TensorStorageMetadata)}
+    return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: dict[str, torch.Size]) -> None:
+    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's, over all ranks. Only what
+    ranks keep of their own may be there or not: another layout goes on without it.
+    """
+    shapes = {name: entry.size for name, entry in saved.items() if not name.startswith(_COMMUNICATION)}
     if shapes != wanted:
         odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
         raise UserError(

@@ -1,17 +1,31 @@
 """DDP: every rank holds the whole model; gradients are summed once per step, whole or compressed (PowerSGD)."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_mi100.data.loader import Microbatch
+from titan_mi100.logging import log
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.parallelize import ParallelModel, apply_activation_checkpointing, apply_compile, master_dtype
-from titan_mi100.settings import Config
+from titan_mi100.parallelize import (
+    ParallelModel,
+    apply_activation_checkpointing,
+    apply_compile,
+    master_dtype,
+    reduce_dtype,
+)
+from titan_mi100.settings import Config, ParallelismConfig
 
 
 class ReplicatedModel(ParallelModel):
@@ -25,15 +39,26 @@ class ReplicatedModel(ParallelModel):
         apply_activation_checkpointing(model, config.activation_checkpoint.mode)
         model.to_empty(device=device)
         self.parts, self.device = [model], device
-        self._world_size = mesh.size()
+        self._world_size, self._step = mesh.size(), 0
+        group = mesh["dp_replicate"].get_group()
         self._ddp = DistributedDataParallel(
             model,
-            process_group=mesh["dp_replicate"].get_group(),
+            process_group=group,
             init_sync=False,  # the weights are filled in later, alike on all ranks
             gradient_as_bucket_view=True,
         )
+        self.has_memory = config.parallelism.powersgd_rank > 0
+        self._compression: PowerSGD | None = None
+        if self.has_memory:
+            self._compression = PowerSGD(model.named_parameters(), group, config.parallelism)
+        self._in_bf16 = reduce_dtype(config.training) == torch.bfloat16
+        if self.has_memory or self._in_bf16:
+            self._ddp.register_comm_hook(group, self._reduce)
+        # until a step is compressed, each gradient is sent once
+        self.gradient_bytes = sum(2 * p.numel() if self._in_bf16 else p.nbytes for p in model.parameters())
 
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
+        self._step += 1
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
@@ -42,7 +67,18 @@ class ReplicatedModel(ParallelModel):
                 # DDP averages over its ranks by construction; the loss is divided by all that they have together
                 (loss * (self._world_size / max(supervised, 1))).sum().backward()
             loss_sum += loss.detach()
+        if self._compression is not None and self._compression.is_on(self._step):
+            self.gradient_bytes = self._compression.reduce(self._step)
         return loss_sum
+
+    def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's hook. In a compressed step it leaves this rank's gradients as they are, for after backward.
+
+        Torch's bf16 hook goes through here because DDP refuses it by its name where there is no NCCL.
+        """
+        if self._compression is not None and self._compression.is_on(self._step):
+            return noop_hook(group, bucket)
+        return (bf16_compress_hook if self._in_bf16 else allreduce_hook)(group, bucket)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
@@ -50,3 +86,142 @@ class ReplicatedModel(ParallelModel):
         for microbatch in microbatches:
             loss_sum += self.parts[0](**self._on_device(microbatch))
         return loss_sum
+
+    def communication_state(self) -> dict[str, Tensor]:
+        return {} if self._compression is None else self._compression.memory()
+
+    def resume(self, step: int, communication: dict[str, Tensor]) -> None:
+        self._step = step
+        if self._compression is not None and self._compression.is_on(step):
+            self._compression.restore(communication)
+
+
+_MIN_RATE = 2  # a matrix is compressed if that sends less than a half of it
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are compressed together, with what torch's hook asks of DDP's buckets.
+
+    DDP's own will not do: it makes others after the first backward of every start, so memory kept by them does not fit
+    after a resume; `find_unused_parameters` would keep them, but warns of itself from C++, where nothing filters it.
+    """
+
+    name: str
+    flat: Tensor
+    views: list[Tensor]
+
+    def index(self) -> str:
+        return self.name
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.views
+
+    def is_last(self) -> bool:
+        return False  # torch would count an iteration; here the run's steps are counted
+
+
+class PowerSGD:
+    """Torch's PowerSGD (Vogels et al., 2019): each matrix is sent as P Q^T, and what that lost is added next time.
+
+    Buckets are a layer's parameters, or a single one outside the layers: alike in every start of a run.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup, config: ParallelismConfig
+    ) -> None:
+        self._config, self._announced = config, False
+        self._buckets: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in parameters:
+            parts = name.split(".")
+            layer = ".".join(parts[:3]) if parts[1] == "layers" else name
+            self._buckets.setdefault(layer, []).append(parameter)
+        self._state = PowerSGDState(
+            group,
+            config.powersgd_rank,
+            config.powersgd_start_step,
+            min_compression_rate=_MIN_RATE,
+            use_error_feedback=config.powersgd_error_feedback,
+            warm_start=config.powersgd_warm_start,
+            orthogonalization_epsilon=1e-8,  # a step without supervision has gradients of zero, and P is divided by
+        )
+
+    def is_on(self, step: int) -> bool:
+        """Whether this step of the run, from 1, is compressed."""
+        return step >= self._config.powersgd_start_step
+
+    @torch.no_grad()
+    def reduce(self, step: int) -> int:
+        """Replace every rank's gradients by their approximate average; returns the bytes sent. A collective."""
+        self._state.iter = step
+        # Seeds the first Q, of each step without warm start: the same on all ranks, and after a resume.
+        self._state.rng.seed(step)
+        sent = whole = 0
+        for name, parameters in self._buckets.items():
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            flat = gradients[0].view(-1)  # a single one, such as a large embedding, is compressed where it lies
+            if len(gradients) > 1:
+                flat = torch.cat([gradient.view(-1) for gradient in gradients])
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+            bucket: Any = Bucket(name, flat, views)
+            before = self._state.compression_stats()[2]
+            # One bucket after the other: torch's callbacks wait in gloo's few threads, and two of them block for ever.
+            powerSGD_hook(self._state, bucket).wait()
+            sent += (self._state.compression_stats()[2] - before) * flat.element_size()
+            whole += flat.nbytes
+            torch._foreach_copy_(gradients, views)
+        if not self._announced:
+            log.info(
+                f"PowerSGD rank {self._config.powersgd_rank} from step {step} on: {in_words(sent)} per step and rank "
+                f"instead of {in_words(whole)}, {whole / sent:,.0f}x less"
+            )
+            self._announced = True
+        return sent
+
+    def memory(self) -> dict[str, Tensor]:
+        """What the next step takes from those before, empty before the first: errors (this rank's own), P and Q."""
+        kinds = self._memory_by_kind()
+        return {f"{kind}.{name}": tensor for kind, found in kinds.items() for name, tensor in found.items()}
+
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        """Go on with what `memory` gave; without it, and with a warning, if it is not of these buckets and settings."""
+        wanted = self._memory_sizes()
+        if {key: saved[key].numel() for key in wanted if key in saved} != wanted:
+            log.warning(
+                "PowerSGD: the checkpoint has no memory that fits this layout, number of processes and powersgd "
+                "settings: what was not sent yet is lost, and Q starts at random"
+            )
+            return
+        for key in wanted:
+            kind, name = key.split(".", 1)
+            self._memory_by_kind()[kind][name] = saved[key]
+
+    def _memory_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Torch's own dictionaries, by bucket. P is overwritten before it is read, but torch asks for both or none."""
+        state: Any = self._state
+        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
+
+    def _memory_sizes(self) -> dict[str, int]:
+        """Elements of each tensor in `memory` once a step was compressed."""
+        sizes = {}
+        for name, parameters in self._buckets.items():
+            p = q = 0
+            for n, m in (parameter.shape for parameter in parameters if parameter.ndim == 2):
+                rank = min(n, m, self._config.powersgd_rank)
+                if (n + m) * rank * _MIN_RATE < n * m:
+                    p, q = p + n * rank, q + m * rank
+            if self._config.powersgd_error_feedback:
+                sizes[f"error.{name}"] = sum(parameter.numel() for parameter in parameters)
+            if self._config.powersgd_warm_start:
+                sizes |= {f"p.{name}": p, f"q.{name}": q}
+        return sizes
+
+
+def in_words(size: int) -> str:
+    """Bytes in decimal units, as networks are sold."""
+    power = min(int(math.log10(max(size, 1))) // 3, 3)
+    return f"{size / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"

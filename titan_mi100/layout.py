@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 IGNORE = -100  # the label of a token without supervision, as PyTorch and Hugging Face write it
 
@@ -150,14 +151,19 @@ def resolve_batch(
 
 def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
     """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
+    torch = version("torch")
+    if SCHEDULES[name].zero_bubble and tuple(map(int, torch.split(".")[:2])) < (2, 13):
+        return (
+            f'[parallelism] pipeline_parallel_schedule = "{name}" needs torch 2.13, this is {torch}: 2.8 cannot split '
+            'the backward of a Python autograd function, as the loss is one, and over gloo ZBV loses its connections; '
+            'use "Interleaved1F1B"'
+        )
     got = f'[parallelism] pipeline_parallel_schedule = "{name}" over {pp} ranks'
     how = "the forwards of a step, gradient_accumulation_steps, are its microbatches"
     if name == "1F1B" and microbatches < pp:
         return f'{got} needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "GPipe"'
     if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
         return f"{got} needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use {pp} x n"
-    if SCHEDULES[name].v_shaped and microbatches < 2 * pp:
-        return f"{got} needs at least {2 * pp} microbatches, but gets {microbatches}: {how}; raise it"
     return None
 
 

@@ -30,6 +30,7 @@ class StepResult:
     seconds: float  # the whole step: data, forward, backward, update
     waited: float  # of these, for rows
     peak_memory_gib: float  # so far, of the rank that has held most; see peak_memory_gib
+    gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class StepMetrics:
     mfu: float | None  # of the peak for the compute dtype; None: unknown hardware
     peak_memory_gib: float  # of the rank that held most: device memory reserved, on CPU the process's peak
     data_wait: float  # share of the step spent waiting for rows
+    gradient_bytes: int | None  # that each rank gave to collectives, under DDP; None: not counted
 
     def line(self, steps: int, dtype: str) -> str:
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
@@ -119,6 +121,7 @@ class Reporter:
             mfu=flops / result.seconds / self._peak_flops if self._peak_flops else None,
             peak_memory_gib=result.peak_memory_gib,
             data_wait=result.waited / result.seconds,
+            gradient_bytes=result.gradient_bytes,
         )
         self._write(step, asdict(metrics), prefix="train/")
         if step % self._config.log_freq == 0 or step == self._steps:

@@ -197,10 +197,14 @@ def end_costs(
         supervised_share: supervised tokens per token.
     """
     tokens = local_batch_size * seq_len
-    block = 2 * tokens * sum(
-        math.prod(shape)
-        for name, shape in parameter_shapes(spec).items()
-        if name.startswith("model.layers.0.") and len(shape) == 2
+    block = (
+        2
+        * tokens
+        * sum(
+            math.prod(shape)
+            for name, shape in parameter_shapes(spec).items()
+            if name.startswith("model.layers.0.") and len(shape) == 2
+        )
     )
     block += 4 * spec.num_attention_heads * spec.head_dim * tokens * (seq_len + 1) // 2
     block *= 4 if recompute else 3

@@ -28,10 +28,14 @@ class ParallelModel(ABC):
 
     Attributes:
         parts: the model, or this rank's pipeline stages; materialised, values to be filled in.
+        gradient_bytes: of gradients that this rank gave to collectives in the last step; None: not counted.
+        has_memory: whether a resume needs communication_state back.
     """
 
     parts: list[Qwen3]
     device: torch.device
+    gradient_bytes: int | None = None
+    has_memory = False
 
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
@@ -53,6 +57,18 @@ class ParallelModel(ABC):
         """Every parameter that this rank holds, by its HF name."""
         for part in self.parts:
             yield from part.named_parameters()
+
+    def communication_state(self) -> dict[str, Tensor]:
+        """What the reduction of gradients carries from step to step, by name: this rank's own, for the checkpoint."""
+        return {}
+
+    def resume(self, step: int, communication: dict[str, Tensor]) -> None:  # noqa: B027  # most layouts carry nothing
+        """Go on after this step of the run.
+
+        Args:
+            communication: what communication_state gave this rank then; empty if a layout without it, or as many ranks,
+                made the checkpoint. Only where has_memory.
+        """
 
     def copies(self) -> list[nn.Parameter]:
         """Parameters that are held elsewhere too, and are not to be counted here: a pipeline's second tied copy."""
@@ -116,7 +132,7 @@ def master_dtype(training: TrainingConfig) -> torch.dtype:
 def apply_compile(model: Qwen3, config: CompileConfig) -> None:
     """Compile what lies before and after attention in each block; the blocks are alike, so they share the result."""
     if config.enable:
-        for layer in model.model.layers.values():
+        for layer in model.model.blocks():
             for name in ("before_attention", "after_attention"):
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
@@ -124,7 +140,7 @@ def apply_compile(model: Qwen3, config: CompileConfig) -> None:
 def apply_activation_checkpointing(model: Qwen3, mode: str) -> None:
     """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention."""
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
-    for layer in model.model.layers.values():
+    for layer in model.model.blocks():
         for name in parts:
             # nothing in a block is random, so no RNG state needs to be kept for the second run
             again = functools.partial(checkpoint, getattr(layer, name), use_reentrant=False, preserve_rng_state=False)
@@ -140,13 +156,13 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=torch.promote_types(getattr(torch, training.mixed_precision_reduce), _at_least(training)),
+        reduce_dtype=reduce_dtype(training),
         cast_forward_inputs=False,  # the rotary tables stay fp32
     )
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
     reshard = layout.zero_stage == 3
-    blocks = list(model.model.layers.values())
+    blocks = model.model.blocks()
     for layer in blocks:  # backward needs the last block first: it stays gathered
         fully_shard(layer, reshard_after_forward=reshard and layer is not blocks[-1], **options)
     if model.lm_head is not None:
@@ -162,9 +178,12 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _at_least(training: TrainingConfig) -> torch.dtype:
-    """The least dtype in which gradients are reduced: checks in fp64 must not lose digits there."""
-    return torch.float64 if training.mixed_precision_param == "float64" else torch.bfloat16
+def reduce_dtype(training: TrainingConfig) -> torch.dtype:
+    """In which gradients are reduced: as configured, but float64 where the computation is that, for checks in it must
+    not lose digits.
+    """
+    least = torch.float64 if training.mixed_precision_param == "float64" else torch.bfloat16
+    return torch.promote_types(getattr(torch, training.mixed_precision_reduce), least)
 
 
 def free_gathered(parts: Sequence[nn.Module]) -> None:

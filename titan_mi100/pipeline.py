@@ -140,8 +140,7 @@ class PipelinedModel(ParallelModel):
         return loss_sum
 
     def _tied_weights(self) -> list[nn.Parameter]:
-        embeddings = [part.model.embed_tokens for part in self.parts]
-        return [embedding.weight for embedding in embeddings if embedding is not None] if self._tied else []
+        return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]
 
     def _sum_tied_gradients(self) -> None:
         """Both copies of a tied weight get the sum of the embedding's and the head's gradient."""

@@ -304,6 +304,11 @@ def _check_layout(config: Config, world_size: int) -> list[str]:
     errors = []
     if p.powersgd_rank and layout.zero_stage > 0:
         errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
+    if p.powersgd_rank and config.training.mixed_precision_reduce == "bfloat16":
+        errors.append(
+            f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
+            'mixed_precision_reduce = "float32"'
+        )
     if layout.pp > 1:
         refused = check_schedule(p.pipeline_parallel_schedule, layout.pp, batch.gradient_accumulation_steps)
         errors += [refused] if refused else []
@@ -339,11 +344,6 @@ def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
     elif stages > layers:
         errors.append(
             f"[parallelism] pipeline_parallel_degree = {pp} makes {stages} stages of {layers} layers; lower it"
-        )
-    if schedule.zero_bubble and config.activation_checkpoint.mode != "none":
-        errors.append(
-            f'[parallelism] pipeline_parallel_schedule = "{p.pipeline_parallel_schedule}" splits backward in two, '
-            'which recomputed activations do not survive; set [activation_checkpoint] mode = "none", or use "1F1B"'
         )
     return errors
 

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_mi100.loss import head_loss
 from titan_mi100.model.qwen3 import Qwen3, held
 
-_SEQUENCE = 1  # the dimension of (batch, seq, hidden)
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output: heads, intermediate size
 _ROWS = ("o_proj", "down_proj")  # split by input
 
@@ -29,9 +28,9 @@ _ROWS = ("o_proj", "down_proj")  # split by input
 def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
     """Split the weights of a model, or a pipeline stage of one, on the meta device over a 1-D mesh, in place."""
     group = mesh.get_group()
-    gather = functools.partial(_gather_sequence, group)
-    scatter = functools.partial(_scatter_sequence, group)
-    for layer in model.model.layers.values():
+    gather = functools.partial(_gather_output, group.group_name)
+    scatter = functools.partial(_scatter_output, group.group_name)
+    for layer in model.model.blocks():
         for name in _COLUMNS + _ROWS:
             linear = getattr(layer.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else layer.mlp, name)
             _distribute(linear, mesh, Shard(0) if name in _COLUMNS else Shard(1))
@@ -45,7 +44,7 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
     if model.model.embed_tokens is not None:
         _distribute(model.model.embed_tokens, mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)
-        model.model.embed_tokens.forward = embed
+        model.model.embed_tokens.forward = embed  # type: ignore[method-assign]
     if model.model.norm is not None:
         _distribute(model.model.norm, mesh, Replicate())
         model.model.norm.register_forward_hook(gather)
@@ -74,16 +73,17 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
-    weight = distribute_tensor(module.weight.detach(), mesh, [placement])  # type: ignore[arg-type]
-    module.weight = nn.Parameter(weight)
+    assert isinstance(module.weight, Tensor)
+    assert isinstance(placement, Replicate) or module.weight.shape[placement.dim] % mesh.size() == 0, "uneven parts"
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [placement]))
 
 
-def _gather_sequence(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return all_gather_tensor_autograd(output, _SEQUENCE, group)
+def _gather_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return gather_sequence(output, group_name)
 
 
-def _scatter_sequence(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return reduce_scatter_tensor_autograd(output, "sum", _SEQUENCE, group)
+def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return scatter_sequence(output, group_name)
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
@@ -92,4 +92,54 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tens
     local = input_ids - mesh.get_local_rank() * len(weight)
     outside = (local < 0) | (local >= len(weight))
     x = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
-    return reduce_scatter_tensor_autograd(x, "sum", _SEQUENCE, mesh.get_group())
+    return scatter_sequence(x, mesh.get_group().group_name)
+
+
+# Operators of our own, because torch's functional collectives take a gradient that is not contiguous, such as a
+# compiled block's, for one that is: the embedding's gradient was wrong. They stay whole in a compiled graph.
+
+
+@torch.library.custom_op("titan_mi100::gather_sequence", mutates_args=())
+def gather_sequence(x: Tensor, group_name: str) -> Tensor:
+    """(batch, seq / ranks, hidden) of each rank -> (batch, seq, hidden) on all; its backward is scatter_sequence."""
+    group, ranks = _group(group_name)
+    parts = x.new_empty(ranks * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(parts, x.contiguous(), group)
+    return torch.cat(parts.chunk(ranks), dim=1)
+
+
+@torch.library.custom_op("titan_mi100::scatter_sequence", mutates_args=())
+def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
+    """(batch, seq, hidden), summed over the ranks -> each one's (batch, seq / ranks, hidden); see gather_sequence."""
+    group, ranks = _group(group_name)
+    own = x.new_empty(len(x), x.shape[1] // ranks, x.shape[2])
+    dist.reduce_scatter_tensor(own, torch.cat(x.chunk(ranks, dim=1)), group=group)
+    return own
+
+
+@gather_sequence.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(len(x), x.shape[1] * _group(group_name)[1], x.shape[2])
+
+
+@scatter_sequence.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return x.new_empty(len(x), x.shape[1] // _group(group_name)[1], x.shape[2])
+
+
+def _group(name: str) -> tuple[dist.ProcessGroup, int]:
+    """The group of that name, and its size."""
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group, dist.get_world_size(group)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+gather_sequence.register_autograd(
+    lambda ctx, gradient: (scatter_sequence(gradient, ctx.group_name), None), setup_context=_keep_group
+)
+scatter_sequence.register_autograd(
+    lambda ctx, gradient: (gather_sequence(gradient, ctx.group_name), None), setup_context=_keep_group
+)

@@ -260,7 +260,8 @@ class Trainer:
             torch.cuda.synchronize(device)
         peak_memory = max_over_ranks(peak_memory_gib(device), device)
         seconds = time.perf_counter() - started
-        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited, peak_memory)
+        sent = self._model.gradient_bytes
+        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited, peak_memory, sent)
 
 
 def _counts(microbatches: list[Microbatch]) -> list[float]:

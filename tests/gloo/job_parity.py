@@ -1,69 +1,87 @@
-"""Runs under torchrun: for each split of one global batch, the trainer's own step; rank 0 saves loss and gradients.
+"""Runs under torchrun: for each split of one global batch, the trainer's own step; each rank saves loss and gradients.
 
-Arguments: input file (model spec, weights, documents, splits), output file.
+Arguments: input file (model spec, weights, documents, splits), folder for the ranks' output files.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from conftest import packed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import distributed
+from titan_mi100 import distributed, train
 from titan_mi100.data.loader import RowStream
-from titan_mi100.layout import Batch, Layout
-from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.parallelize import parallelize
-from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, ParallelismConfig, TrainingConfig
-from titan_mi100.train import Trainer
+from titan_mi100.distributed import World
+from titan_mi100.parallelize import ParallelModel
+from titan_mi100.settings import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Config,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 
 
 class CatchGradients:
     """In the optimizer's place: keeps the whole gradients of a step and updates nothing."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.gradients = model, {}
+    def __init__(self, model: ParallelModel) -> None:
+        self.model, self.gradients = model, []
 
     def step(self) -> None:
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, name
-            self.gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+            self.gradients.append((name, whole))
 
     def zero_grad(self, set_to_none: bool) -> None:
-        self.model.zero_grad(set_to_none=set_to_none)
+        for _, parameter in self.model.named_parameters():
+            parameter.grad = None
 
 
-def run_split(world: distributed.World, case: dict, split: dict) -> dict:
-    """One step of `split` (local_batch_size, accumulation, options) on the case's documents."""
-    training = TrainingConfig(max_norm=0.0, mixed_precision_param=split.get("param", "float32"))
-    config = Config(
-        training=training,
-        parallelism=ParallelismConfig(
-            fsdp_reduce_every_microbatch=split.get("reduce_every", True),
-            fsdp_reshard_after_forward=split.get("reshard", "default"),
+def config_of(case: dict, split: dict) -> Config:
+    """The config of a split: its options, the rest as in the case."""
+    return Config(
+        model=ModelConfig(attention_backend=split.get("backend", "sdpa")),
+        training=TrainingConfig(
+            seq_len=split.get("seq_len", case["seq_len"]),
+            local_batch_size=split["local_batch_size"],
+            gradient_accumulation_steps=split["accumulation"],
+            max_norm=0.0,
+            mixed_precision_param=split.get("param", "float32"),
         ),
+        parallelism=ParallelismConfig(**split.get("parallelism", {})),
         activation_checkpoint=ActivationCheckpointConfig(mode=split.get("checkpointing", "none")),
         compile=CompileConfig(enable=split.get("compile", False), backend="aot_eager"),
     )
-    with torch.device("meta"):
-        model = Qwen3(case["spec"], split.get("backend", "sdpa_documents"))
-    replicas = split.get("replicas", 1)
-    mesh = distributed.build_mesh(Layout(world.size // replicas, replicas), world.device)
-    mode = config.activation_checkpoint.mode
-    parallelize(model, mesh, training, config.parallelism, mode, config.compile)
-    model.to_empty(device="cpu")
 
-    def read(name, shape, offset, size):
+
+def build(world: World, case: dict, config: Config) -> tuple[ParallelModel, int]:
+    """The case's model in the config's layout, with the case's weights, and this rank's data-parallel rank."""
+    mesh = distributed.build_mesh(config.layout(world.size), world.device)
+    model = train.build_model(config, case["spec"], mesh, world, supervised_share=0.5)
+
+    def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
         return case["weights"][name][part]
 
-    distributed.fill_parameters(model, read)
-    dataset = packed(case["documents"], split.get("seq_len", case["seq_len"]), pad_id=0)
-    batch = Batch(split["local_batch_size"], split["accumulation"], world.size)
+    distributed.fill_parameters(model.named_parameters(), read)
+    return model, distributed.data_parallel_rank(mesh)
+
+
+def run_split(world: World, case: dict, split: dict) -> dict:
+    """One step of `split` on the case's documents."""
+    config = config_of(case, split)
+    model, dp_rank = build(world, case, config)
+    dataset = packed(case["documents"], config.training.seq_len, pad_id=0)
+    layout, batch = config.layout(world.size), config.batch(world.size)
     optimizer = CatchGradients(model)
-    stream = RowStream(dataset, batch, world.rank, seed=split.get("seed", 0))
-    result = Trainer(config, world, batch, model, optimizer, iter(stream)).step()
+    stream = RowStream(dataset, batch, dp_rank, seed=split.get("seed", 0))
+    result = train.Trainer(layout, batch, 0.0, model, optimizer, iter(stream)).step()
     return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": optimizer.gradients,
             "supervised": result.supervised, "tokens": result.tokens}  # fmt: skip
 
@@ -72,6 +90,5 @@ if __name__ == "__main__":
     here = distributed.init_distributed()
     job = torch.load(sys.argv[1], weights_only=False)
     results = [run_split(here, job["cases"][split["case"]], split) for split in job["splits"]]
-    if here.rank == 0:
-        torch.save(results, sys.argv[2])
+    torch.save(results, Path(sys.argv[2]) / f"rank-{here.rank}.pt")
     distributed.leave(0)

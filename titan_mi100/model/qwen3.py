@@ -137,6 +137,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(number): Block(spec, backend) for number in stage.layers})
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 
+    def blocks(self) -> list[Block]:
+        return [block for block in self.layers.values() if isinstance(block, Block)]
+
     def forward(self, x: Tensor, positions: Tensor, document_ids: Tensor) -> Tensor:
         cos, sin = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
         documents = attention.prepare(self.backend, document_ids)
@@ -144,7 +147,7 @@ class Decoder(nn.Module):
             assert self.embed_tokens is not None
             x = self.embed_tokens(x)  # (batch, seq, hidden)
             x = x if self.dtype is None else x.to(self.dtype)
-        for layer in self.layers.values():
+        for layer in self.blocks():
             x = layer(x, cos, sin, documents)
         return x if self.norm is None else self.norm(x)
 
@@ -210,6 +213,7 @@ class Qwen3(nn.Module):
             return hidden
         if self.lm_head is not None:
             return self.lm_head(hidden, labels, self.head_loss)
+        assert self.model.embed_tokens is not None
         return logits_or_loss(hidden, self.model.embed_tokens.weight, labels, self.head_loss)
 
 

@@ -1,0 +1,130 @@
+"""Every layout against one process over eight AdamW steps, in fp64, and each one's checkpoint in another: a part of
+the table of scripts/bench/parity.py, on real processes. And how degrees, batches and stages follow from the config."""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from titan_mi100.layout import (
+    SCHEDULES,
+    Layout,
+    check_schedule,
+    resolve_batch,
+    resolve_layout,
+    split_layers,
+    stages_of,
+    stages_on,
+)
+from titan_mi100.model_spec import PRESETS, end_costs
+
+sys.path.insert(0, str(REPO / "scripts" / "bench"))
+import parity
+
+
+def assert_within_the_bars(results: list[parity.Result]) -> None:
+    for cell, found in results:
+        if isinstance(found, str):
+            assert SCHEDULES[cell.schedule].zero_bubble and "needs torch 2.13" in found, (cell, found)
+        else:
+            assert parity.holds(cell, found), (cell, found)
+
+
+def test_layouts_train_as_one_process_does(tmp_path: Path) -> None:
+    chosen = {
+        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", True, 4),
+        ("PP2 1F1B", True, 2), ("PP2 1F1B", False, 4), ("PP2 GPipe", True, 1), ("PP2 Interleaved1F1B", True, 4),
+        ("PP2 ZBVZeroBubble", True, 4), ("TP2", True, 2), ("TP2", False, 1),
+        ("HSDP 2x2", True, 2), ("PP4 1F1B", True, 4), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
+        ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
+    }  # fmt: skip
+    jobs = parity.cells("float64", 0.0, list(parity.LAYOUTS))
+    jobs = [cell for cell in jobs if (cell.layout, cell.tied, cell.accumulation) in chosen]
+    clipped = {("FSDP2 x2", True, 2), ("DDP x2", False, 2), ("PP2 1F1B", True, 2), ("TP2", True, 2)}
+    jobs += [
+        cell
+        for cell in parity.cells("float64", 0.05, list(parity.LAYOUTS))
+        if (cell.layout, cell.tied, cell.accumulation) in clipped
+    ]
+    assert len(jobs) == len(chosen) + len(clipped)
+    results = parity.measure(jobs, tmp_path)
+    assert len(results) == len(jobs)
+    assert_within_the_bars(results)
+
+
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
+    results = parity.resume("float64", tmp_path, models=(True,))
+    assert len(results) == len(parity.RESUMED) ** 2
+    assert_within_the_bars(results)
+
+
+def test_degrees_fill_the_processes_or_say_what_would() -> None:
+    assert resolve_layout(4) == Layout(dp_shard=4, zero_stage=3)
+    assert resolve_layout(8, dp_replicate=2) == resolve_layout(8, 4, 2) == Layout(dp_shard=4, dp_replicate=2)
+    assert resolve_layout(8, dp_replicate=2).dp_degree == 8
+    assert resolve_layout(8, pp=2, tp=2) == Layout(dp_shard=2, tp=2, pp=2, zero_stage=1)
+    assert resolve_layout(8, pp=2, tp=2).dp_degree == 2
+    ddp = Layout(dp_replicate=4, zero_stage=0)
+    assert resolve_layout(4, zero_stage=0) == resolve_layout(4, dp_shard=1, dp_replicate=4) == ddp
+    for options, remedy in (
+        ({"world_size": 2, "dp_shard": 3}, "--nproc_per_node 3"),
+        ({"world_size": 2, "dp_shard": 0}, "must be -1"),
+        ({"world_size": 4, "dp_replicate": 3}, "data_parallel_replicate_degree = 3 does not divide the 4 started"),
+        ({"world_size": 4, "dp_shard": 2, "dp_replicate": 4}, "does not fill the 4 started processes; .* 8"),
+        ({"world_size": 2, "pp": 2, "tp": 2}, "pipeline_parallel_degree = 2 x tensor_parallel_degree = 2 does not"),
+        ({"world_size": 4, "pp": 2, "zero_stage": 3}, "zero_stage = 3 does not go with a pipeline.*use 1"),
+        ({"world_size": 2, "tp": 2, "zero_stage": 0}, "goes with neither tensor_parallel_degree nor"),
+        ({"world_size": 2, "dp_shard": 2, "zero_stage": 0}, "shards nothing, but data_parallel_shard_degree = 2"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            resolve_layout(**options)  # type: ignore[arg-type]
+
+
+def test_a_batch_comes_nearest_to_the_token_target() -> None:
+    assert resolve_batch(1, 0, 100_000, 1024, 2).gradient_accumulation_steps == 49
+    assert resolve_batch(1, 0, 100_000, 1024, 2).global_batch_size == 98
+    assert resolve_batch(4, 0, 10, 1024, 2).gradient_accumulation_steps == 1
+    assert resolve_batch(4, 6, 0, 1024, 2).global_batch_size == 48
+
+
+def test_a_schedule_that_cannot_run_says_why() -> None:
+    assert check_schedule("1F1B", 2, 2) is None
+    assert "needs at least 4 microbatches, but gets 2" in str(check_schedule("1F1B", 4, 2))
+    assert 'or use "GPipe"' in str(check_schedule("1F1B", 4, 2))
+    assert check_schedule("GPipe", 4, 1) is None
+    assert check_schedule("Interleaved1F1B", 2, 6) is None
+    assert "in rounds of 4 or more" in str(check_schedule("Interleaved1F1B", 4, 9))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_no_split_of_the_layers_has_a_cheaper_costliest_stage(stages: int) -> None:
+    for first, last in ((0.5, 4.9), (0.2, 1.8), (0.0, 0.0), (3.3, 0.1), (0.5, 20.0)):
+
+        def costliest(counts: Sequence[int], first: float = first, last: float = last) -> float:
+            return max(n + first * (i == 0) + last * (i == stages - 1) for i, n in enumerate(counts))
+
+        every = [counts for counts in itertools.product(range(1, 10), repeat=stages) if sum(counts) == 9]
+        counts = split_layers(9, stages, first, last)
+        assert tuple(counts) in every
+        assert costliest(counts) == min(map(costliest, every))
+
+
+def test_stages_cover_the_layers_in_order_and_lie_as_the_schedules_want() -> None:
+    stages = stages_of([3, 2, 4])
+    assert [list(stage.layers) for stage in stages] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+    assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, False), (False, True)]
+    assert [stages_on(rank, 2, 4, v_shaped=False) for rank in (0, 1)] == [[0, 2], [1, 3]]
+    assert [stages_on(rank, 2, 4, v_shaped=True) for rank in (0, 1)] == [[0, 3], [1, 2]]
+
+
+def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> None:
+    spec = PRESETS["0.6B"]
+    block = 2048 * 1024 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072  # its matrices: 15.7M; the head has 155.6M
+    first, last = end_costs(spec, 64, 1024, 1.0, recompute=True)
+    assert last == pytest.approx(151936 * 1024 / (block + 2 * 16 * 128 * 1024 / 2), rel=0.01)
+    assert first < 0.02  # 64 rows share the traffic of the weight's gradient
+    half = end_costs(spec, 64, 1024, 0.5, recompute=True)
+    assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
