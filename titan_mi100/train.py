@@ -102,6 +102,9 @@ def train(config: Config, world: World, folder: Path) -> None:
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
 
+    if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
+
     data = _load_data(config, world, folder)
     steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
     steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch

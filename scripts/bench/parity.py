@@ -4,10 +4,10 @@
     python scripts/bench/parity.py --resume
 
 Each cell trains the same small model on the same packed rows for 8 steps with the trainer's own step, and is compared
-with one process: every gradient of step 1, the loss and the norm before clipping of each step, the weights at the end.
-Clipping is off and AdamW's eps large, because both hide a wrong gradient scale. Rows hold several documents, and what
-is supervised in them is very uneven. With --resume each layout saves a checkpoint after 4 steps and every layout goes
-on from each: the rest must be as if nothing had happened.
+with one process: every gradient of step 1, the loss and the norm before clipping of each step, the weights at the end
+and the validation loss with them (in the column of losses). Clipping is off and AdamW's eps large, because both hide a
+wrong gradient scale. Rows hold several documents, and what is supervised in them is very uneven. With --resume each
+layout saves a checkpoint after 4 steps and every layout goes on from each: the rest must be as if nothing had happened.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.sft import Document
 from titan_mi100.distributed import World
+from titan_mi100.evaluate import validation_loss
 from titan_mi100.layout import SCHEDULES, check_schedule
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
@@ -164,17 +165,21 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
             gradients.extend((name, whole(p.grad)) for name, p in model.named_parameters())
 
     optimizer.register_step_pre_hook(keep)
-    stream = RowStream(dataset(), batch, distributed.data_parallel_rank(mesh), seed=0)
+    dp_rank = distributed.data_parallel_rank(mesh)
+    stream = RowStream(dataset(), batch, dp_rank, seed=0)
     if cell.load_from:
         state = Checkpointer(Path(), 0, model, optimizer, world).load(Path(cell.load_from), {})
         stream.load_state_dict(state["loader"])
     trainer = train.Trainer(layout, batch, cell.max_norm, model, optimizer, iter(stream))
-    steps = [trainer.step() for _ in range(STEPS if not (cell.save_to or cell.load_from) else STEPS // 2)]
+    steps = []
+    for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
+        steps += [trainer.step() for _ in range(STEPS // 2)]
+        held_out = validation_loss(model, dataset(), batch, layout, dp_rank)
     if cell.save_to:
         state = {"step": STEPS // 2, "loader": stream.state_dict()}
         Checkpointer(Path(cell.save_to), 0, model, optimizer, world).save(STEPS // 2, state)
     return {
-        "loss": [step.loss for step in steps],
+        "loss": [*(step.loss for step in steps), held_out],
         "norm": [step.grad_norm for step in steps],
         "gradients": gradients,
         "weights": [(name, whole(p.detach())) for name, p in model.named_parameters()],
