@@ -141,12 +141,15 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     assert rng[0] == rng[1]
 
 
-def test_replicas_go_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
     more = ("--data.validation_fraction", "0.1", "--training.steps", "22", "--checkpoint.interval", "1")
-    result = train(config, folder, *more, "--parallelism.data_parallel_replicate_degree", "2")
-    assert "layout: HSDP, 2 replicas of FSDP2 over 1" in result.stdout
+    pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
+    result = train(config, folder, *more, *pipeline)
+    assert "layout: pipeline of 2; a step is 2 rows" in result.stdout
+    assert "pipeline: 1F1B, 2 microbatches, layers (2, 2)" in result.stdout
+    assert "Warning" not in result.stderr
     assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
     shards = tmp_path / "shards"
     shutil.copytree(uninterrupted, shards)
