@@ -53,9 +53,11 @@ def test_ranks_hold_the_same_weights_after_lossy_steps(name: str, step: int, run
 
 
 def test_the_loss_falls_and_after_50_steps_is_within_5_percent_of_plain_ddps(runs: list) -> None:
-    last = {name: sum(runs[0][name]["losses"][step] for step in range(46, 51)) / 5 for name in ("ddp", "rank 4")}
+    last = {name: sum(list(found["losses"].values())[-5:]) / 5 for name, found in runs[0].items()}
     assert last["rank 4"] < 0.25 * runs[0]["rank 4"]["losses"][1]
     assert last["rank 4"] == pytest.approx(last["ddp"], rel=0.05)
+    # fine-tuning: from weights that have learned something rank 1 does too, from random ones it does not
+    assert last["ddp to rank 1"] == pytest.approx(last["ddp on"], rel=0.05)
 
 
 @pytest.mark.parametrize(("whole", "resumed"), [("rank 1", (3, 9)), ("cold", (9,))])
@@ -75,7 +77,7 @@ def test_the_bytes_reported_are_those_given_to_all_reduce(runs: list) -> None:
     for name, found in runs[0].items():
         for step, reported in found["bytes"].items():
             if name in ("ddp", "rank 1 to FSDP2"):
-                assert reported == (whole if name == "ddp" else None)  # neither goes through Python
+                assert reported == (None if "FSDP2" in name else whole)  # neither goes through Python
             else:
                 assert reported == found["reduced"][step], (name, step)
     assert set(runs[0]["bf16"]["bytes"].values()) == {whole / 2}

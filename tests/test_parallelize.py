@@ -2,10 +2,14 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan_mi100 import distributed
 from titan_mi100.distributed import World
@@ -14,17 +18,38 @@ from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallelize import ShardedModel
-from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config
+from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
 
 LAYERS = 3
 
 
-def build(world: World, mode: str, compile_config: CompileConfig) -> Qwen3:
+class Downcasts(TorchDispatchMode):
+    """Collects the operators that turn fp64 into less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # to see the operators on its parts
+        result = func(*args, **(kwargs or {}))
+
+        def holds(values: Any, *dtypes: torch.dtype) -> bool:
+            return any(isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes for leaf in tree_leaves(values))
+
+        if holds((args, kwargs), torch.float64) and holds(result, torch.float32, torch.bfloat16):
+            self.found.add(str(func))
+        return result
+
+
+def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "bfloat16") -> Qwen3:
     spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
     with torch.device("meta"):
         model = Qwen3(spec, "sdpa_documents")
     mesh = distributed.build_mesh(Layout(), world.device)
-    config = Config(activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
+    training = TrainingConfig(mixed_precision_param=dtype)
+    config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
     sharded = ShardedModel(model, mesh, config, Layout(), world.device)
     distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
     return model
@@ -67,3 +92,12 @@ def test_compile_compiles_both_parts_once_for_all_layers_and_all_documents(mode:
         run(model, boundary).sum().backward()
     assert counter.frame_count == 2
     torch._dynamo.reset()
+
+
+def test_nothing_in_a_step_in_fp64_is_computed_in_less(world: World) -> None:
+    """The parity table in fp64 could not see it: every layout would lose the same digits."""
+    model = build(world, "selective", CompileConfig(), "float64")
+    with Downcasts() as downcasts:
+        run(model, 20).sum().backward()
+    assert downcasts.found == set()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())

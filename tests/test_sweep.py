@@ -259,15 +259,18 @@ def test_a_job_over_its_time_limit_fails() -> None:
     assert sweep.launch(replace(ROW, steps=10**9), timeout=1) == ("failed", "no end after 1 s", {})
 
 
-def workers(mark: str) -> set[str]:
-    """Processes of a sweep's job, by what their environment holds, that have loaded torch."""
-    found = set()
+def job(mark: str) -> tuple[set[int], set[int]]:
+    """A sweep's torchrun, and its workers that have met (they have threads), by what their environment holds."""
+    launchers, workers = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_worker = b"sweep_worker.py" in (process / "cmdline").read_bytes()
-            if is_worker and mark.encode() in (process / "environ").read_bytes():
-                found |= {process.name} if "libtorch" in (process / "maps").read_text() else set()
-    return found
+            command = (process / "cmdline").read_bytes()
+            if b"sweep_worker.py" in command and mark.encode() in (process / "environ").read_bytes():
+                if b"torch.distributed.run" in command:
+                    launchers.add(int(process.name))
+                elif "\nThreads:\t1\n" not in (process / "status").read_text():
+                    workers.add(int(process.name))
+    return launchers, workers
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -278,23 +281,18 @@ def test_nothing_is_left_of_a_job_that_is_ended(how: signal.Signals, tmp_path: P
     command = sweep_command(tmp_path, "--steps", "1000000")
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until = time.monotonic() + 120
-        while len(workers(mark)) < 3:  # torchrun and its two
+        while len(job(mark)[1]) < 2:
             assert process.poll() is None and time.monotonic() < until, "no job was started"
             time.sleep(0.1)
         if how == signal.SIGTERM:
             process.terminate()
             assert process.wait(timeout=100) == 128 + signal.SIGTERM
         else:
-            time.sleep(3)  # the workers are past their imports
-            (torchrun,) = (p for p in workers(mark) if b"distributed.run" in Path(f"/proc/{p}/cmdline").read_bytes())
-            os.kill(int(torchrun), signal.SIGKILL)
+            os.kill(job(mark)[0].pop(), signal.SIGKILL)
             assert process.wait(timeout=100) == 0
             (entry,) = map(json.loads, (tmp_path / "out/rows.jsonl").read_text().splitlines())
             assert entry["status"] == "out of memory" and "SIGKILL" in entry["why"]
-    until = time.monotonic() + 5
-    while workers(mark) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not workers(mark)
+    assert job(mark) == (set(), set())
 
 
 def sweep_command(folder: Path, *arguments: str) -> list[str]:

@@ -53,7 +53,7 @@ class Messages(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def config_of(parallelism: dict[str, Any], accumulation: int = 1, reduce: str = "float32") -> Config:
+def config_of(parallelism: dict[str, Any], accumulation: int = 1, reduce: str = "float32", lr: float = 1e-2) -> Config:
     training = TrainingConfig(
         seq_len=32,
         local_batch_size=4 // accumulation,
@@ -61,7 +61,7 @@ def config_of(parallelism: dict[str, Any], accumulation: int = 1, reduce: str = 
         mixed_precision_param="float32",
         mixed_precision_reduce=reduce,
     )
-    return Config(training=training, optimizer=OptimizerConfig(lr=1e-2), parallelism=ParallelismConfig(**parallelism))
+    return Config(training=training, optimizer=OptimizerConfig(lr=lr), parallelism=ParallelismConfig(**parallelism))
 
 
 def run(
@@ -129,7 +129,9 @@ def main(folder: Path) -> None:
     log.setLevel(logging.INFO)
     ddp, rank_1, cold, shards = folder / "ddp", folder / "rank-1", folder / "cold", folder / "shards"
     found = {
-        "ddp": run(world, ddp, config_of({"zero_stage": 0}), 50, keep_at=(START - 1, START), save_at=(9,)),
+        "ddp": run(world, ddp, config_of({"zero_stage": 0}), 50, keep_at=(START - 1, START), save_at=(9, 50)),
+        "ddp on": run(world, ddp, config_of({"zero_stage": 0}, lr=1e-3), 100, resume=ddp / "step-50"),
+        "ddp to rank 1": run(world, ddp, config_of(RANK_1, lr=1e-3), 100, resume=ddp / "step-50"),
         "bf16": run(world, folder / "bf16", config_of({"zero_stage": 0}, reduce="bfloat16"), 2),
         "rank 4": run(world, folder / "rank-4", config_of({**RANK_1, "powersgd_rank": 4}), 50, keep_at=(50,)),
         "rank 1": run(world, rank_1, config_of(RANK_1), 12, save_at=(3, 9), keep_at=(START - 1, START, 9, 12)),
