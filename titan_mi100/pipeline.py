@@ -87,10 +87,12 @@ class PipelinedModel(ParallelModel):
         self._single = issubclass(kind, PipelineScheduleSingle)
         self._schedule = kind(
             stages[0] if self._single else stages,  # type: ignore[arg-type]
-            n_microbatches=microbatches,
+            n_microbatches=max(microbatches, self._stages) if name == "GPipe" else microbatches,
             loss_fn=lambda loss, target: loss.sum() / self._divisor,
             scale_grads=False,
         )
+        # torch 2.8 wants as many microbatches as stages of GPipe too, when it is made; it runs with fewer
+        self._schedule._n_microbatches = microbatches
 
     def _stage(self, index: int, part: Qwen3) -> PipelineStage:
         """With the shapes told, so that nothing is run to find them out."""

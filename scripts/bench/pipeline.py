@@ -1,0 +1,485 @@
+"""The pipeline: how idle its ranks are against the theory, and how evenly the automatic split loads the stages.
+
+    python scripts/bench/pipeline.py bubble [--schedule 1F1B GPipe] [--microbatches 2 4 8 16]
+    python scripts/bench/pipeline.py stages --data.path train.jsonl --model.tokenizer_path Qwen3-0.6B/
+
+Both start their processes themselves, print Markdown and, with --json FILE, write every interval there.
+
+`bubble` runs an untied model of equal stages and next to no head over two processes. A rank's idle share is what its
+stages' forwards, backwards and reduction of gradients leave of the step, from the first rank's start of the schedule to
+the last one's end. The replay puts the measured computations together again with nothing to wait for but each other:
+what it is idle comes from the schedule, from computations that did not take equally long and from the reduction, which
+the theory does not know; what the measured idle share is greater, from transfers and all that surrounds computations.
+Well under 100% on a core, something else ran on the machine: measure again.
+
+`stages` trains Qwen3-0.6B in the trainer's own step on the data that the command line names, from random weights. Every
+key of the trainer's config can be given there; DEFAULTS hold against a config file, not against the command line.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from titan_mi100 import distributed, train
+from titan_mi100.config import load_config
+from titan_mi100.data.loader import Microbatch, RowStream, build_loader
+from titan_mi100.data.prepare import prepare_run
+from titan_mi100.distributed import World
+from titan_mi100.errors import UserError
+from titan_mi100.layout import SCHEDULES, check_schedule
+from titan_mi100.metrics import peak_memory_gib
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.optimizer import build_optimizer
+from titan_mi100.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
+
+RANKS, WARMUP = 2, 2  # processes of `bubble`, and its steps before those that count
+DEFAULTS = [  # of `stages`
+    "--model.flavor=0.6B",
+    "--training.gradient_accumulation_steps=4",
+    "--training.steps=3",
+    "--parallelism.pipeline_parallel_degree=2",
+]
+
+
+class Operation(NamedTuple):
+    """One computation of a stage; times are of the machine's monotonic clock, in seconds."""
+
+    kind: str  # forward, backward, weight (the second half of a zero-bubble backward), reduction (of gradients)
+    stage: int
+    microbatch: int  # -1: the reduction, once per step
+    start: float
+    end: float
+    on_core: float = 0.0  # seconds in which the thread had a core: less than it took where others wanted the cores too
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class RankStep(NamedTuple):
+    """What one rank did in one step: its schedule's start and end, and the computations in order."""
+
+    start: float
+    end: float
+    operations: list[Operation]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of `bubble`."""
+
+    schedule: str
+    microbatches: int
+    layers: int
+    hidden: int
+    seq_len: int
+    steps: int
+    precision: str
+
+
+def theory(schedule: str, ranks: int, microbatches: int) -> float | None:
+    """The idle share of a pipeline of equal stages and instant transfers; None: no closed form.
+
+    (p - 1) / (v m + p - 1): Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021.
+    """
+    if SCHEDULES[schedule].zero_bubble:
+        return None
+    return (ranks - 1) / (SCHEDULES[schedule].stages_per_rank * microbatches + ranks - 1)
+
+
+def idle_shares(by_rank: Sequence[RankStep]) -> list[float]:
+    """Each rank's share of one step without a computation; the step lasts from the first start to the last end."""
+    seconds = max(step.end for step in by_rank) - min(step.start for step in by_rank)
+    return [1 - busy(step.operations) / seconds for step in by_rank]
+
+
+def busy(operations: Sequence[Operation], *kinds: str) -> float:
+    """Seconds of the computations of these kinds; without any, of all."""
+    return sum(operation.seconds for operation in operations if not kinds or operation.kind in kinds)
+
+
+def on_core_share(operations: Sequence[Operation]) -> float:
+    """Of the computations' time, how much they had a core; on a GPU it says nothing."""
+    return sum(operation.on_core for operation in operations) / busy(operations)
+
+
+def replay(by_rank: Sequence[Sequence[Operation]]) -> float:
+    """Seconds in which the ranks do their computations in their order, each as soon as its input exists anywhere."""
+    last_stage = max(operation.stage for operations in by_rank for operation in operations)
+    done: dict[tuple[str, int, int], float] = {}  # when
+    clocks, places = [0.0] * len(by_rank), [0] * len(by_rank)
+    waiting = sum(map(len, by_rank))
+    while waiting:
+        before = waiting
+        for rank, operations in enumerate(by_rank):
+            while places[rank] < len(operations):
+                kind, stage, microbatch = operations[places[rank]][:3]
+                source = stage - 1 if kind == "forward" else stage + 1
+                input_ready = 0.0
+                if kind in ("forward", "backward") and 0 <= source <= last_stage:
+                    if (kind, source, microbatch) not in done:
+                        break
+                    input_ready = done[kind, source, microbatch]
+                clocks[rank] = max(clocks[rank], input_ready) + operations[places[rank]].seconds
+                done[kind, stage, microbatch] = clocks[rank]
+                places[rank] += 1
+                waiting -= 1
+        assert waiting < before, "the operations wait for each other"
+    return max(clocks)
+
+
+def bubble_rows(cell: Cell, steps: Sequence[Sequence[RankStep]]) -> list[dict[str, Any]]:
+    """The figures of each rank, medians over the steps.
+
+    Args:
+        steps: by step, then by rank.
+    """
+    shares = [idle_shares(step) for step in steps]
+    replays = [replay([rank.operations for rank in step]) for step in steps]
+    expected = theory(cell.schedule, len(steps[0]), cell.microbatches)
+    rows = []
+    for rank in range(len(steps[0])):
+        mine = [step[rank].operations for step in steps]
+        idle = median(share[rank] for share in shares)
+        rows.append(
+            {
+                "schedule": cell.schedule,
+                "microbatches": cell.microbatches,
+                "rank": rank,
+                "forward": median(o.seconds for operations in mine for o in operations if o.kind == "forward"),
+                "backward": median(busy(operations, "backward", "weight") for operations in mine)
+                / len([o for o in mine[0] if o.kind == "backward"]),
+                "reduction": median(busy(operations, "reduction") for operations in mine),
+                "busy": median(map(busy, mine)),
+                "step": median(max(r.end for r in step) - min(r.start for r in step) for step in steps),
+                "idle": idle,
+                "theory": expected,
+                "difference": None if expected is None else idle - expected,
+                "replay": median(1 - busy(o) / seconds for o, seconds in zip(mine, replays, strict=True)),
+                "on_core": median(map(on_core_share, mine)),
+            }
+        )
+    return rows
+
+
+def bubble_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| schedule | microbatches | rank | forward | backward | reduction | busy | step | idle | theory "
+        "| difference | replay | on a core |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        expected, difference = "", ""
+        if row["theory"] is not None:
+            expected, difference = f"{row['theory']:.1%}", f"{100 * row['difference']:+.1f}"
+        lines.append(
+            f"| {row['schedule']} | {row['microbatches']} | {row['rank']} | {row['forward'] * 1e3:.1f} ms "
+            f"| {row['backward'] * 1e3:.1f} ms | {row['reduction'] * 1e3:.1f} ms | {row['busy']:.3f} s "
+            f"| {row['step']:.3f} s | {row['idle']:.1%} | {expected} | {difference} | {row['replay']:.1%} "
+            f"| {row['on_core']:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def stages_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| stage | rank | layers | parameters | forward | backward | reduction | together | on a core | AdamW "
+        "| peak memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['stage']} | {row['rank']} | {row['layers']} | {row['parameters']:,} | {row['forward']:.2f} s "
+            f"| {row['backward']:.2f} s | {row['reduction']:.2f} s | {row['busy']:.2f} s | {row['on_core']:.2f} s "
+            f"| {row['optimizer']:.2f} s | {row['peak_memory_gib']:.2f} GiB |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def slower_by(seconds: Sequence[float]) -> float:
+    """How much longer the slowest stage computes than the fastest, as a share of the latter."""
+    return max(seconds) / min(seconds) - 1
+
+
+class Watch:
+    """Notes every computation of this process's pipeline stages, and the bounds of each schedule's step."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Replaces methods of torch's classes, until the process ends."""
+        self._device = device
+        self.steps: list[RankStep] = []
+        self._operations: list[Operation] = []
+        for kind, name in (
+            ("forward", "forward_one_chunk"),
+            ("backward", "backward_one_chunk"),
+            ("weight", "backward_weight_one_chunk"),
+            ("reduction", "perform_reduce_grad"),  # torch 2.8 has none: there it is a part of the last backward
+        ):
+            if hasattr(PipelineStage, name):
+                setattr(PipelineStage, name, self._computation(kind, getattr(PipelineStage, name)))
+        for schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+            schedule.step = self._step(schedule.step)  # type: ignore[method-assign]
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
+
+    def _computation(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(stage: PipelineStage, first: int, *args: Any, **kwargs: Any) -> Any:
+            start, on_core = self.now(), time.thread_time()
+            result = method(stage, first, *args, **kwargs)
+            end, on_core = self.now(), time.thread_time() - on_core
+            microbatch = -1 if kind == "reduction" else first
+            self._operations.append(Operation(kind, stage.stage_index, microbatch, start, end, on_core))
+            return result
+
+        return timed
+
+    def _step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._operations = []
+            start = self.now()
+            result = method(*args, **kwargs)
+            self.steps.append(RankStep(start, self.now(), self._operations))
+            return result
+
+        return timed
+
+
+def spec_of(cell: Cell) -> ModelSpec:
+    """Equal layers; the embedding and the head are as good as nothing."""
+    heads = max(2, cell.hidden // 64)
+    return ModelSpec(64, cell.hidden, 3 * cell.hidden, cell.layers, heads, heads // 2, cell.hidden // heads, False)
+
+
+def config_of(cell: Cell) -> Config:
+    stages = RANKS * SCHEDULES[cell.schedule].stages_per_rank
+    return Config(
+        training=TrainingConfig(
+            seq_len=cell.seq_len,
+            gradient_accumulation_steps=cell.microbatches,
+            mixed_precision_param=cell.precision,
+        ),
+        parallelism=ParallelismConfig(
+            pipeline_parallel_degree=RANKS,
+            pipeline_parallel_schedule=cell.schedule,
+            pipeline_parallel_layers_per_stage=(cell.layers // stages,) * stages,
+        ),
+        activation_checkpoint=ActivationCheckpointConfig(mode="none"),  # zero bubble wants it so
+    )
+
+
+def random_rows(cell: Cell, vocabulary: int) -> list[Microbatch]:
+    """A step's microbatches: each one document of random tokens, all supervised."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (cell.microbatches, 1, cell.seq_len + 1), generator=generator)
+    positions = torch.arange(cell.seq_len)[None]
+    return [
+        {
+            "input_ids": row[:, :-1],
+            "labels": row[:, 1:],
+            "positions": positions,
+            "document_ids": torch.zeros_like(positions),
+        }
+        for row in ids
+    ]
+
+
+def run_cell(cell: Cell, world: World, watch: Watch) -> list[RankStep]:
+    """This rank's steps that count. A collective."""
+    config, spec = config_of(cell), spec_of(cell)
+    mesh = distributed.build_mesh(config.layout(world.size), world.device)
+    model = train.build_model(config, spec, mesh, world, supervised_share=1.0)
+    train.load_weights(model, config, spec, checkpoint=None)
+    microbatches = random_rows(cell, spec.vocab_size)
+    watch.steps.clear()
+    for _ in range(WARMUP + cell.steps):
+        dist.barrier()
+        model.forward_backward(microbatches, cell.microbatches * cell.seq_len)
+        for _, parameter in model.named_parameters():
+            parameter.grad = None
+    return watch.steps[WARMUP:]
+
+
+def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dict[str, Any]]:
+    """The figures of this rank's stages. A collective."""
+    config = load_config(arguments, world.size)
+    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
+    data = prepare_run(config, None)
+    counted = data.facts["sets"]["train"]
+    supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
+    mesh = distributed.build_mesh(layout, world.device)
+    model = train.build_model(config, spec, mesh, world, supervised_share)
+    train.load_weights(model, config, spec, checkpoint=None)
+    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    stream = RowStream(data.train, batch, distributed.data_parallel_rank(mesh), config.training.seed)
+    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(build_loader(stream)))
+    bounds: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: bounds.append(watch.now()))
+    optimizer.register_step_post_hook(lambda *_: bounds.append(watch.now()))
+    trainer.step()  # the first one makes AdamW's state
+    watch.steps.clear()
+    bounds.clear()
+    reset_peak_memory(world.device)
+    results = [trainer.step() for _ in range(config.training.steps)]
+    rows = []
+    stages = sorted({operation.stage for operation in watch.steps[0].operations})  # as the parts are
+    for stage, part in zip(stages, model.parts, strict=True):
+        mine = [[operation for operation in step.operations if operation.stage == stage] for step in watch.steps]
+        rows.append(
+            {
+                "stage": stage,
+                "rank": world.rank,
+                "layers": len(part.model.stage.layers),
+                "parameters": sum(parameter.numel() for parameter in part.parameters()),
+                "forward": median(busy(operations, "forward") for operations in mine),
+                "backward": median(busy(operations, "backward", "weight") for operations in mine),
+                "reduction": median(busy(operations, "reduction") for operations in mine),
+                "busy": median(map(busy, mine)),
+                "on_core": median(sum(operation.on_core for operation in operations) for operations in mine),
+                "optimizer": median(end - start for start, end in zip(bounds[::2], bounds[1::2], strict=True)),
+                "peak_memory_gib": peak_memory(world.device),
+                "step": median(result.seconds for result in results),
+                "supervised_share": supervised_share,
+                "results": [asdict(result) for result in results],
+                "steps": watch.steps,
+            }
+        )
+    return rows
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts anew from what is resident
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB since the reset: reserved on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return peak_memory_gib(device)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**20  # it is in KiB
+
+
+def launch(job: dict[str, Any], ranks: int, folder: Path) -> list[Any]:
+    """Run a job on so many processes; what each left.
+
+    Raises:
+        RuntimeError: the job failed; its output is the message.
+    """
+    (folder / "job.json").write_text(json.dumps(job))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*torchrun, str(Path(__file__).resolve()), "worker", str(folder)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def worker(folder: Path) -> None:
+    world = distributed.init_distributed()
+    watch, job = Watch(world.device), json.loads((folder / "job.json").read_text())
+    found: list[Any]
+    if "cells" in job:
+        found = [run_cell(Cell(**cell), world, watch) for cell in job["cells"]]
+    else:
+        found = run_stages(job["arguments"], world, watch)
+    (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
+    distributed.leave(0)
+
+
+def rank_step(start: float, end: float, operations: list[list[Any]]) -> RankStep:
+    """As JSON has it, a RankStep again."""
+    return RankStep(start, end, [Operation(*operation) for operation in operations])
+
+
+def bubble(options: argparse.Namespace, folder: Path) -> tuple[str, Any]:
+    cells = [
+        Cell(schedule, number, options.layers, options.hidden, options.seq_len, options.steps, options.precision)
+        for schedule in options.schedule
+        for number in options.microbatches
+        if check_schedule(schedule, RANKS, number) is None
+    ]
+    by_rank = launch({"cells": [asdict(cell) for cell in cells]}, RANKS, folder)
+    rows, record = [], []
+    for cell, runs in zip(cells, zip(*by_rank, strict=True), strict=True):
+        steps = [[rank_step(*step) for step in ranks] for ranks in zip(*runs, strict=True)]
+        rows += bubble_rows(cell, steps)
+        record.append({**asdict(cell), "steps": steps})
+    return bubble_table(rows), {"rows": rows, "cells": record}
+
+
+def stages(arguments: Sequence[str], folder: Path) -> tuple[str, Any]:
+    """
+    Raises:
+        UserError: of the config or the data.
+    """
+    arguments = [*DEFAULTS, *arguments]
+    ranks = load_config(arguments, world_size=None).parallelism.pipeline_parallel_degree
+    config = load_config(arguments, ranks)
+    prepare_run(config, None)  # the ranks then find it
+    by_rank = launch({"arguments": arguments}, ranks, folder)
+    rows = sorted((row for rows in by_rank for row in rows), key=lambda row: row["stage"])
+    shape = f"{config.model.flavor}, seq_len {config.training.seq_len}, {config.training.mixed_precision_param}"
+    text = f"{shape}, activation checkpointing {config.activation_checkpoint.mode}, "
+    text += f"supervised share {rows[0]['supervised_share']:.3f}, a step {rows[0]['step']:.2f} s"
+    slower = f"The slower stage is {slower_by([row['busy'] for row in rows]):.1%} slower"
+    if all(row["on_core"] for row in rows):
+        slower += f", {slower_by([row['on_core'] for row in rows]):.1%} by time on a core"
+    return f"{text}\n\n{stages_table(rows)}\n{slower}.\n", rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("--json", type=Path, metavar="FILE", help="where all figures and intervals go")
+    commands = parser.add_subparsers(dest="command", required=True)
+    options = commands.add_parser("bubble", parents=[output], help="idle shares against the theory")
+    options.add_argument("--schedule", nargs="+", default=["1F1B", "GPipe", "Interleaved1F1B"], choices=list(SCHEDULES))
+    options.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8, 16])
+    options.add_argument("--steps", type=int, default=5, help=f"that count; {WARMUP} come before")
+    options.add_argument("--layers", type=int, default=8, help="a multiple of the number of stages")
+    options.add_argument("--hidden", type=int, default=512)
+    options.add_argument("--seq_len", type=int, default=256)
+    options.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    commands.add_parser("stages", parents=[output], help="the automatic split of Qwen3-0.6B", allow_abbrev=False)
+    commands.add_parser("worker").add_argument("folder", type=Path)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "worker":
+        worker(arguments.folder)
+    if rest and arguments.command == "bubble":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            text, record = (
+                bubble(arguments, Path(folder)) if arguments.command == "bubble" else stages(rest, Path(folder))
+            )
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+    print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n\n{text}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""One row of scripts/bench/sweep.py measured, as every process of its own torchrun job: `sweep_worker.py ROW.json`.
+
+The trainer's own parts on made-up rows. Rank 0 writes what it found beside the row, as `result.json`. With
+`--describe`, alone: print what the machine is.
+"""
+
+import ctypes
+import json
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sweep import Row, config_of
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from titan_mi100 import distributed, train
+from titan_mi100.data.dataset import Documents, PackedDataset
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.packing import Packing
+from titan_mi100.distributed import World
+from titan_mi100.hardware import find_gpu
+from titan_mi100.model_spec import train_flops
+from titan_mi100.optimizer import build_optimizer
+
+DOCUMENT = (100, 500)  # tokens of a made-up document, before a row's end cuts it
+PROFILED_STEPS = 2  # after the timed ones: profiling slows a step
+WINDOW = "sweep: profiled steps"
+COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)  # in the name of a kernel
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone
+COPY = re.compile("^Mem(cpy|set)|^Copy(Host|Device)|^FillBuffer")  # on the device, but no kernel
+
+Interval = tuple[float, float]
+
+
+def measure(row: Row, world: World) -> dict[str, Any]:
+    """Times, memory and rates of the row's step; the same on every rank. A collective."""
+    config = config_of(row)
+    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
+    distributed.seed_everything(config.training.seed)
+    mesh = distributed.build_mesh(layout, world.device)
+    data = made_up_rows(batch.global_batch_size, row.seq, spec.vocab_size, row.supervised)
+    model = train.build_model(config, spec, mesh, world, row.supervised)
+    train.load_weights(model, config, spec, checkpoint=None)
+    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    stream = iter(RowStream(data, batch, distributed.data_parallel_rank(mesh), seed=0))
+    # every step learns the same rows again, made before the first: no rank ever waits for another one's data
+    rows = list(islice(stream, batch.gradient_accumulation_steps))
+    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, cycle(rows))
+    for _ in range(row.warmup):
+        trainer.step()
+    steps = [trainer.step() for _ in range(row.steps)]
+    milliseconds = [1000 * (step.seconds - step.waited) for step in steps]
+    low, q1, median, q3, high = np.percentile(milliseconds, (0, 25, 50, 75, 100)).tolist()
+    first, seconds, machine = steps[0], median / 1000, describe(world.device)
+    flops = train_flops(spec, first.tokens, first.supervised, first.attention_pairs)
+    peak = machine["tflops"].get(row.dtype)
+    return {
+        "step_ms": median,
+        "step_ms_min": low,
+        "step_ms_q1": q1,
+        "step_ms_q3": q3,
+        "step_ms_max": high,
+        "tokens_per_step": first.tokens,
+        "tokens_per_second": first.tokens / seconds,
+        "peak_memory_gib": steps[-1].peak_memory_gib,
+        "mfu": flops / seconds / (peak * 1e12 * world.size) if peak else None,
+        **communication(trainer, world),
+    }
+
+
+def made_up_rows(rows: int, seq_len: int, vocabulary: int, supervised: float) -> PackedDataset:
+    """Full rows of documents of random tokens, each token supervised with the given probability."""
+    random, tokens = np.random.default_rng(7), rows * seq_len
+    values = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised)
+    ends = np.arange(0, tokens + 1, seq_len)  # of rows; where one ends, so does its last document
+    cuts = np.cumsum(random.integers(*DOCUMENT, tokens // DOCUMENT[0]))
+    starts = np.union1d(ends, cuts[cuts < tokens])
+    packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
+    return PackedDataset(Documents(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
+
+
+def communication(trainer: train.Trainer, world: World) -> dict[str, Any]:
+    """Milliseconds per step in collectives, from the profiler: of the rank that has most, and of each. A collective."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    # the profiler's first step pays for its start, and is not kept
+    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), acc_events=True) as profiler:
+        trainer.step()
+        profiler.step()
+        dist.barrier()  # profilers do not start at one time: that wait is not the step's
+        with record_function(WINDOW):
+            results = [trainer.step() for _ in range(PROFILED_STEPS)]
+    found = times(profiler.events() or [], on_device=world.device.type == "cuda")
+    by_rank: list[tuple[float, float]] = [(0.0, 0.0)] * world.size
+    dist.all_gather_object(by_rank, tuple(microseconds / 1000 / PROFILED_STEPS for microseconds in found))
+    total, exposed = ([rank[kind] for rank in by_rank] for kind in (0, 1))
+    return {
+        "comm_ms": max(total),
+        "comm_exposed_ms": max(exposed),
+        "comm_ms_by_rank": total,
+        "comm_exposed_ms_by_rank": exposed,
+        "profiled_step_ms": 1000 * sum(step.seconds for step in results) / PROFILED_STEPS,
+    }
+
+
+def times(events: Iterable[Any], on_device: bool) -> tuple[float, float]:
+    """Time in collectives inside the profiled window, in the events' unit: all of it, and what of it is exposed.
+
+    Args:
+        events: torch.autograd.profiler_util.FunctionEvent.
+        on_device: kernels are counted, not what runs on the host.
+
+    Exposed is what no computation runs beside. On a device: the sum over NCCL's or RCCL's kernels, and any other kernel
+    (no copies) on any stream. Their names also stand there as annotations, over the gaps between kernels: left out.
+
+    On the host: gloo's `gloo:*` events last from when an operation is posted until it is done, waiting for the other
+    ranks included, on gloo's own threads; `c10d::*` and `FSDP::*` only post most of them, on the thread that computes.
+    There the computation is `aten::*` without `wait_tensor`, which may lie inside. A schedule posts receives long
+    before it needs them, many at once: the sum would be many times the step, so it is the time with any in flight.
+    """
+    events = list(events)
+    (window,) = (e for e in events if e.name == WINDOW and e.device_type == DeviceType.CPU)
+    if on_device:
+        kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+        kernels = [e for e in kernels if not COPY.match(e.name)]
+        comm = _intervals(e for e in kernels if COLLECTIVE.search(e.name))
+        compute = _intervals(e for e in kernels if not COLLECTIVE.search(e.name))
+    else:
+        comm = union(_intervals(e for e in events if e.name.startswith("gloo:")))
+        mine = [e for e in events if e.thread == window.thread]
+        waits = _intervals(e for e in mine if e.name.endswith("::wait_tensor"))
+        compute = without(_intervals(e for e in mine if e.name.startswith("aten::")), waits)
+    (span,) = _intervals([window])
+    comm = [cut for interval in comm if (cut := (max(interval[0], span[0]), min(interval[1], span[1])))[0] < cut[1]]
+    return sum(end - start for start, end in comm), sum(end - start for start, end in without(comm, compute))
+
+
+def _intervals(events: Iterable[Any]) -> list[Interval]:
+    return [(e.time_range.start, e.time_range.end) for e in events]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points in time as disjoint intervals in order, touching ones joined."""
+    found: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What of the intervals' union lies in none of the others, in order."""
+    found, taken, place = [], union(others), 0
+    for start, end in union(intervals):
+        while place < len(taken) and taken[place][0] < end:
+            if start < taken[place][0]:
+                found.append((start, taken[place][0]))
+            start = max(start, taken[place][1])
+            if taken[place][1] > end:  # it reaches into what comes next
+                break
+            place += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """The machine as a row's result depends on it."""
+    words, arch, compute_units = distributed.device_name(device)
+    gpu = find_gpu(arch, compute_units)
+    tflops = dict(gpu.tflops) if gpu else {}
+    return {"device": words, "kind": gpu.name if gpu else "", "torch": torch.__version__, "tflops": tflops}
+
+
+def main(arguments: Sequence[str]) -> None:
+    if list(arguments) == ["--describe"]:
+        print(json.dumps(describe(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))))
+        return
+    path = Path(arguments[0])
+    if sys.platform == "linux":  # a killed torchrun would leave its workers, each in a session of its own
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        world = distributed.init_distributed()
+        result = measure(Row(**json.loads(path.read_text(encoding="utf-8"))), world)
+        if world.rank == 0:
+            path.with_name("result.json").write_text(json.dumps(result), encoding="utf-8")
+    except BaseException:
+        traceback.print_exc()
+        distributed.leave(1)  # at once: tearing down would wait for the others
+    distributed.leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
