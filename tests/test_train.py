@@ -141,6 +141,18 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     assert rng[0] == rng[1]
 
 
+def test_data_is_prepared_by_one_process_for_a_layout_of_several(config: Path, tmp_path: Path) -> None:
+    """As run_train.sh does it, before it starts the others."""
+    degrees = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
+    command = [sys.executable, "-m", "titan_mi100.data.prepare", "--job.config_file", str(config), *degrees]
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    done = subprocess.run(
+        [*command, "--job.run_folder", str(tmp_path)], cwd=REPO, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ledger.csv").exists()
+
+
 def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
@@ -148,7 +160,7 @@ def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Pa
     pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
     result = train(config, folder, *more, *pipeline)
     assert "layout: pipeline of 2; a step is 2 rows" in result.stdout
-    assert "pipeline: 1F1B, 2 microbatches, layers (2, 2)" in result.stdout
+    assert "pipeline: 1F1B, 2 microbatches, layers per stage 2, 2" in result.stdout
     assert "Warning" not in result.stderr
     assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
     shards = tmp_path / "shards"

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ class Checkpointer:
         aside = self.folder / f".step-{step}.incomplete"
         from_rank_zero(lambda: _fresh_folder(aside))
         # more than one writer thread would swallow a full disk
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
         try:
             dcp.save(dict(self._tensors()) | self._communication_state(), storage_writer=writer)

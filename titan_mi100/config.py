@@ -160,7 +160,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     value, rules = setting.value, key.metadata
     if is_list := get_origin(key.type) is tuple:
         kind = get_args(key.type)[0]
-        given = value.split(",") if setting.is_text else value if isinstance(value, list) else [value]
+        given = value.strip("[]").split(",") if setting.is_text else value if isinstance(value, list) else [value]
         values = [_as_kind(item, kind, setting.is_text) for item in given if item != ""]
     else:
         kind = key.type
@@ -242,10 +242,13 @@ def _type_name(kind: Any) -> str:
     return f"{get_args(kind)[0].__name__} list" if get_origin(kind) is tuple else kind.__name__
 
 
-def config_from_command_line() -> Config:
+def config_from_command_line(for_this_job: bool = True) -> Config:
     """`load_config` for a program's start: prints the help and exits 0, or prints what is wrong and exits 2.
 
     One process of each node prints, since all of a node find the same. The world size comes from the launcher.
+
+    Args:
+        for_this_job: the layout must fit the processes that were started; else it is of a job to come.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -253,7 +256,7 @@ def config_from_command_line() -> Config:
             print(help_text())
         sys.exit(0)
     try:
-        return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+        return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
     except UserError as error:
         if first:
             print(error, file=sys.stderr)

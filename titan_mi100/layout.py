@@ -48,10 +48,12 @@ class Layout:
             parts.append(f"pipeline of {self.pp}")
         if self.zero_stage == 0:
             parts.append(f"DDP over {self.dp_replicate}")
+        elif self.dp_replicate > 1 and self.dp_shard == 1:
+            parts.append(f"{self.dp_replicate} replicas")
         elif self.dp_replicate > 1:
-            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard}, ZeRO-{self.zero_stage}")
+            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard} (ZeRO-{self.zero_stage})")
         elif self.dp_shard > 1 or (self.pp == 1 and self.tp == 1):
-            parts.append(f"FSDP2 over {self.dp_shard}, ZeRO-{self.zero_stage}")
+            parts.append(f"FSDP2 over {self.dp_shard} (ZeRO-{self.zero_stage})")
         if self.tp > 1:
             parts.append(f"tensor parallel over {self.tp}")
         return " x ".join(parts)
@@ -136,7 +138,13 @@ def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, p
             f"[parallelism] zero_stage = 0 (DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave "
             "one of them out"
         )
-    return 1, world_size if dp_replicate == 1 else dp_replicate
+    if dp_replicate not in (1, world_size):
+        raise ValueError(
+            f"[parallelism] zero_stage = 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill "
+            f"the {world_size} started processes; leave it out (all of them), or start with --nproc_per_node "
+            f"{dp_replicate}"
+        )
+    return 1, world_size
 
 
 def resolve_batch(
@@ -155,12 +163,13 @@ def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
     if SCHEDULES[name].zero_bubble and tuple(map(int, torch.split(".")[:2])) < (2, 13):
         return (
             f'[parallelism] pipeline_parallel_schedule = "{name}" needs torch 2.13, this is {torch}: 2.8 cannot split '
-            'the backward of a Python autograd function, as the loss is one, and over gloo ZBV loses its connections; '
-            'use "Interleaved1F1B"'
+            "the backward of a Python autograd function, as the loss is one, and over gloo ZBV loses its connections "
+            '(those between were not tried); use "Interleaved1F1B"'
         )
     got = f'[parallelism] pipeline_parallel_schedule = "{name}" over {pp} ranks'
     how = "the forwards of a step, gradient_accumulation_steps, are its microbatches"
-    if name == "1F1B" and microbatches < pp:
+    # of the interleaved one torch 2.8 would make wrong gradients, or hang
+    if (name == "1F1B" or SCHEDULES[name].looped) and microbatches < pp:
         return f'{got} needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "GPipe"'
     if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
         return f"{got} needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use {pp} x n"

@@ -84,9 +84,8 @@ class PipelinedModel(ParallelModel):
         stages = [self._stage(index, part) for index, part in zip(self._mine, self.parts, strict=True)]
         self._divisor = 1
         kind = get_schedule_class(name)
-        self._single = issubclass(kind, PipelineScheduleSingle)
         self._schedule = kind(
-            stages[0] if self._single else stages,  # type: ignore[arg-type]
+            stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
             n_microbatches=max(microbatches, self._stages) if name == "GPipe" else microbatches,
             loss_fn=lambda loss, target: loss.sum() / self._divisor,
             scale_grads=False,

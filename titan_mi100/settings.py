@@ -143,7 +143,8 @@ class ParallelismConfig:
     zero_stage: int = _key(
         -1,
         "what the FSDP2 ranks share: 3 weights, gradients and optimizer state; 2 all but weights, gathered once per "
-        "step; 1 optimizer state only, gradients reduced once per step; 0 nothing (DDP); -1: 3, with a pipeline 1",
+        "step; 1 optimizer state only, gradients reduced once per step; 0 nothing (DDP); -1: 3, with a pipeline 1, "
+        "with replicas of one rank 0",
         low=-1,
     )
     powersgd_rank: int = _key(0, "DDP: send gradient matrices as products of this rank (PowerSGD, lossy); 0: off")
@@ -296,22 +297,24 @@ def check(config: Config, world_size: int | None) -> list[str]:
 
 def _check_layout(config: Config, world_size: int) -> list[str]:
     """What only the number of processes decides."""
-    p = config.parallelism
+    p, training, errors = config.parallelism, config.training, []
+    accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
+    pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
     try:
-        layout, batch = config.layout(world_size), config.batch(world_size)
+        layout = config.layout(world_size)
+        is_ddp = layout.zero_stage == 0
+        accumulation = config.batch(world_size).gradient_accumulation_steps
     except ValueError as error:
-        return [str(error)]
-    errors = []
-    if p.powersgd_rank and layout.zero_stage > 0:
+        errors.append(str(error))
+    if p.powersgd_rank and not is_ddp:
         errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
     if p.powersgd_rank and config.training.mixed_precision_reduce == "bfloat16":
         errors.append(
             f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
             'mixed_precision_reduce = "float32"'
         )
-    if layout.pp > 1:
-        refused = check_schedule(p.pipeline_parallel_schedule, layout.pp, batch.gradient_accumulation_steps)
-        errors += [refused] if refused else []
+    if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
+        errors.append(refused)
     return errors
 
 
@@ -325,10 +328,10 @@ def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
     }
     odd = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
     if odd:
-        fit = [str(n) for n in range(1, tp) if not any(value % n for value in named.values())]
+        fit = [str(n) for n in range(1, tp + 1) if not any(value % n for value in named.values())]
         errors.append(
             f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(odd)}; this model can be split "
-            f"over {', '.join(fit)} ranks"
+            f"over {', '.join(fit)}, and seq_len must be a multiple"
         )
     if pp == 1:
         return errors
@@ -338,8 +341,9 @@ def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
         fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
         if not fits or sum(counts) != layers or 0 in counts:
             errors.append(
-                f"[parallelism] pipeline_parallel_layers_per_stage = {list(counts)} must be {stages} numbers above 0 "
-                f"that sum to the model's {layers} layers"
+                f"[parallelism] pipeline_parallel_layers_per_stage = {list(counts)} must be {stages} numbers "
+                f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
+                f"{layers} layers"
             )
     elif stages > layers:
         errors.append(

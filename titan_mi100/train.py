@@ -187,11 +187,12 @@ def build_model(
     log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
-        schedule, accumulation = config.parallelism.pipeline_parallel_schedule, config.batch(world.size)
-        log.info(f"pipeline: {schedule}, {accumulation.gradient_accumulation_steps} microbatches, layers {layers}")
-        return PipelinedModel(
-            spec, backend, layers, mesh, config, layout, accumulation.gradient_accumulation_steps, world.device
+        microbatches = config.batch(world.size).gradient_accumulation_steps
+        log.info(
+            f"pipeline: {config.parallelism.pipeline_parallel_schedule}, {microbatches} microbatches, "
+            f"layers per stage {', '.join(map(str, layers))}"
         )
+        return PipelinedModel(spec, backend, layers, mesh, config, layout, microbatches, world.device)
     with torch.device("meta"):
         model = Qwen3(spec, backend)
     if layout.zero_stage == 0:

@@ -99,15 +99,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def cells(
     precision: str, max_norm: float, layouts: Sequence[str], accumulations: tuple[int, ...] = (1, 2, 4)
 ) -> list[Cell]:
-    """Every cell of the table that is asked for: 1F1B's only from as many microbatches as there are stages."""
+    """Every cell of the table that is asked for: a pipeline's from as many microbatches as ranks, GPipe's from one."""
     found = []
     for name in layouts:
         processes, parallelism = LAYOUTS[name]
         for tied in (True, False):
             for accumulation in accumulations:
                 cell = Cell(name, processes, parallelism, tied, accumulation, precision, max_norm)
-                # what 1F1B is too short for is no cell; what torch refuses is one
-                if cell.schedule != "1F1B" or accumulation >= parallelism.get("pipeline_parallel_degree", 1):
+                if cell.schedule == "GPipe" or accumulation >= parallelism.get("pipeline_parallel_degree", 1):
                     found.append(cell)
     return found
 
@@ -145,7 +144,7 @@ def config_of(cell: Cell) -> Config:
         training=training,
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
         parallelism=ParallelismConfig(**cell.parallelism),
-        activation_checkpoint=ActivationCheckpointConfig(mode="none"),  # zero-bubble schedules need that
+        activation_checkpoint=ActivationCheckpointConfig(mode="none" if cell.tied else "full"),
     )
 
 
@@ -264,12 +263,16 @@ def launch(jobs: list[Cell], folder: Path, timeout: int = 900) -> list[list[dict
         str(folder),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {timeout} s") from None
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as job:
+        try:
+            _, errors = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # not killed: torchrun then ends its workers
+            raise RuntimeError(f"no end after {timeout} s") from None
+    if job.returncode:
+        raise RuntimeError(errors)
     by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(jobs[0].processes)]
     return [list(records) for records in zip(*by_rank, strict=True)]
 

@@ -402,7 +402,7 @@ class _Progress:
 
 
 def main() -> int:
-    config = config_from_command_line()
+    config = config_from_command_line(for_this_job=False)
     setup_logging(0)
     try:
         prepare_run(config, resolve_run_folder(config))
