@@ -182,6 +182,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 _FLOP_PER_BYTE = 40  # what a GPU computes in bf16 in the time in which it moves a byte, about
+_BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
 
 
 def end_costs(
@@ -190,27 +191,22 @@ def end_costs(
     """What a microbatch costs in the embedding and in the head, in blocks' costs; each has a (vocab, hidden) weight.
 
     A block: matrix products over all tokens, forward once and backward twice, once more where activations are
-    recomputed, and attention over rows of one document. The head: the same over supervised tokens, always recomputed.
-    Both ends make a gradient as large as the weight and add it to the sum in fp32.
+    recomputed, and attention over rows of one document. The head: the same over supervised tokens, always recomputed,
+    and its logits pass through memory several times. Both ends make a gradient as large as the weight and add it to
+    the sum in fp32.
 
     Args:
         supervised_share: supervised tokens per token.
     """
     tokens = local_batch_size * seq_len
-    block = (
-        2
-        * tokens
-        * sum(
-            math.prod(shape)
-            for name, shape in parameter_shapes(spec).items()
-            if name.startswith("model.layers.0.") and len(shape) == 2
-        )
-    )
+    shapes = [shape for name, shape in parameter_shapes(spec).items() if name.startswith("model.layers.0.")]
+    block = 2 * tokens * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     block += 4 * spec.num_attention_heads * spec.head_dim * tokens * (seq_len + 1) // 2
     block *= 4 if recompute else 3
     weight = spec.vocab_size * spec.hidden_size
     moved = 12 * weight * _FLOP_PER_BYTE  # bf16 gradient written and read, fp32 sum read and written
-    head = 4 * 2 * weight * tokens * supervised_share
+    supervised = tokens * supervised_share
+    head = 4 * 2 * weight * supervised + _BYTES_PER_LOGIT * _FLOP_PER_BYTE * spec.vocab_size * supervised
     return moved / block, (moved + head) / block
 
 
