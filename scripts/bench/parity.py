@@ -11,19 +11,17 @@ layout saves a checkpoint after 4 steps and every layout goes on from each: the 
 """
 
 import argparse
-import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torchrun_job
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -71,7 +69,7 @@ class Cell:
         return self.parallelism.get("pipeline_parallel_schedule", "1F1B")
 
 
-Result = tuple[Cell, dict[str, float] | str]  # the greatest relative differences, or why it was refused
+Result = tuple[Cell, dict[str, float] | str]  # the greatest relative differences, or why its schedule cannot run
 
 
 def _pp(schedule: str = "1F1B", **others: Any) -> dict[str, Any]:
@@ -131,8 +129,8 @@ def dataset() -> PackedDataset:
 
 
 def config_of(cell: Cell) -> Config:
-    pp_tp = cell.parallelism.get("pipeline_parallel_degree", 1) * cell.parallelism.get("tensor_parallel_degree", 1)
-    dp = cell.processes // pp_tp
+    parallelism = ParallelismConfig(**cell.parallelism)
+    dp = Config(parallelism=parallelism).layout(cell.processes).dp_degree
     training = TrainingConfig(
         seq_len=SEQ_LEN,
         local_batch_size=ROWS // (cell.accumulation * dp),
@@ -143,7 +141,7 @@ def config_of(cell: Cell) -> Config:
     return Config(
         training=training,
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
-        parallelism=ParallelismConfig(**cell.parallelism),
+        parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(mode="none" if cell.tied else "full"),
     )
 
@@ -167,7 +165,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     dp_rank = distributed.data_parallel_rank(mesh)
     stream = RowStream(dataset(), batch, dp_rank, seed=0)
     if cell.load_from:
-        state = Checkpointer(Path(), 0, model, optimizer, world).load(Path(cell.load_from), {})
+        state = Checkpointer(Path(), 0, model, optimizer, world).load(Path(cell.load_from))
         stream.load_state_dict(state["loader"])
     trainer = train.Trainer(layout, batch, cell.max_norm, model, optimizer, iter(stream))
     steps = []
@@ -175,8 +173,9 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
         steps += [trainer.step() for _ in range(STEPS // 2)]
         held_out = validation_loss(model, dataset(), batch, layout, dp_rank)
     if cell.save_to:
+        Path(cell.save_to).mkdir(exist_ok=True)
         state = {"step": STEPS // 2, "loader": stream.state_dict()}
-        Checkpointer(Path(cell.save_to), 0, model, optimizer, world).save(STEPS // 2, state)
+        Checkpointer(Path(cell.save_to), 0, model, optimizer, world).save(STEPS // 2, state, about={})
     return {
         "loss": [*(step.loss for step in steps), held_out],
         "norm": [step.grad_norm for step in steps],
@@ -192,19 +191,18 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """The greatest relative difference of each kind over all ranks: scalars, and tensors by norm."""
-    worst = dict.fromkeys(KINDS, 0.0)
-    for kind in ("loss", "norm"):
-        for record in records:
-            pairs = zip(record[kind], reference[kind], strict=True)
-            worst[kind] = max([worst[kind], *(abs(a - b) / abs(b) for a, b in pairs)])
-    for kind in ("gradients", "weights"):
-        expected = dict(reference[kind])
-        found = [pair for record in records for pair in record[kind]]
-        assert {name for name, _ in found} == set(expected), "a parameter is missing"
-        for name, tensor in found:
-            exact = expected[name].double()
-            worst[kind] = max(worst[kind], ((tensor.double() - exact).norm() / exact.norm()).item())
+    """The greatest relative difference over all ranks of each kind in the reference: scalars, and tensors by norm."""
+    worst = {}
+    for kind, expected in reference.items():
+        if kind in ("loss", "norm"):
+            pairs = [pair for record in records for pair in zip(record[kind], expected, strict=True)]
+            differences = [abs(a - b) / abs(b) for a, b in pairs]
+        else:
+            exact = {name: tensor.double() for name, tensor in expected}
+            found = [pair for record in records for pair in record[kind]]
+            assert {name for name, _ in found} == set(exact), "a parameter is missing"
+            differences = [((x.double() - exact[name]).norm() / exact[name].norm()).item() for name, x in found]
+        worst[kind] = float(np.max(differences))  # unlike max(), not a number where one of them is none
     return worst
 
 
@@ -213,65 +211,21 @@ def reference_of(cell: Cell) -> Cell:
     return Cell("one process", 1, {}, cell.tied, 1, cell.precision, cell.max_norm)
 
 
-RESUMED = ("FSDP2 x2", "PP2 1F1B", "PP2 x FSDP2", "TP2", "DDP x2")
-
-
-def resume(precision: str, folder: Path, models: Sequence[bool] = (True, False)) -> list[Result]:
-    """Every layout goes on from every one's checkpoint; compared with one process that never stopped."""
-    results: list[Result] = []
-    both = [cell for cell in cells(precision, 0.0, RESUMED, accumulations=(2,)) if cell.tied in models]
-    saving = [dataclasses.replace(cell, save_to=str(folder / str(number))) for number, cell in enumerate(both)]
-    for group in by_processes(saving):
-        launch(group, folder / "saving")
-    loading = [
-        dataclasses.replace(cell, layout=f"{saved.layout} -> {cell.layout}", load_from=f"{saved.save_to}/step-4")
-        for saved in saving
-        for cell in both
-        if cell.tied == saved.tied
-    ]
-    references = [Cell("one process", 1, {}, tied, 1, precision) for tied in models]
-    exact = [records[0] for records in launch(references, folder / "reference")]
-    for group in by_processes(loading):
-        for cell, records in zip(group, launch(group, folder / "loading"), strict=True):
-            reference = exact[models.index(cell.tied)]
-            later = {kind: reference[kind][STEPS // 2 :] for kind in ("loss", "norm")}
-            for record in records:  # gradients of step 5: the reference kept those of step 1
-                record["gradients"] = []
-            found = compare(records, {**reference, **later, "gradients": []})
-            results.append((cell, {kind: value for kind, value in found.items() if kind != "gradients"}))
-    return results
-
-
 def by_processes(jobs: Sequence[Cell]) -> list[list[Cell]]:
     return [[cell for cell in jobs if cell.processes == n] for n in sorted({cell.processes for cell in jobs})]
 
 
-def launch(jobs: list[Cell], folder: Path, timeout: int = 900) -> list[list[dict[str, Any]]]:
+def launch(jobs: list[Cell], folder: Path) -> list[list[dict[str, Any]]]:
     """Run cells of equal process count in one job; each one's records by rank.
 
     Raises:
         RuntimeError: the job failed; its output is the message.
+        TimeoutError: it did not end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save([asdict(cell) for cell in jobs], folder / "cells.pt")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [
-        *torchrun,
-        f"--nproc_per_node={jobs[0].processes}",
-        str(Path(__file__).resolve()),
-        "--worker",
-        str(folder),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    ) as job:
-        try:
-            _, errors = job.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # not killed: torchrun then ends its workers
-            raise RuntimeError(f"no end after {timeout} s") from None
-    if job.returncode:
+    code, errors = torchrun_job.run(Path(__file__), ["--worker", str(folder)], jobs[0].processes, timeout=900)
+    if code:
         raise RuntimeError(errors)
     by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(jobs[0].processes)]
     return [list(records) for records in zip(*by_rank, strict=True)]
@@ -285,34 +239,38 @@ def worker(folder: Path) -> None:
 
 
 def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
-    """Each cell's differences from one process, or why it could not run."""
-    references: list[Cell] = []
-    for cell in jobs:
-        if reference_of(cell) not in references:
-            references.append(reference_of(cell))
-    exact = [records[0] for records in launch(references, folder / "reference")]
+    """Each cell's differences from one process, by number of processes; then the cells whose schedule cannot run."""
+    degrees = [cell.parallelism.get("pipeline_parallel_degree", 1) for cell in jobs]
+    refusals = [check_schedule(cell.schedule, pp, cell.accumulation) for cell, pp in zip(jobs, degrees, strict=True)]
+    references = {str(reference_of(cell)): reference_of(cell) for cell in jobs}
+    exact = dict(zip(references, launch(list(references.values()), folder), strict=True))
     results: list[Result] = []
-    groups: dict[tuple[int, str], list[Cell]] = {}
-    for cell in jobs:  # a zero-bubble cell may fail: on its own
-        alone = str(cell) if SCHEDULES[cell.schedule].zero_bubble else ""
-        groups.setdefault((cell.processes, alone), []).append(cell)
-    for number, ((_, alone), group) in enumerate(groups.items()):
-        try:
-            refused = alone and check_schedule(group[0].schedule, 2, group[0].accumulation)
-            if refused:
-                raise RuntimeError(refused)
-            for cell, records in zip(group, launch(group, folder / str(number)), strict=True):
-                results.append((cell, compare(records, exact[references.index(reference_of(cell))])))
-        except RuntimeError as error:
-            if not alone:
-                raise
-            results.append((group[0], last_error(str(error))))
-    return results
+    for group in by_processes([cell for cell, why in zip(jobs, refusals, strict=True) if why is None]):
+        for cell, records in zip(group, launch(group, folder), strict=True):
+            (reference,) = exact[str(reference_of(cell))]
+            if cell.load_from:
+                later = {kind: reference[kind][STEPS // 2 :] for kind in ("loss", "norm")}
+                reference = {**later, "weights": reference["weights"]}  # step 1 and its gradients were before
+            results.append((cell, compare(records, reference)))
+    return results + [(cell, why) for cell, why in zip(jobs, refusals, strict=True) if why is not None]
 
 
-def last_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if "Error: " in line]
-    return lines[-1][-300:] if lines else text.strip()[-300:]
+RESUMED = ("FSDP2 x2", "PP2 1F1B", "PP2 x FSDP2", "TP2", "DDP x2")
+
+
+def resume(precision: str, folder: Path, models: Sequence[bool] = (True, False)) -> list[Result]:
+    """Every layout goes on from every one's checkpoint; compared with one process that never stopped."""
+    both = [cell for cell in cells(precision, 0.0, RESUMED, accumulations=(2,)) if cell.tied in models]
+    saving = [replace(cell, save_to=str(folder / str(number))) for number, cell in enumerate(both)]
+    for group in by_processes(saving):
+        launch(group, folder)
+    loading = [
+        replace(cell, layout=f"{saved.layout} -> {cell.layout}", load_from=f"{saved.save_to}/step-{STEPS // 2}")
+        for saved in saving
+        for cell in both
+        if cell.tied == saved.tied
+    ]
+    return measure(loading, folder)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -346,11 +304,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker)
-    jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
     with tempfile.TemporaryDirectory() as folder:
         if arguments.resume:
             results = [result for name in arguments.precision for result in resume(name, Path(folder) / name)]
         else:
+            jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
             results = measure(jobs, Path(folder))
     text = f"torch {torch.__version__}, clipping {arguments.clip or 'off'}\n\n{table(results)}"
     print(text)

@@ -18,8 +18,6 @@ key of the trainer's config can be given there; DEFAULTS hold against a config f
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,16 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchrun_job
+from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, busy, rank_step, slower_by, stages_table
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from titan_mi100 import distributed, train
 from titan_mi100.config import load_config
-from titan_mi100.data.loader import Microbatch, RowStream, build_loader
+from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.distributed import World
 from titan_mi100.errors import UserError
@@ -55,29 +55,6 @@ DEFAULTS = [  # of `stages`
 ]
 
 
-class Operation(NamedTuple):
-    """One computation of a stage; times are of the machine's monotonic clock, in seconds."""
-
-    kind: str  # forward, backward, weight (the second half of a zero-bubble backward), reduction (of gradients)
-    stage: int
-    microbatch: int  # -1: the reduction, once per step
-    start: float
-    end: float
-    on_core: float = 0.0  # seconds in which the thread had a core: less than it took where others wanted the cores too
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-class RankStep(NamedTuple):
-    """What one rank did in one step: its schedule's start and end, and the computations in order."""
-
-    start: float
-    end: float
-    operations: list[Operation]
-
-
 @dataclass(frozen=True)
 class Cell:
     """One run of `bubble`."""
@@ -89,130 +66,6 @@ class Cell:
     seq_len: int
     steps: int
     precision: str
-
-
-def theory(schedule: str, ranks: int, microbatches: int) -> float | None:
-    """The idle share of a pipeline of equal stages and instant transfers; None: no closed form.
-
-    (p - 1) / (v m + p - 1): Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021.
-    """
-    if SCHEDULES[schedule].zero_bubble:
-        return None
-    return (ranks - 1) / (SCHEDULES[schedule].stages_per_rank * microbatches + ranks - 1)
-
-
-def idle_shares(by_rank: Sequence[RankStep]) -> list[float]:
-    """Each rank's share of one step without a computation; the step lasts from the first start to the last end."""
-    seconds = max(step.end for step in by_rank) - min(step.start for step in by_rank)
-    return [1 - busy(step.operations) / seconds for step in by_rank]
-
-
-def busy(operations: Sequence[Operation], *kinds: str) -> float:
-    """Seconds of the computations of these kinds; without any, of all."""
-    return sum(operation.seconds for operation in operations if not kinds or operation.kind in kinds)
-
-
-def on_core_share(operations: Sequence[Operation]) -> float:
-    """Of the computations' time, how much they had a core; on a GPU it says nothing."""
-    return sum(operation.on_core for operation in operations) / busy(operations)
-
-
-def replay(by_rank: Sequence[Sequence[Operation]]) -> float:
-    """Seconds in which the ranks do their computations in their order, each as soon as its input exists anywhere."""
-    last_stage = max(operation.stage for operations in by_rank for operation in operations)
-    done: dict[tuple[str, int, int], float] = {}  # when
-    clocks, places = [0.0] * len(by_rank), [0] * len(by_rank)
-    waiting = sum(map(len, by_rank))
-    while waiting:
-        before = waiting
-        for rank, operations in enumerate(by_rank):
-            while places[rank] < len(operations):
-                kind, stage, microbatch = operations[places[rank]][:3]
-                source = stage - 1 if kind == "forward" else stage + 1
-                input_ready = 0.0
-                if kind in ("forward", "backward") and 0 <= source <= last_stage:
-                    if (kind, source, microbatch) not in done:
-                        break
-                    input_ready = done[kind, source, microbatch]
-                clocks[rank] = max(clocks[rank], input_ready) + operations[places[rank]].seconds
-                done[kind, stage, microbatch] = clocks[rank]
-                places[rank] += 1
-                waiting -= 1
-        assert waiting < before, "the operations wait for each other"
-    return max(clocks)
-
-
-def bubble_rows(cell: Cell, steps: Sequence[Sequence[RankStep]]) -> list[dict[str, Any]]:
-    """The figures of each rank, medians over the steps.
-
-    Args:
-        steps: by step, then by rank.
-    """
-    shares = [idle_shares(step) for step in steps]
-    replays = [replay([rank.operations for rank in step]) for step in steps]
-    expected = theory(cell.schedule, len(steps[0]), cell.microbatches)
-    rows = []
-    for rank in range(len(steps[0])):
-        mine = [step[rank].operations for step in steps]
-        idle = median(share[rank] for share in shares)
-        rows.append(
-            {
-                "schedule": cell.schedule,
-                "microbatches": cell.microbatches,
-                "rank": rank,
-                "forward": median(o.seconds for operations in mine for o in operations if o.kind == "forward"),
-                "backward": median(busy(operations, "backward", "weight") for operations in mine)
-                / len([o for o in mine[0] if o.kind == "backward"]),
-                "reduction": median(busy(operations, "reduction") for operations in mine),
-                "busy": median(map(busy, mine)),
-                "step": median(max(r.end for r in step) - min(r.start for r in step) for step in steps),
-                "idle": idle,
-                "theory": expected,
-                "difference": None if expected is None else idle - expected,
-                "replay": median(1 - busy(o) / seconds for o, seconds in zip(mine, replays, strict=True)),
-                "on_core": median(map(on_core_share, mine)),
-            }
-        )
-    return rows
-
-
-def bubble_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| schedule | microbatches | rank | forward | backward | reduction | busy | step | idle | theory "
-        "| difference | replay | on a core |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        expected, difference = "", ""
-        if row["theory"] is not None:
-            expected, difference = f"{row['theory']:.1%}", f"{100 * row['difference']:+.1f}"
-        lines.append(
-            f"| {row['schedule']} | {row['microbatches']} | {row['rank']} | {row['forward'] * 1e3:.1f} ms "
-            f"| {row['backward'] * 1e3:.1f} ms | {row['reduction'] * 1e3:.1f} ms | {row['busy']:.3f} s "
-            f"| {row['step']:.3f} s | {row['idle']:.1%} | {expected} | {difference} | {row['replay']:.1%} "
-            f"| {row['on_core']:.0%} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def stages_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| stage | rank | layers | parameters | forward | backward | reduction | together | on a core | AdamW "
-        "| peak memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['stage']} | {row['rank']} | {row['layers']} | {row['parameters']:,} | {row['forward']:.2f} s "
-            f"| {row['backward']:.2f} s | {row['reduction']:.2f} s | {row['busy']:.2f} s | {row['on_core']:.2f} s "
-            f"| {row['optimizer']:.2f} s | {row['peak_memory_gib']:.2f} GiB |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def slower_by(seconds: Sequence[float]) -> float:
-    """How much longer the slowest stage computes than the fastest, as a share of the latter."""
-    return max(seconds) / min(seconds) - 1
 
 
 class Watch:
@@ -328,7 +181,7 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
     train.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     stream = RowStream(data.train, batch, distributed.data_parallel_rank(mesh), config.training.seed)
-    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(build_loader(stream)))
+    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
     bounds: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: bounds.append(watch.now()))
     optimizer.register_step_post_hook(lambda *_: bounds.append(watch.now()))
@@ -353,7 +206,7 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
                 "busy": median(map(busy, mine)),
                 "on_core": median(sum(operation.on_core for operation in operations) for operations in mine),
                 "optimizer": median(end - start for start, end in zip(bounds[::2], bounds[1::2], strict=True)),
-                "peak_memory_gib": peak_memory(world.device),
+                "peak_memory_gib": peak_memory_gib(world.device),
                 "step": median(result.seconds for result in results),
                 "supervised_share": supervised_share,
                 "results": [asdict(result) for result in results],
@@ -367,15 +220,7 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts anew from what is resident
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB since the reset: reserved on a GPU, resident on CPU."""
-    if device.type == "cuda":
-        return peak_memory_gib(device)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 2**20  # it is in KiB
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew from what is resident
 
 
 def launch(job: dict[str, Any], ranks: int, folder: Path) -> list[Any]:
@@ -385,12 +230,9 @@ def launch(job: dict[str, Any], ranks: int, folder: Path) -> list[Any]:
         RuntimeError: the job failed; its output is the message.
     """
     (folder / "job.json").write_text(json.dumps(job))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*torchrun, str(Path(__file__).resolve()), "worker", str(folder)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
+    code, errors = torchrun_job.run(Path(__file__), ["worker", str(folder)], ranks)
+    if code:
+        raise RuntimeError(errors)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -406,11 +248,6 @@ def worker(folder: Path) -> None:
     distributed.leave(0)
 
 
-def rank_step(start: float, end: float, operations: list[list[Any]]) -> RankStep:
-    """As JSON has it, a RankStep again."""
-    return RankStep(start, end, [Operation(*operation) for operation in operations])
-
-
 def bubble(options: argparse.Namespace, folder: Path) -> tuple[str, Any]:
     cells = [
         Cell(schedule, number, options.layers, options.hidden, options.seq_len, options.steps, options.precision)
@@ -422,7 +259,7 @@ def bubble(options: argparse.Namespace, folder: Path) -> tuple[str, Any]:
     rows, record = [], []
     for cell, runs in zip(cells, zip(*by_rank, strict=True), strict=True):
         steps = [[rank_step(*step) for step in ranks] for ranks in zip(*runs, strict=True)]
-        rows += bubble_rows(cell, steps)
+        rows += bubble_rows(cell.schedule, cell.microbatches, steps)
         record.append({**asdict(cell), "steps": steps})
     return bubble_table(rows), {"rows": rows, "cells": record}
 

@@ -9,8 +9,6 @@ the arithmetic alone; between two processes of one machine it says what compress
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchrun_job
 
 from titan_mi100 import distributed, train
 from titan_mi100.ddp import PowerSGD, in_words
@@ -103,10 +102,10 @@ def main() -> int:
         worker(arguments.flavor, arguments.rank, arguments.worker)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "record.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         given = ["--flavor", arguments.flavor, "--rank", str(arguments.rank), "--worker", str(output)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*torchrun, str(Path(__file__).resolve()), *given], check=True, env=environment)
+        code, errors = torchrun_job.run(Path(__file__), given, processes=2)
+        if code:
+            raise RuntimeError(errors)
         record = json.loads(output.read_text(encoding="utf-8"))
     print(table(record))
     if arguments.json:

@@ -11,7 +11,6 @@ stdout and, as Markdown, CSV and a plot, into the folder. Exit code 1: a row fai
 import argparse
 import datetime
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,13 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import sweep_table
+import torchrun_job
 
 from titan_mi100 import model_spec
 from titan_mi100.hardware import default_process_count
@@ -40,7 +39,6 @@ from titan_mi100.settings import (
 
 WORKER = Path(__file__).with_name("sweep_worker.py")
 T_EFF = 100_000  # tokens per step of --preset teff
-GRACE = 45  # seconds in which a job that is told to end may do so: torchrun gives its workers 30
 FINISHED = ("ok", "out of memory")  # not run again
 
 Record = dict[str, Any]  # a row, what became of it, and what was measured
@@ -156,43 +154,18 @@ PRESETS: dict[str, Callable[[Row], list[Row]]] = {"teff": teff, "published": pub
 
 def launch(row: Row, timeout: float) -> tuple[str, str, Record]:
     """Run a row to its end: status, why it is not "ok", and what was measured."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.processes}"]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "row.json"
         job.write_text(json.dumps(asdict(row)), encoding="utf-8")
-        process = subprocess.Popen(
-            [*torchrun, str(WORKER), str(job)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment(),
-        )
         try:
-            stderr = process.communicate(timeout=timeout)[1]
-        except subprocess.TimeoutExpired:
-            return "failed", f"no end after {timeout:g} s", {}
-        finally:
-            _end(process)
-        if process.returncode == 0:
+            code, stderr = torchrun_job.run(WORKER, [str(job)], row.processes, timeout)
+        except TimeoutError as error:
+            return "failed", str(error), {}
+        if code == 0:
             return "ok", "", json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
-    if why := no_memory(process.returncode, stderr):
+    if why := no_memory(code, stderr):
         return "out of memory", why, {}
-    return "failed", last_error(process.returncode, stderr), {}
-
-
-def environment() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", **os.environ}
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a job that still runs: by its torchrun, whose workers end with it."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=GRACE)
-        process.kill()
-        process.wait()
+    return "failed", last_error(code, stderr), {}
 
 
 # as the allocators of CUDA and HIP say it, Python and numpy, torch on CPU, C++
@@ -278,7 +251,8 @@ def say(text: str) -> None:
 
 def describe_machine() -> Record:
     """In a process of its own, because a process that has looked may hold memory of the GPU."""
-    done = subprocess.run([sys.executable, str(WORKER), "--describe"], stdout=subprocess.PIPE, env=environment())
+    command = [sys.executable, str(WORKER), "--describe"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=torchrun_job.environment())
     if done.returncode:
         sys.exit("the worker could not describe the machine; its error is above")
     return json.loads(done.stdout)

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> None:
             path.with_name("result.json").write_text(json.dumps(result), encoding="utf-8")
     except BaseException:
         traceback.print_exc()
-        distributed.leave(1)  # at once: tearing down would wait for the others
+        distributed.leave(1, together=False)  # at once: tearing down would wait for the others
     distributed.leave(0)
 
 
