@@ -49,50 +49,69 @@ set_defaults() {
   [ ! -e /dev/kfd ] || export HSA_FORCE_FINE_GRAIN_PCIE=${HSA_FORCE_FINE_GRAIN_PCIE:-1}
 }
 
-# Starts torchrun and returns its exit status. A signal to this script reaches the workers through torchrun, which
-# passes it on and waits; a second one ends everything at once.
+# Starts torchrun and returns its exit status; nothing of it is left.
 launch() {
-  local status=0 signals=0
-  set -m # a process group of its own: Ctrl-C must arrive once, through the trap, not from the terminal as well
-  TITAN_LAUNCH_ID=$launch_id "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-    --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" --job.run_folder "$run_folder" </dev/null &
-  torchrun=$!
-  set +m
-  trap 'forward INT' INT
-  trap 'forward TERM' TERM HUP
-  while :; do
-    status=0
-    wait "$torchrun" || status=$?
-    kill -0 "$torchrun" 2>/dev/null || break # a trapped signal ends `wait` early
-  done
-  [ "$status" -eq 0 ] || kill_stragglers
+  local status=0
+  run_interruptibly env TITAN_OUTCOME="$outcome" TITAN_LAUNCHER_PID=$$ "$PYTHON" -m torch.distributed.run --standalone \
+    --local-addr 127.0.0.1 --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" \
+    --job.run_folder "$run_folder" || status=$?
+  [ "$status" -eq 0 ] || signal_workers KILL
   return "$status"
 }
 
-forward() {
-  signals=$((signals + 1))
-  if [ "$signals" -eq 1 ]; then
-    say "stopping (once more ends it at once) ..."
-    kill -s "$1" "$torchrun" 2>/dev/null || true
+# Runs a command and returns its exit status; signals to this script are passed on, and it waits on.
+run_interruptibly() {
+  local status
+  set -m # a process group of its own: Ctrl-C must arrive once, through the trap, not from the terminal as well
+  "$@" </dev/null &
+  running=$!
+  set +m
+  [ -z "$told" ] || pass_on
+  while :; do
+    status=0
+    wait "$running" || status=$?
+    kill -0 "$running" 2>/dev/null || break # a trapped signal ends `wait` early
+  done
+  running=""
+  return "$status"
+}
+
+# A first signal is passed on; whatever comes after it ends everything at once.
+on_signal() {
+  if [ -n "$told" ]; then
+    kill -s KILL "$running" 2>/dev/null || true
   else
-    kill -s KILL "$torchrun" 2>/dev/null || true
+    told=$1
+    say "stopping (once more ends it at once) ..."
+    pass_on
   fi
 }
 
-# Workers live in sessions of their own, so when torchrun was killed no process group holds them; their environment
-# names the launch.
-kill_stragglers() {
-  local entry
-  for entry in $(grep -lzsx "TITAN_LAUNCH_ID=$launch_id" /proc/[0-9]*/environ 2>/dev/null || true); do
-    entry=${entry#/proc/}
-    kill -s KILL "${entry%/environ}" 2>/dev/null || true
-  done
+# Ctrl-C ends the run, through torchrun. TERM, HUP and USR1 go to the workers alone, which save and stop: torchrun would
+# give them half a minute for that.
+pass_on() {
+  [ -n "$running" ] || return 0 # between two commands
+  if [ "$told" = INT ] || ! signal_workers USR1; then
+    kill -s "$told" "$running" 2>/dev/null || true
+  fi
 }
 
-# Prints the exit code that this launch left in the run folder, or 1 if it left none (an earlier launch's does not
-# count), and in further lines why.
+# Workers live in sessions of their own; their environment names the launch. Fails if there are none.
+signal_workers() {
+  local entry found=1
+  for entry in $(grep -lzsx "TITAN_OUTCOME=$outcome" /proc/[0-9]*/environ 2>/dev/null || true); do
+    entry=${entry#/proc/}
+    entry=${entry%/environ}
+    # torchrun has the same environment
+    [ "$entry" != "$running" ] && kill -s "$1" "$entry" 2>/dev/null && found=0
+  done
+  return "$found"
+}
+
+# Prints the exit code that the run left, or 1 if it left none (3 if it was told to stop before it began) or says that it
+# is done but torchrun does not, and in further lines why.
 read_outcome() {
-  "$PYTHON" - "$run_folder/run_state.json" "$launch_id" <<'PY' || echo 1
+  "$PYTHON" - "$outcome" "$told" "$1" <<'PY' || echo 1
 import json, sys
 
 try:
@@ -100,13 +119,14 @@ try:
         state = json.load(file)
 except (OSError, ValueError):
     state = {}
-ours = isinstance(state, dict) and state.get("launch_id") == sys.argv[2]
-print((ours and state.get("exit_code")) or 1)
-print(state.get("message", "") if ours else "")
+if not state and sys.argv[2] not in ("", "INT"):
+    state = {"exit_code": 3, "message": f"{sys.argv[2]}: stopped before the run began; nothing was trained"}
+code = state.get("exit_code", 1)
+print(1 if code == 0 and sys.argv[3] != "0" else code)
+print(state.get("message", ""))
 PY
 }
 
-# torchrun has just printed a page about its workers, so what the run itself said last comes again.
 report_failure() {
   local code=$1 message=$2 meaning
   case $code in
@@ -123,7 +143,7 @@ report_failure() {
 }
 
 main() {
-  local processes arguments wants_help run_folder launch_id torchrun outcome code
+  local processes arguments wants_help run_folder outcome running="" told="" ended code status message
   parse_arguments "$@"
   # shellcheck source=scripts/setup_env.sh
   source "$REPO/scripts/setup_env.sh"
@@ -134,15 +154,24 @@ main() {
   # checked once, without torch, before any process starts; prints the folder, so that all processes share it
   run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config "${arguments[@]}") || exit $?
   set_defaults
+  outcome=$(mktemp)
+  rm -f "$outcome" # the run makes it
+  trap "rm -f '$outcome'" EXIT # expanded now: it runs when this function is over
+  trap 'on_signal INT' INT
+  trap 'on_signal TERM' TERM HUP
+  trap 'on_signal USR1' USR1
   # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
-  "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || exit $?
-  launch_id=$(date +%s)-$$-$RANDOM
-  if launch; then
-    return 0
+  status=0
+  run_interruptibly "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || status=$?
+  if [ "$status" -ne 0 ] && [ -z "$told" ]; then
+    return "$status"
   fi
-  outcome=$(read_outcome)
-  code=${outcome%%$'\n'*}
-  report_failure "$code" "$(printf '%s' "${outcome#"$code"}" | sed '/^$/d')"
+  [ -n "$told" ] || launch || status=$?
+  ended=$(read_outcome "$status")
+  code=${ended%%$'\n'*}
+  # where torchrun has just printed a page about its workers, what the run itself said last comes again
+  message=$([ "$status" -eq 0 ] || printf '%s' "${ended#"$code"}" | sed '/^$/d')
+  [ "$code" -eq 0 ] || report_failure "$code" "$message"
   return "$code"
 }
 

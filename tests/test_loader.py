@@ -7,7 +7,7 @@ import torch
 from conftest import packed, random_documents
 
 from titan_mi100.data.dataset import PackedDataset
-from titan_mi100.data.loader import RowStream, build_loader, row_at, rows_per_epoch, validation_batches
+from titan_mi100.data.loader import RowStream, renumber, row_at, rows_per_epoch, validation_batches
 from titan_mi100.layout import IGNORE, Batch
 
 
@@ -33,7 +33,7 @@ def stream_rows(dataset: PackedDataset, batch: Batch, steps: int, seed: int, sta
     for rank in range(batch.dp_degree):
         stream = RowStream(dataset, batch, rank, seed)
         stream.load_state_dict({"rows_consumed": start})
-        streams.append(iter(build_loader(stream)))
+        streams.append(iter(stream))
     found = []
     for _ in range(steps):
         step = [next(s)["input_ids"][:, 0].tolist() for _ in range(batch.gradient_accumulation_steps) for s in streams]
@@ -54,21 +54,44 @@ def test_every_split_of_a_global_batch_reads_the_same_rows_in_the_same_order() -
     assert stream_rows(dataset, Batch(8, 1, 1), steps=7, seed=4) != expected
 
 
-def test_the_loaders_state_is_the_row_count_and_restores_it() -> None:
+def test_the_streams_state_is_the_row_count_and_restores_it() -> None:
     dataset = packed(random_documents(50, [8] * 30), 8, 0)
     batch = Batch(2, 2, 2)
     stream = RowStream(dataset, batch, 1, seed=5)
-    loader = build_loader(stream)
-    iterator = iter(loader)
+    iterator = iter(stream)
     for _ in range(6):
         next(iterator)
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert state["dataset_state"] == {"rows_consumed": 24}
+    state = json.loads(json.dumps(stream.state_dict()))
+    assert state == {"rows_consumed": 24}
     expected = [next(iterator) for _ in range(5)]
-    again = build_loader(RowStream(dataset, batch, 1, seed=5))
+    again = RowStream(dataset, batch, 1, seed=5)
     again.load_state_dict(state)
     for microbatch, old in zip(iter(again), expected, strict=False):
         assert all(torch.equal(microbatch[name], old[name]) for name in old)
+
+
+def test_a_stream_names_the_rows_of_its_last_step() -> None:
+    dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
+    batch = Batch(2, 3, 2)
+    stream = RowStream(dataset, batch, 1, seed=5)
+    iterator = iter(stream)
+    for _ in range(4):  # over the end of an epoch, where rows are padding
+        step = [next(iterator) for _ in range(3)]
+        for chosen in ([0, 1, 2], [1], []):
+            first_tokens = [int(ids[0]) for m in chosen for ids in step[m]["input_ids"]]
+            assert first_tokens == [
+                99 if row < 0 else int(dataset.row(row).input_ids[0]) for row in stream.rows_of_last_step(chosen)
+            ]
+
+
+def test_another_global_batch_goes_on_at_the_same_place_of_the_same_epoch() -> None:
+    dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
+    for steps in range(6):
+        consumed = renumber(8 * steps, 21, before=8, now=5)
+        before = stream_rows(dataset, Batch(8, 1, 1), steps, seed=3)
+        after = stream_rows(dataset, Batch(5, 1, 1), 10, seed=3, start=consumed)
+        rows = [token for step in [*before, *after] for token in step if token != 99]
+        assert sorted(rows[:21]) == sorted(rows[21:42]) == list(range(21))
 
 
 def test_row_at_is_a_pure_function_of_seed_and_number() -> None:

@@ -21,12 +21,12 @@ import json, os, signal, sys, time
 
 def log(kind, args):
     with open(os.environ["STUB_LOG"], "a") as file:
-        keep = ("WORLD_SIZE", "OMP_NUM_THREADS", "TITAN_LAUNCH_ID")
+        keep = ("WORLD_SIZE", "OMP_NUM_THREADS", "TITAN_OUTCOME")
         print(json.dumps([kind, args, {{key: os.environ.get(key) for key in keep}}]), file=file)
 
-def run_state(launch_id, code):
-    with open(os.path.join(os.environ["STUB_FOLDER"], "run_state.json"), "w") as file:
-        json.dump({{"state": "stub", "exit_code": code, "launch_id": launch_id}}, file)
+def run_state(code):
+    with open(os.environ["TITAN_OUTCOME"], "w") as file:
+        json.dump({{"state": "stub", "exit_code": code}}, file)
 
 argv = sys.argv[1:]
 if argv[0] == "-c" and "find_spec" in argv[1]:  # the search for an environment
@@ -45,21 +45,26 @@ elif argv[1] == "titan_mi100.config":
     sys.exit(code)
 elif argv[1] == "titan_mi100.data.prepare":
     log("prepare", argv[2:])
+    if os.environ.get("STUB_WAIT") == "prepare":
+        time.sleep(30)
     sys.exit(int(os.environ.get("STUB_PREPARE_CODE", "0")))
 elif argv[1] == "torch.distributed.run":
     if os.environ.get("STUB_WAIT"):  # until a signal comes, as torchrun does, whose worker saves and leaves with 3
         def leave(number, frame):
-            run_state(os.environ["TITAN_LAUNCH_ID"], 3)
+            run_state(3)
             log("signal", [number])
             sys.exit(1)
         signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGUSR1, leave)
         signal.signal(signal.SIGINT, leave)
     log("torchrun", argv[2:])
     if os.environ.get("STUB_WAIT"):
         time.sleep(30)
-    if "STUB_STATE_CODE" in os.environ:
-        run_state(os.environ.get("STUB_LAUNCH_ID") or os.environ["TITAN_LAUNCH_ID"], int(os.environ["STUB_STATE_CODE"]))
-    sys.exit(int(os.environ.get("STUB_TORCHRUN_CODE", "0")))
+    code = os.environ.get("STUB_TORCHRUN_CODE", "0")
+    left = os.environ.get("STUB_STATE_CODE", "none" if code != "0" else code)
+    if left != "none":
+        run_state(int(left))
+    sys.exit(int(code))
 elif argv[1] == "venv":
     log("venv", argv[2:])
     folder = os.path.join(argv[-1], "bin")
@@ -316,10 +321,18 @@ def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
         ({"STUB_TORCHRUN_CODE": "1"}, 1),
         ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4"}, 4),
         ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "0"}, 1),
-        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4", "STUB_LAUNCH_ID": "an earlier launch"}, 1),
+        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "2"}, 2),
+        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "none"}, 1),
         ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "0"}, 0),
     ],
-    ids=["no state", "state", "state says done, torchrun does not", "stale state", "done"],
+    ids=[
+        "no state",
+        "state",
+        "state says done, torchrun does not",
+        "state, torchrun content",
+        "no state, torchrun content",
+        "done",
+    ],
 )
 def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
     checkout: Checkout, variables: dict[str, str], code: int
@@ -334,24 +347,36 @@ def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
         assert result.stderr == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_torchrun_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
+def send_while(checkout: Checkout, kind: str, number: int) -> tuple[int, str]:
+    """Start run_train.sh, send it a signal when it has come to this call; its exit code and what it said."""
     process = subprocess.Popen(
         [checkout.folder / "run_train.sh"],
-        env=checkout.environ | {"STUB_WAIT": "1"},
+        env=checkout.environ | {"STUB_WAIT": kind},
         cwd=checkout.elsewhere,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 20
-    while not checkout.calls("torchrun") and time.monotonic() < deadline:
+    while not checkout.calls(kind) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 3, errors
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
+    code, errors = send_while(checkout, "torchrun", number)
+    assert code == 3, errors
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[number]]
     assert "goes on" in errors.splitlines()[-1]
+
+
+def test_a_signal_while_data_are_prepared_ends_with_code_3_and_starts_nothing(checkout: Checkout) -> None:
+    code, errors = send_while(checkout, "prepare", signal.SIGUSR1)
+    assert code == 3, errors
+    assert "nothing was trained" in errors and checkout.calls("torchrun") == []
 
 
 def test_what_a_killed_torchrun_leaves_behind_is_ended(checkout: Checkout, tmp_path: Path) -> None:

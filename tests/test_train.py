@@ -179,7 +179,7 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
     shutil.copytree(uninterrupted, folder)
     checkpoints = folder / "checkpoint"
     # as a kill during the save after step 20 leaves it, and in the middle of a line
-    (checkpoints / "step-20").rename(checkpoints / ".step-20.incomplete")
+    (checkpoints / "step-20").rename(checkpoints / ".step-20.0123456789ab.incomplete")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "lo')
     more = ("--data.validation_fraction", "0.1", "--validation.freq", "10", "--checkpoint.keep_latest_k", "1")
@@ -192,17 +192,29 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
     expected = losses(uninterrupted)
     assert losses(folder)[:10] == expected[:10]
     assert losses(folder)[10:] == pytest.approx(expected[10:12], rel=2e-3)  # bf16; other rows would differ by 10%
-    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-12"]
+    assert [path.name for path in checkpoints.iterdir()] == ["step-12"]
 
 
 def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    changing = ("run_state.json", "train.log")
+    changing = ("run_state.json", "train.log", ".lock", "ledger.csv")
     before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.1")
-    refused = train(config, uninterrupted, *other, processes=1, check=False)
-    assert "was made with another seed (42, now 7), global_batch_size (2, now 1)" in refused.stdout + refused.stderr
+    refused = train(config, uninterrupted, *other, "--training.seq_len", "64", processes=1, check=False)
+    for words in (
+        "was made with another data (",
+        "seed (42, now 7)",
+        "checkpoint.allow_changed",
+        "seq_len (128, now 64)",
+    ):
+        assert words in refused.stderr, words
+    assert "gradient_accumulation_steps is 2 instead of 1, to keep the run's 2 rows per step" in refused.stderr
+    more_rows = ("--data.validation_fraction", "0.1", "--training.gradient_accumulation_steps", "2")
+    changed = train(config, uninterrupted, *more_rows, check=False)
+    assert "makes steps of 4 rows, but this run's have 2; use 1" in changed.stderr
+    odd = train(config, uninterrupted, *more_rows[:2], "--training.local_batch_size", "3", check=False)
+    assert "does not divide this run's steps of 2 rows; use local_batch_size 1," in odd.stderr
     assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
     assert json.loads((uninterrupted / "run_state.json").read_text())["exit_code"] == 2
     train(config, uninterrupted, *other, "--checkpoint.fresh", processes=1)
@@ -212,18 +224,30 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     assert all(after[name] == before[name] for name in before if name not in changing)
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "trainer.json", "rng-0.json"])
-def test_a_damaged_checkpoint_is_named_with_the_remedy(
-    file: str, config: Path, uninterrupted: Path, tmp_path: Path
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_unless_there_is_none(
+    config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
-    path = folder / "checkpoint" / "step-20" / file
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    more = ("--data.validation_fraction", "0.1", "--training.gradient_accumulation_steps", "2")
-    refused = train(config, folder, *more, processes=1, check=False)
-    assert "step-20" in refused.stderr and "remove this checkpoint to resume from the one before" in refused.stderr
+    path = folder / "checkpoint" / "step-20" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    more = ("--data.validation_fraction", "0.1", "--training.steps", "11")
+    result = train(config, folder, *more)
+    (aside,) = (folder / "checkpoint").glob("damaged-step-20-*")
+    assert f"DAMAGED CHECKPOINT: {path}: is not what was written" in result.stderr and str(aside) in result.stderr
+    assert f"resumed from {folder / 'checkpoint' / 'step-10'}" in result.stdout
+    assert losses(folder)[10] == losses(uninterrupted)[10]
+    for step in (10, 11):
+        (folder / "checkpoint" / f"step-{step}" / "trainer.json").write_text("{}")
+    refused = train(config, folder, *more, check=False)
+    assert "step-10/trainer.json: has 2 bytes" in refused.stderr and "holds no other" in refused.stderr
+    assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
     assert json.loads((folder / "run_state.json").read_text())["exit_code"] == 2
+    shutil.rmtree(folder / "checkpoint" / "step-10")  # without it, the run does not silently start over either
+    refused = train(config, folder, *more, check=False, processes=1)
+    assert "only damaged checkpoints are left" in refused.stderr
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Path, tmp_path: Path) -> None:
@@ -232,9 +256,10 @@ def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Pat
     )
     result = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
-    assert "the checkpoint could not be written: " in result.stderr
-    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "crashed"
-    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == [".step-1.incomplete"]
+    assert "the checkpoint of step 1 could not be written: File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "save_failed"
+    assert not list((tmp_path / "run" / "checkpoint").iterdir())
 
 
 def test_run_train_sh_trains_and_resumes_and_a_single_process_needs_no_launcher(config: Path, tmp_path: Path) -> None:
@@ -284,8 +309,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_code_4_and_keeps_the_checkp
     config: Path, tmp_path: Path
 ) -> None:
     more = ("--optimizer.lr", "1e20", "--checkpoint.interval", "1", "--training.max_norm", "0")
-    result = train(config, tmp_path / "run", *more, processes=1, check=False)
-    assert "not finite. The weights were not updated" in result.stderr
-    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    folder = tmp_path / "run"
+    result = train(config, folder, *more, "--training.max_nonfinite_steps", "2", processes=1, check=False)
+    state = json.loads((folder / "run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("numerical_abort", 4)
-    assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == len(losses(tmp_path / "run"))
+    steps = [entry for entry in metrics(folder) if "loss" in entry]
+    assert [entry["skipped"] for entry in steps] == [False] * (len(steps) - 2) + [True, True]
+    assert f"not finite in 2 steps in a row, up to step {len(steps)}" in state["message"] + result.stderr
+    assert f"{ASSETS / 'arithmetic.jsonl'}:" in state["message"]
+    named = list(csv.reader((folder / "nonfinite_rows.csv").open()))
+    assert {int(step) for step, _, _ in named} == {len(steps) - 1, len(steps)}
+    checkpoints = folder / "checkpoint"
+    last, before = (checkpoint_tensors(checkpoints / f"step-{len(steps) - back}") for back in (1, 2))
+    assert all(torch.equal(last[name], before[name]) for name in last)  # the skipped step changed nothing

@@ -4,7 +4,9 @@ The second is known by provenance, not by searching the text: each string of a m
 `Traced`, which remembers through the template's string operations where each character came from.
 """
 
+import io
 import json
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,9 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from titan_mi100.errors import UserError
+from titan_mi100.plain_file import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.traced import MIXED, Source, Traced, TracingEnvironment, trace
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -59,8 +60,9 @@ class ChatTemplate:
         self.is_dated = "strftime_now" in source
         try:
             self._template = TracingEnvironment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{file}: the chat template is not valid Jinja: {error}; correct or replace it") from error
+        except Exception as error:  # Jinja's own, or Python's about code that it cannot compile
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
         self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
@@ -84,14 +86,21 @@ class ChatTemplate:
         try:
             # Beside a tokenizer file there may be none; a folder's is part of it.
             needed = folder == Path(path) or config_file.is_file()
-            config = json.loads(config_file.read_text(encoding="utf-8")) if needed else {}
+            config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
+            refuse_code(config_file, config)
             file = jinja_file if template or jinja_file.is_file() else config_file
-            source = jinja_file.read_text(encoding="utf-8") if file is jinja_file else config.get("chat_template")
+            source = config.get("chat_template")
+            if file is jinja_file:
+                # a link that the user names is the user's; one in a folder came with it
+                text = read_plain(Path(os.path.realpath(file)) if template else file, LARGEST_CONFIG).decode("utf-8")
+                source = io.StringIO(text, newline=None).read()  # line ends as `transformers` reads them
             if isinstance(source, list):
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
             tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
             special_tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files") from error
         if not isinstance(source, str):
             raise UserError(

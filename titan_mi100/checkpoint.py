@@ -1,19 +1,23 @@
-"""Checkpoints of a run: DCP folders keyed by HF name whatever the layout, written aside and renamed when complete.
+"""Checkpoints of a run: DCP folders keyed by HF name whatever the layout, sealed by a manifest (see sealed.py).
 
 A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
 tensors only; what a rank's reduction of gradients carries on, under `powersgd.rank-<rank>.`), `trainer.json`, and each
-rank's random state in `rng-<rank>.json`.
+rank's random state in `rng-<rank>.json`. The manifest names them all, the layout, and what the run was made of.
 """
 
 import base64
+import errno
 import json
 import os
 import random
-import re
 import shutil
+import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,87 +27,176 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from titan_mi100.distributed import World, from_rank_zero, raise_together
-from titan_mi100.errors import UserError
+from titan_mi100 import sealed
+from titan_mi100.distributed import World, from_rank_zero, gather, raise_together
+from titan_mi100.durable import HashingStream, sync
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.logging import log
 from titan_mi100.optimizer import named_state
 from titan_mi100.parallelize import ParallelModel
+from titan_mi100.safe_read import SafeReader, load_safely
 
 _COMMUNICATION = "powersgd."  # begins the names of what each rank keeps of its own
+_PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
+_TRAINER = "trainer.json"
 
 
 class Checkpointer:
     """Saves a run's checkpoints into one folder and restores from them."""
 
     def __init__(
-        self, folder: Path, keep_latest_k: int, model: ParallelModel, optimizer: torch.optim.Optimizer, world: World
+        self,
+        folder: Path,
+        keep_latest_k: int,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        in_background: bool = False,
     ) -> None:
-        self.folder, self.keep_latest_k, self.world = folder, keep_latest_k, world
-        self._model, self._optimizer = model, optimizer
+        """A collective.
 
-    def save(self, step: int, trainer_state: dict[str, Any]) -> Path:
-        """Write the checkpoint of this step; afterwards remove the oldest beyond keep_latest_k. A collective.
+        Args:
+            in_background: save copies that a thread writes while training goes on; one at a time.
+        """
+        self.folder, self.world = folder, world
+        self._model, self._optimizer = model, optimizer
+        self._retention = sealed.Retention(folder, keep_latest_k)
+        # the thread talks to the other ranks' threads, never among what the training says
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if in_background else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._bytes = 0  # of a checkpoint, over all ranks; counted by the first save
+
+    def save(self, step: int, trainer_state: dict[str, Any], about: dict[str, Any], best: int | None = None) -> None:
+        """Write the checkpoint of this step; afterwards remove old ones. A collective.
 
         Args:
             trainer_state: what JSON can hold; the same on every rank.
-        """
-        final = self.folder / f"step-{step}"
-        aside = self.folder / f".step-{step}.incomplete"
-        from_rank_zero(lambda: _fresh_folder(aside))
-        # more than one writer thread would swallow a full disk
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
-        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True, thread_count=1)
-        try:
-            dcp.save(dict(self._tensors()) | self._communication_state(), storage_writer=writer)
-        except CheckpointException as error:  # a BaseException, which nobody up there expects
-            raise OSError(f"{aside}: the checkpoint could not be written: {_first_cause(error)}") from None
-        _write_synced(aside / f"rng-{self.world.rank}.json", json.dumps(_random_state(self.world.device)))
-        dist.barrier()
-        from_rank_zero(lambda: self._seal(aside, final, trainer_state))
-        return final
+            about: for the manifest: `layout`, `fingerprints`.
+            best: the step whose checkpoint is kept whatever its age, under the name `best`.
 
-    def _seal(self, aside: Path, final: Path, trainer_state: dict[str, Any]) -> None:
-        _write_synced(aside / "trainer.json", json.dumps(trainer_state, indent=1))
-        lacking = [rank for rank in range(self.world.size) if not (aside / f"rng-{rank}.json").exists()]
+        Raises:
+            SaveError: on all ranks; this or, in the background, the save before did not succeed.
+        """
+        self.wait()
+        tensors = dict(self._tensors()) | self._communication_state()
+        self._bytes = self._bytes or sum(dict(ChainMap(*gather({n: t.nbytes for n, t in tensors.items()}))).values())
+        rng = json.dumps(_random_state(self.world.device))
+        record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
+        state = json.dumps(trainer_state, indent=1)
+        aside = Path(from_rank_zero(lambda: str(self._begin(step))))
+        if self._group is None:
+            return self._write(aside, tensors, rng, state, record, best)
+        staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+
+        def in_background() -> None:
+            try:
+                self._write(aside, staged, rng, state, record, best)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=in_background, name=f"save-{step}", daemon=True)
+        self._thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Until the save in the background has ended.
+
+        Raises:
+            SaveError: on all ranks; it did not succeed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def has_failed(self) -> bool:
+        """Whether the save in the background did not succeed. Ranks learn it at different times: agree, then `wait`."""
+        return self._error is not None
+
+    def _begin(self, step: int) -> Path:
+        with _said_plainly(self.folder, step):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(self.folder).free) < self._bytes:
+                raise OSError(
+                    errno.ENOSPC, f"it needs {self._bytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free"
+                )
+            return sealed.begin(self.folder, step)
+
+    def _write(
+        self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
+    ) -> None:
+        """Everything after the decision to save: the same in the background. A collective."""
+        rank, step = self.world.rank, record["step"]
+        try:
+            with raise_together(self._group), _said_plainly(self.folder, step):
+                written = self._write_files(aside, tensors, {f"rng-{rank}.json": rng})
+            everyone = gather(written, self._group)
+            with raise_together(self._group), _said_plainly(self.folder, step):
+                if rank == 0:
+                    self._seal(aside, dict(ChainMap(*everyone)), state, record, best)
+        except Exception:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    def _write_files(self, aside: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> sealed.Written:
+        """This rank's files, synced."""
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
+        files = _HashedFiles()
+        # more than one writer thread would swallow a full disk
+        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
+        writer.fs = files
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, which nobody up there expects
+            raise _first_cause(error) from None
+        for name, text in texts.items():
+            files.write(aside / name, text)
+        sync(aside)
+        return files.written
+
+    def _seal(self, aside: Path, written: sealed.Written, state: str, record: dict[str, Any], best: int | None) -> None:
+        lacking = [name for name in written if not (aside / name).is_file()]
         if lacking:
             raise UserError(
-                f"{aside}: the files of ranks {lacking} are not here; on several nodes job.run_folder must be on a "
-                "file system that they share"
+                f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file system "
+                "that they share"
             )
-        aside.rename(final)
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        if self.keep_latest_k:
-            for old in list_checkpoints(self.folder)[: -self.keep_latest_k]:
-                gone = old.with_name(f".{old.name}.incomplete")  # a kill between the files must not leave a step-N
-                old.rename(gone)
-                shutil.rmtree(gone)
+        files = _HashedFiles()
+        files.write(aside / _TRAINER, state)
+        final = sealed.seal(aside, written | files.written, record)
+        self._retention.note(final)
+        log.info(f"checkpoint {final}")
+        kept = self.folder / f"step-{best}" if best is not None else None
+        if kept is not None and kept.is_dir():
+            _link(self.folder / "best", kept.name)
+        self._retention.remove_old(keep_also=kept)
 
-    def load(self, path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    def load(self, path: Path) -> dict[str, Any]:
         """Restore model, optimizer and random state in place; returns the trainer state. A collective.
 
         Args:
-            identity: what must be as it was when the checkpoint was made, compared with the trainer state's.
+            path: a checkpoint that find_checkpoint verified.
 
         Raises:
-            UserError: the checkpoint is of another run or another model, or cannot be read.
+            UserError: the checkpoint is of another model, or cannot be read.
         """
         everything = list(self._tensors())
         tensors = dict(everything)
-        everyone: list[dict[str, torch.Size]] = [{}] * self.world.size
-        dist.all_gather_object(everyone, {name: tensor.shape for name, tensor in tensors.items()})
+        wanted = dict(ChainMap(*gather({name: (t.shape, t.dtype) for name, t in tensors.items()})))
         with raise_together():
-            trainer_state = _read_json(path / "trainer.json")
-            _check_identity(path, trainer_state.get("identity", {}), identity)
-            saved = _saved_tensors(path)
-            _check_names(path, saved, dict(ChainMap(*everyone)))
+            trainer_state = _read_json(path / _TRAINER)
+            reader = SafeReader(path, sealed.read_manifest(path)["files"])
+            saved = _saved_tensors(path, reader)
+            _check_names(path, saved, wanted)
         communication = self._empty_communication_state(saved)
-        try:
-            dcp.load(tensors | communication, storage_reader=dcp.FileSystemReader(path))
-        except CheckpointException as error:  # on all ranks, with the failures of all
-            raise UserError(_unreadable(path, _first_cause(error))) from None
+        load_safely(tensors | communication, reader)
         for name, tensor in everything:
             if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
                 tensor.copy_(tensors[name])
@@ -114,6 +207,7 @@ class Checkpointer:
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
             _set_random_state(_read_json(rng), self.world.device)
+        self._retention.note(path)
         return trainer_state
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -143,23 +237,99 @@ class Checkpointer:
         return f"{_COMMUNICATION}rank-{rank}."
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def find_checkpoint(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is what its manifest says, and the manifest; None: there never was one. A collective.
+
+    Each rank reads a share of the files. One that is damaged is renamed, so that nobody takes it for a checkpoint, and
+    the one before is taken.
+
+    Raises:
+        UserError: there are some, but none is whole: starting over in silence would lose the work.
+    """
+    while True:
+        paths = from_rank_zero(lambda: [str(path) for path in sealed.list_checkpoints(folder)])
+        if not paths:
+            left = from_rank_zero(lambda: [str(path) for path in sealed.damaged(folder)])
+            if left:
+                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {', '.join(left)}; {_AGAIN}")
+            return None
+        newest = Path(paths[-1])
+        problem, manifest = "", {}
+        with raise_together():
+            try:
+                manifest = sealed.verify(newest, world.rank, world.size)
+            except sealed.DamagedError as error:
+                problem = str(error)
+            except PermissionError as error:
+                raise UserError(f"{error.filename}: may not be read by this user; mend its permissions") from None
+        problem = next((found for found in gather(problem) if found), "")
+        if not problem:
+            return newest, manifest
+        if len(paths) == 1:
+            raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
+        aside = from_rank_zero(partial(_set_aside, newest))
+        log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
 
 
-def _fresh_folder(path: Path) -> None:
-    for stale in path.parent.glob(".step-*.incomplete"):  # of a save that was killed
-        shutil.rmtree(stale)
-    path.mkdir(parents=True)
+def _set_aside(path: Path) -> str:
+    return str(sealed.set_aside(path))
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+_AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
+
+
+@contextmanager
+def _said_plainly(folder: Path, step: int) -> Iterator[None]:
+    """Whatever the file system refuses becomes one sentence, for every rank to say."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"the disk is full: {why}; free some space, or lower checkpoint.keep_latest_k"
+        where = f" ({error.filename})" if error.filename else ""
+        raise SaveError(f"{folder}: the checkpoint of step {step} could not be written: {why}{where}") from error
+
+
+class _HashedFiles(FileSystem):
+    """What DCP and we write, synced; keeps each file's size and SHA-256."""
+
+    def __init__(self) -> None:
+        self.written: sealed.Written = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as file:
+            stream = HashingStream(file)  # type: ignore[arg-type]
+            try:
+                yield stream
+            except Exception as error:
+                raise stream.error or error from None
+            file.flush()
+            os.fsync(file.fileno())
+        self.written[Path(path).name] = stream.size, stream.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def write(self, path: Path, text: str) -> None:
+        with self.create_stream(path, "wb") as stream:
+            stream.write(text.encode())
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory."""
+    if isinstance(tensor, DTensor):
+        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _link(link: Path, target: str) -> None:
+    aside = link.with_name(f".{link.name}.tmp")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(target)
+    aside.replace(link)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -177,19 +347,47 @@ def _first_cause(error: CheckpointException) -> BaseException:
     return next(cause for cause, _ in error.failures.values())
 
 
-def _check_identity(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on where the rows, their order or the model would be others."""
-    hashed = {"data": "data (its files, the chat template or a [data] setting changed)", "tokenizer": "tokenizer"}
-    differing = [
-        hashed.get(name) or f"{name} ({_short(saved.get(name))}, now {_short(now[name])})"
-        for name in now
-        if saved.get(name) != now[name]
-    ]
-    if differing:
+def check_same_run(path: Path, manifest: dict[str, Any], about: dict[str, Any], allowed: Iterable[str]) -> None:
+    """Refuse to go on where the rows, their order or the model would be others.
+
+    Args:
+        about: of the run as it is now; as for Checkpointer.save.
+        allowed: names that may differ; see `differing`.
+
+    Raises:
+        UserError: what differs, field by field.
+    """
+    found = differing(manifest["fingerprints"], about["fingerprints"], allowed)
+    if any(words.startswith("data ") for words in found):
+        found += differing(manifest["data"], about["data"], ())
+    if found:
         raise UserError(
-            f"{path}: was made with another {', '.join(differing)}; go on with what it was made with, or start "
-            "over beside it with --checkpoint.fresh"
+            f"{path}: was made with another {', '.join(found)}; go on with what it was made with, name what may differ "
+            "in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
         )
+
+
+def differing(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str]) -> list[str]:
+    """The fingerprints that differ and were not allowed to, each in words.
+
+    Args:
+        saved, now: fingerprints: values, or one level of fields with values.
+        allowed: names, of a fingerprint or of a field: `model`, `model.rope_theta`.
+    """
+    flat_saved, flat_now = _flat(saved), _flat(now)
+    names = [name for name in {**flat_now, **flat_saved} if flat_saved.get(name) != flat_now.get(name)]
+    return [
+        f"{name} ({_short(flat_saved.get(name))}, now {_short(flat_now.get(name))})"
+        for name in names
+        if not {name, name.split(".")[0]} & set(allowed)
+    ]
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and not prefix else {prefix + name: value}
+    return found
 
 
 def _short(value: Any) -> str:
@@ -197,26 +395,41 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:12] + "..."
 
 
-def _saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling a cut file leads to
-        raise UserError(_unreadable(path / ".metadata", error)) from None
+def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:
+    saved = reader.read_metadata().state_dict_metadata
+    if odd := sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)):
+        raise UserError(f"{path}: holds {len(odd)} entries that are no tensors, the first {odd[0]}; {_OTHER}")
     return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: dict[str, torch.Size]) -> None:
-    """DCP would ignore extra tensors in silence; names and shapes must be exactly the run's, over all ranks. Only what
-    ranks keep of their own may be there or not: another layout goes on without it.
+Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+_OTHER = "use another job.run_folder, or --checkpoint.fresh"
+
+
+def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Kinds) -> None:
+    """DCP would ignore extra tensors and cast dtypes in silence; names, shapes and dtypes must be exactly the run's,
+    over all ranks. Only what ranks keep of their own may be there or not: another layout goes on without it.
     """
-    shapes = {name: entry.size for name, entry in saved.items() if not name.startswith(_COMMUNICATION)}
-    if shapes != wanted:
-        odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-        raise UserError(
-            f"{path}: not a checkpoint of this model: {len(odd)} tensors are missing, unexpected or mis-shaped, "
-            f"the first {odd[0]} (checkpoint: {shapes.get(odd[0])}, model: {wanted.get(odd[0])}); "
-            "use another job.run_folder, or --checkpoint.fresh"
-        )
+    found: Kinds = {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in saved.items()
+        if not name.startswith(_COMMUNICATION)
+    }
+    if found == wanted:
+        return
+    problems = []
+    for what, names in (
+        ("missing", wanted.keys() - found.keys()),
+        ("unexpected", found.keys() - wanted.keys()),
+        ("mis-shaped", {name for name in found.keys() & wanted.keys() if found[name][0] != wanted[name][0]}),
+        ("mis-typed", {name for name in found.keys() & wanted.keys() if found[name][1] != wanted[name][1]}),
+    ):
+        for name in sorted(names)[:1]:
+            here, there = (
+                f"{tuple(kinds[name][0])} {kinds[name][1]}" if name in kinds else "none" for kinds in (wanted, found)
+            )
+            problems.append(f"{len(names)} {what}, the first {name} (checkpoint: {there}, model: {here})")
+    raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """DDP: every rank holds the whole model; gradients are summed once per step, whole or compressed (PowerSGD)."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,17 +59,17 @@ class ReplicatedModel(ParallelModel):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
         self._step += 1
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
             with nullcontext() if is_last else self._ddp.no_sync():
                 loss = self._ddp(**self._on_device(microbatch))
                 # DDP averages over its ranks by construction; the loss is divided by all that they have together
                 (loss * (self._world_size / max(supervised, 1))).sum().backward()
-            loss_sum += loss.detach()
+            losses.append(loss.detach().double())
         if self._compression is not None and self._compression.is_on(self._step):
             self.gradient_bytes = self._compression.reduce(self._step)
-        return loss_sum
+        return torch.cat(losses)
 
     def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's hook. In a compressed step it leaves this rank's gradients as they are, for after backward.
@@ -79,13 +79,6 @@ class ReplicatedModel(ParallelModel):
         if self._compression is not None and self._compression.is_on(self._step):
             return noop_hook(group, bucket)
         return (bf16_compress_hook if self._in_bf16 else allreduce_hook)(group, bucket)
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for microbatch in microbatches:
-            loss_sum += self.parts[0](**self._on_device(microbatch))
-        return loss_sum
 
     def communication_state(self) -> dict[str, Tensor]:
         return {} if self._compression is None else self._compression.memory()
@@ -156,6 +149,11 @@ class PowerSGD:
     @torch.no_grad()
     def reduce(self, step: int) -> int:
         """Replace every rank's gradients by their approximate average; returns the bytes sent. A collective."""
+        every = [parameter.grad for parameters in self._buckets.values() for parameter in parameters]
+        total = torch.stack(torch._foreach_norm([gradient for gradient in every if gradient is not None])).sum()
+        dist.all_reduce(total, group=self._state.process_group)
+        if not total.isfinite():  # the step will be skipped; what is kept for the next must not know of it
+            return 0
         self._state.iter = step
         # Seeds the first Q, of each step without warm start: the same on all ranks, and after a resume.
         self._state.rng.seed(step)

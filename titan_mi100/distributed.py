@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hardware import count_gpus
 from titan_mi100.layout import Layout
 
@@ -107,31 +107,54 @@ def max_over_ranks(value: float, device: torch.device) -> float:
     return tensor.item()
 
 
-def from_rank_zero(make: Callable[[], Any]) -> Any:
-    """What `make` returns on rank 0, on every rank; it runs there only. A collective."""
+def any_rank(mine: object, device: torch.device) -> bool:
+    """Whether it is true on any rank. A collective."""
+    return max_over_ranks(float(bool(mine)), device) > 0
+
+
+def from_rank_zero(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What `make` returns on rank 0, on every rank; it runs there only. A collective.
+
+    Args:
+        group: of all ranks; None: the default one.
+    """
     box = [None]
-    with raise_together():
+    with raise_together(group):
         if dist.get_rank() == 0:
             box = [make()]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
+def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank. A collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+_PLAIN = (UserError, SaveError)  # their message is all there is to say, on every rank
+
+
 @contextmanager
-def raise_together() -> Iterator[None]:
-    """What fails inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective."""
+def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What fails inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective.
+
+    Args:
+        group: of all ranks; None: the default one.
+    """
     mine: Exception | None = None
     try:
         yield
     except Exception as error:
         mine = error
-    everyone: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (isinstance(mine, UserError), "" if mine is None else str(mine) or repr(mine)))
-    if mine is not None and not isinstance(mine, UserError):
+    plain = next((number for number, kind in enumerate(_PLAIN) if isinstance(mine, kind)), None)
+    everyone = gather((plain, "" if mine is None else str(mine) or repr(mine)), group)
+    if mine is not None and plain is None:
         raise mine
-    for rank, (by_user, message) in enumerate(everyone):
+    for rank, (number, message) in enumerate(everyone):
         if message:
-            raise UserError(message) if by_user else RuntimeError(f"rank {rank} failed: {message}")
+            raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _PLAIN[number](message)
 
 
 def wait_for_all(what: str) -> None:
@@ -147,34 +170,47 @@ def wait_for_all(what: str) -> None:
 
 def same_on_all_ranks(value: str, otherwise: str) -> None:
     """Raise a UserError on every rank if they do not all hold the same value. A collective."""
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    if set(everyone) != {value}:
+    if set(gather(value)) != {value}:
         raise UserError(otherwise)
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, copies: Collection[nn.Parameter] = ()) -> float:
-    """Scale all gradients so that their global norm is at most max_norm (0: leave them); returns the norm before.
+@dataclass(frozen=True)
+class Gradients:
+    """This rank's part of the gradients, and what it adds to the norm of all.
 
-    The norm is over all that the ranks hold, in any layout: each value counts once, where its first holder has it.
+    Attributes:
+        squares: of the values that this rank is the first to hold: each counts once, in any layout.
+        finite: whether all values are that this rank holds, others' copies as well.
+    """
+
+    local: list[Tensor]
+    squares: float
+    finite: bool
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        torch._foreach_mul_(self.local, factor)
+
+
+@torch.no_grad()
+def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.Parameter] = ()) -> Gradients:
+    """What a step's gradients are, before they are used.
 
     Args:
         copies: parameters that this rank holds but another one counts.
     """
     apart = {id(parameter) for parameter in copies}
-    every, counted = [], []
+    local, counted = [], []
     for parameter in parameters:
         assert parameter.grad is not None, "a parameter has no gradient"
-        local, first = _local_gradient(parameter.grad)
-        every.append(local)
-        if first and id(parameter) not in apart:
-            counted.append(local)
-    norms = torch.stack(torch._foreach_norm(counted)).double() if counted else torch.zeros(1, dtype=torch.float64)
-    norm = math.sqrt(sum_over_ranks([norms.square().sum().item()], every[0].device)[0])
-    if 0 < max_norm < norm:
-        torch._foreach_mul_(every, max_norm / norm)
-    return norm
+        gradient, first = _local_gradient(parameter.grad)
+        local.append(gradient)
+        counted.append(first and id(parameter) not in apart)
+    squares = torch.stack(torch._foreach_norm(local)).double().square()
+    mask = torch.tensor(counted, device=squares.device)
+    # a sum of squares is finite if all of them are: two values in one transfer from the device
+    own, every = torch.stack([squares.where(mask, 0.0).sum(), squares.sum()]).tolist()
+    return Gradients(local, own, math.isfinite(every))
 
 
 def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:
@@ -214,13 +250,14 @@ def fill_parameters(parameters: Iterable[tuple[str, nn.Parameter]], read: Read) 
             local.copy_(read(name, parameter.shape, tuple(offset), tuple(size)))
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, together: bool = True) -> NoReturn:
     """End the process. After finished work some gloo jobs abort in the interpreter's teardown, so there is none.
 
-    Except after a crash all ranks come here, and wait for each other: the launcher kills those that are left when one
-    is gone, maybe before rank 0 has written how the run ended.
+    Args:
+        together: wait for the other ranks, which all come here: the launcher kills those that are left when one is
+            gone, maybe before rank 0 has written how the run ended. Not after a crash, where some never come.
     """
-    if code in (0, 2, 4) and dist.is_initialized():
+    if together and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()

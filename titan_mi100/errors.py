@@ -1,4 +1,4 @@
-"""The one exception for what a user causes: it ends a run with exit code 2 and its message, no traceback."""
+"""The exceptions that end a run with their message and no traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """A mistake in the config or the input. The message names file, line or key, what is wrong, and the remedy."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. Those that were there are as before."""
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -1,17 +1,46 @@
 """Loss on held-out rows."""
 
+from collections.abc import Callable, Iterator
+
 from titan_mi100.data.dataset import PackedDataset
-from titan_mi100.data.loader import validation_batches
+from titan_mi100.data.loader import Microbatch, validation_batches
 from titan_mi100.distributed import sum_over_ranks
 from titan_mi100.layout import IGNORE, Batch, Layout
 from titan_mi100.parallelize import ParallelModel
 
+_STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks look, and a pipeline waits for that
 
-def validation_loss(model: ParallelModel, dataset: PackedDataset, batch: Batch, layout: Layout, dp_rank: int) -> float:
-    """Mean cross-entropy per supervised token of the whole set, the same on every rank. A collective."""
-    loss = model.evaluate(validation_batches(dataset, batch, dp_rank)).item()
-    rows = validation_batches(dataset, batch, dp_rank)
-    supervised = sum(int((microbatch["labels"] != IGNORE).sum()) for microbatch in rows)
+
+def validation_loss(
+    model: ParallelModel,
+    dataset: PackedDataset,
+    batch: Batch,
+    layout: Layout,
+    dp_rank: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean cross-entropy per supervised token of the whole set, the same on every rank. A collective.
+
+    Args:
+        stop: says whether to give up; the same on every rank.
+
+    Returns:
+        None: given up.
+    """
+    supervised, stopped = 0, False
+
+    def counted() -> Iterator[Microbatch]:
+        nonlocal supervised, stopped
+        for number, microbatch in enumerate(validation_batches(dataset, batch, dp_rank)):
+            if number % _STOPS_AFTER == 0 and stop():
+                stopped = True
+                return
+            supervised += int((microbatch["labels"] != IGNORE).sum())
+            yield microbatch
+
+    loss = model.evaluate(counted()).item()
+    if stopped:
+        return None
     # every stage of a pipeline has read the same rows, and every tensor-parallel rank has the same loss
     loss, total = sum_over_ranks([loss / layout.tp, supervised / (layout.tp * layout.pp)], model.device)
     return loss / total

@@ -1,6 +1,7 @@
 """HF safetensors folders: which tensors are where, and reading parts of them without reading the rest."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.plain_file import MIB, is_plain_name, plain_path, read_plain
 
+_LARGEST_HEADER = 32 * MIB  # 300 bytes a tensor; the library's own limit is 100 MB, of which it makes 2 GB
+_MOST_TENSORS = 100_000  # in one file
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 
 
@@ -17,10 +21,11 @@ class HFWeights:
     """The weights of an HF folder, one file or sharded with an index. Files are mapped, not read."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the folder.
+        """Open the folder, whoever wrote it.
 
         Raises:
-            UserError: no weights, a shard that is missing or not a whole safetensors file, an index that lies.
+            UserError: no weights, a shard that is missing, not a whole safetensors file or outside of the folder, an
+                index that lies.
         """
         self.folder = Path(folder)
         self._handles: dict[str, Any] = {}
@@ -28,7 +33,9 @@ class HFWeights:
         for file, promised in self._files().items():
             path = self.folder / file
             try:
-                handle = safe_open(path, framework="pt")
+                handle = _open(path)
+            except UserError:
+                raise
             except FileNotFoundError:
                 raise UserError(f"{path}: no such file, but the index names it; download it again") from None
             except (OSError, SafetensorError) as error:
@@ -44,23 +51,25 @@ class HFWeights:
     def _files(self) -> dict[str, set[str] | None]:
         """Each file and the tensors the index says it holds (None without an index)."""
         index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            if not (self.folder / "model.safetensors").is_file():
+        if not os.path.lexists(index):
+            if not os.path.lexists(self.folder / "model.safetensors"):
                 raise UserError(
                     f"{self.folder}: holds neither model.safetensors nor model.safetensors.index.json; "
                     "name a folder with safetensors weights"
                 )
             return {"model.safetensors": None}
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = json.loads(read_plain(index).decode("utf-8"))["weight_map"]
             files: dict[str, set[str] | None] = {}
             for name, file in weight_map.items():
-                if Path(file).name != file:
+                if not is_plain_name(file):
                     raise ValueError(f"file name {file!r} is not inside the folder")
                 tensors = files.setdefault(file, set())
                 assert tensors is not None
                 tensors.add(name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index}: not an index of safetensors files: {error!r}") from None
         return files
 
@@ -107,6 +116,19 @@ class HFWeights:
         return all(
             torch.equal(left[row : row + rows], right[row : row + rows]) for row in range(0, left.get_shape()[0], rows)
         )
+
+
+def _open(path: Path) -> Any:
+    """The file, mapped. What the library checks itself: that tensors neither overlap nor leave the file."""
+    path = plain_path(path)
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > _LARGEST_HEADER:
+        raise UserError(f"{path}: claims a header of {header:,} bytes; not a safetensors file, download it again")
+    handle = safe_open(path, framework="pt")
+    if (count := len(handle.keys())) > _MOST_TENSORS:
+        raise UserError(f"{path}: holds {count:,} tensors, which no model does; download it again")
+    return handle
 
 
 def _some(names: list[str], most: int = 8) -> str:

@@ -157,6 +157,36 @@ def resolve_batch(
     return Batch(local_batch_size, accumulation, dp_degree)
 
 
+def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
+    """The accumulation that keeps a run's global batch where it goes on over other ranks, or other rows per forward.
+
+    Args:
+        global_batch_size: of the run so far.
+        batch: as the config says now.
+        saved: as it was.
+
+    Raises:
+        ValueError: there is none, or the config wants another global batch; the message names the remedy.
+    """
+    rows = batch.local_batch_size * batch.dp_degree
+    if rows == saved.local_batch_size * saved.dp_degree and batch.global_batch_size != global_batch_size:
+        raise ValueError(
+            f"[training] gradient_accumulation_steps = {batch.gradient_accumulation_steps} makes steps of "
+            f"{batch.global_batch_size} rows, but this run's have {global_batch_size}; use "
+            f"{saved.gradient_accumulation_steps}, or let it change with checkpoint.allow_changed = "
+            '["global_batch_size"]'
+        )
+    if global_batch_size % rows:
+        fit = [str(n) for n in range(1, global_batch_size + 1) if not global_batch_size % (n * batch.dp_degree)]
+        remedy = f"use local_batch_size {', '.join(fit)}" if fit else "start with a number of processes that does"
+        raise ValueError(
+            f"[training] local_batch_size = {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not "
+            f"divide this run's steps of {global_batch_size} rows; {remedy}, or let them change with "
+            'checkpoint.allow_changed = ["global_batch_size"]'
+        )
+    return global_batch_size // rows
+
+
 def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
     """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
     torch = version("torch")

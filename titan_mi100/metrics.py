@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class StepResult:
     waited: float  # of these, for rows
     peak_memory_gib: float  # so far, of the rank that has held most; see peak_memory_gib
     gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
+    skipped: bool = False  # loss or gradients were not finite: nothing was updated
+    nonfinite_microbatches: Sequence[int] = ()  # of this rank, by their loss
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class StepMetrics:
 
     step: int
     epoch: float
-    loss: float
-    grad_norm: float
+    loss: float | None  # None, as JSON has no such numbers: not finite
+    grad_norm: float | None
     lr: float
     seconds: float
     tokens: int
@@ -51,15 +54,21 @@ class StepMetrics:
     peak_memory_gib: float  # of the rank that held most: device memory reserved, on CPU the process's peak
     data_wait: float  # share of the step spent waiting for rows
     gradient_bytes: int | None  # that each rank gave to collectives, under DDP; None: not counted
+    skipped: bool  # nothing was updated: loss or gradients were not finite
 
     def line(self, steps: int, dtype: str) -> str:
         mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
         return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  grad_norm {self.grad_norm:.3f}  "
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}  "
+            f"grad_norm {_shown(self.grad_norm, 3)}  "
             f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  "
             f"supervised tok/s {self.supervised_tokens_per_second:,.0f}  mfu({dtype}) {mfu}  "
             f"mem {self.peak_memory_gib:.2f} GiB  data wait {self.data_wait:.1%}"
         )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -110,8 +119,8 @@ class Reporter:
         metrics = StepMetrics(
             step=step,
             epoch=step / self._steps_per_epoch,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
+            loss=result.loss if math.isfinite(result.loss) else None,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             lr=lr,
             seconds=result.seconds,
             tokens=result.tokens,
@@ -122,6 +131,7 @@ class Reporter:
             peak_memory_gib=result.peak_memory_gib,
             data_wait=result.waited / result.seconds,
             gradient_bytes=result.gradient_bytes,
+            skipped=result.skipped,
         )
         self._write(step, asdict(metrics), prefix="train/")
         if step % self._config.log_freq == 0 or step == self._steps:

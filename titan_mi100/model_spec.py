@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
+from titan_mi100.plain_file import LARGEST_CONFIG, read_plain, refuse_code
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,20 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     nested (`rope_parameters`).
 
     Raises:
-        UserError: no such file, not a dense Qwen3, or a feature that this model does not have.
+        UserError: no such file, not a dense Qwen3, code of its own, or a feature that this model does not have.
     """
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_plain(path, LARGEST_CONFIG).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; an HF folder has a config.json") from None
-    except (OSError, ValueError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: must hold one JSON object")
+    refuse_code(path, raw)
     for key, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list)):
         if not isinstance(raw.get(key) or kind(), kind):
             raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")
@@ -104,6 +108,8 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     if not found:
         spec = ModelSpec(**values)
         found = spec.problems()
+        if spec.num_hidden_layers > 10_000:  # what counts them would not come to an end
+            found.append(f"num_hidden_layers = {spec.num_hidden_layers} is more than any model has")
     if found:
         raise UserError("\n".join(f"{path}: {problem}" for problem in found))
     return spec

@@ -1,7 +1,6 @@
 """AdamW, and its state by parameter name."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,12 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, 2019), fused, with no decay on the norms' vectors."""
-    # The fused kernels want the tensors of one call on one mesh and with one placement: groups by both.
-    grouped: dict[Any, list[nn.Parameter]] = {}
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for p in parameters:
-        grouped.setdefault((p.ndim > 1, getattr(p, "device_mesh", None)), []).append(p)
-    groups = [
-        {"params": alike, "weight_decay": config.weight_decay if matrices else 0.0}
-        for (matrices, _), alike in grouped.items()
-    ]
+        (matrices if p.ndim > 1 else vectors).append(p)
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [{"params": alike, "weight_decay": decay} for alike, decay in decays if alike]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
     )

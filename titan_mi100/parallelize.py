@@ -45,13 +45,18 @@ class ParallelModel(ABC):
             supervised: supervised tokens of the whole step, over all ranks.
 
         Returns:
-            This rank's summed loss, (1,) fp64: every rank of a tensor-parallel group has the whole of it, and in a
-            pipeline only the last stage has any.
+            The microbatches' summed losses on this rank, (microbatches,) fp64: every rank of a tensor-parallel group
+            has the whole of them, and in a pipeline only the last stage has any, the others zeros.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """The summed loss over the microbatches, without gradients; like what forward_backward returns."""
+        """The loss summed over the microbatches, (1,) fp64, without gradients; where forward_backward has losses."""
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for microbatch in microbatches:
+            loss_sum += self.parts[0](**self._on_device(microbatch))
+        free_gathered(self.parts)
+        return loss_sum
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds, by its HF name."""
@@ -90,7 +95,7 @@ class ShardedModel(ParallelModel):
         self._tp, self._zero_stage = mesh["tp"], layout.zero_stage
 
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
             # ZeRO-1 sums the step's gradients before they are reduced, ZeRO-2 and 3 reduce after each forward. The
@@ -100,17 +105,9 @@ class ShardedModel(ParallelModel):
             self._model.set_requires_all_reduce(is_last)  # among replicas: once is enough
             loss = self._model(**self._on_device(microbatch))
             (loss / max(supervised, 1)).sum().backward()
-            loss_sum += loss.detach()
+            losses.append(loss.detach().double())
         sum_replicated_gradients(self.parts, self._tp)
-        return loss_sum
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for microbatch in microbatches:
-            loss_sum += self._model(**self._on_device(microbatch))
-        free_gathered(self.parts)
-        return loss_sum
+        return torch.cat(losses)
 
 
 def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None:

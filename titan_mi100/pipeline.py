@@ -135,10 +135,9 @@ class PipelinedModel(ParallelModel):
         self._schedule.step(*inputs, target=ids if has_last else None, losses=losses if has_last else None, **whole)
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for loss in losses:
-            loss_sum += loss.detach().double() * self._divisor
-        return loss_sum
+        if not losses:
+            return torch.zeros(len(microbatches), dtype=torch.float64, device=self.device)
+        return torch.stack([loss.detach().double() * self._divisor for loss in losses])
 
     def _tied_weights(self) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]

@@ -16,7 +16,7 @@ from titan_mi100.tokenizer_definition import (
     added_tokens,
     end_and_padding,
     read_bytes,
-    read_json,
+    read_config,
 )
 
 # What follows a rank file's ranks where no file says it. Qwen3 has the same ranks as its forerunners, and these tokens.
@@ -63,7 +63,7 @@ def read_rank_file(file: Path) -> BpeDefinition:
             f"these are the ranks of another model family, which splits text otherwise; use a Qwen tokenizer's files"
         )
     config_file = file.with_name("tokenizer_config.json")
-    config = read_json(config_file) if config_file.is_file() else {}
+    config = read_config(config_file) if config_file.is_file() else {}
     eos_token, pad_token = end_and_padding(config_file, config)
     added = added_tokens(config_file, config)
     if added:

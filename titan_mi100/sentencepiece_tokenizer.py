@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor
 
 from titan_mi100.errors import UserError
 from titan_mi100.tokenizer import Tokenizer, any_of, check_utf8, cut_out, unknown_id
-from titan_mi100.tokenizer_definition import AddedToken, added_tokens, end_and_padding, read_bytes, read_json
+from titan_mi100.tokenizer_definition import AddedToken, added_tokens, end_and_padding, read_bytes, read_config
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
 _VARINT, _EIGHT_BYTES, _LENGTH_DELIMITED, _FOUR_BYTES = 0, 1, 2, 5  # protobuf's wire types
@@ -39,7 +39,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = _load(file, model)
         pieces = _read_pieces(file, model)
         config_file = file.with_name("tokenizer_config.json")
-        config = read_json(config_file) if config_file.is_file() else {}
+        config = read_config(config_file) if config_file.is_file() else {}
         self._special_ids = _special_ids(config_file, pieces, added_tokens(config_file, config))
         self._special_pattern = any_of(self._special_ids)
         self._contents = {token_id: content for content, token_id in self._special_ids.items()}

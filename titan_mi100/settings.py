@@ -2,12 +2,14 @@
 
 import glob
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from titan_mi100 import model_spec
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.layout import SCHEDULES, Batch, Layout, check_schedule, resolve_batch, resolve_layout
+
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size")  # what a run stays, from start to end
 
 
 def _key(default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, path: bool = False) -> Any:
@@ -91,6 +93,9 @@ class TrainingConfig:
     steps: int = _key(0, "optimizer steps in all; 0: by epochs")
     epochs: int = _key(0, "passes over the data; 0 with steps = 0: one")
     max_norm: float = _key(1.0, "clip the gradient's global norm to this; 0: off")
+    max_nonfinite_steps: int = _key(
+        3, "steps in a row without a finite loss and gradient norm, which are skipped, before the run ends", low=1
+    )
     seed: int = _key(42, "seed of initial weights and row order")
     mixed_precision_param: str = _key(
         "bfloat16",
@@ -172,7 +177,16 @@ class CompileConfig:
 class CheckpointConfig:
     initial_load_path: str = _key("", "HF folder of weights to start from; empty: random weights", path=True)
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
-    keep_latest_k: int = _key(2, "complete checkpoints to keep; 0: all")
+    async_mode: str = _key(
+        "disabled",
+        "async: a thread writes a copy, in the host's memory, while training goes on",
+        choices=("disabled", "async"),
+    )
+    keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
+    keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
+    allow_changed: tuple[str, ...] = _key(
+        (), "what may differ from the run so far: model, tokenizer, data, seed, global_batch_size; or model.rope_theta"
+    )
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
 
 
@@ -276,6 +290,15 @@ def check(config: Config, world_size: int | None) -> list[str]:
         errors.append(
             f"[validation] freq = {config.validation.freq} needs [data] validation_path or validation_fraction"
         )
+    if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
+        errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
+    known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(model_spec.ModelSpec))]
+    for name in config.checkpoint.allow_changed:
+        if name not in known:
+            errors.append(
+                f"[checkpoint] allow_changed names {name!r}, which is none of {', '.join(FINGERPRINTS)}"
+                f"{did_you_mean(name, known)}"
+            )
     if config.checkpoint.fresh and not config.job.run_folder:
         errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
     if config.parallelism.zero_stage > 3:

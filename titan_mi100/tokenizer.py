@@ -19,6 +19,7 @@ import numpy as np
 import tiktoken
 
 from titan_mi100.errors import UserError
+from titan_mi100.plain_file import plain_path
 from titan_mi100.rank_file import is_rank_file, read_rank_file
 from titan_mi100.tokenizer_definition import GPT2_PATTERN, QWEN2_PATTERN, BpeDefinition, read_hf_folder
 
@@ -270,12 +271,15 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         Those that exist: what defines the tokenizer first, then `tokenizer_config.json` and `chat_template.jinja`.
 
     Raises:
-        UserError: there is no tokenizer.
+        UserError: there is no tokenizer, or a file of it is a link out of the folder.
     """
     file = _definition_file(Path(path))
     names = [file.name, *(["merges.txt"] if file.name == "vocab.json" else [])]
     files = [file.with_name(name) for name in (*names, "tokenizer_config.json", "chat_template.jinja")]
-    return [file for file in files if file.is_file()]
+    found = [file for file in files if file.is_file()]
+    for file in found:
+        plain_path(file)  # who hashes them must not be led elsewhere
+    return found
 
 
 def _definition_file(path: Path) -> Path:

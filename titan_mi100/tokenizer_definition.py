@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from titan_mi100.errors import UserError
+from titan_mi100.plain_file import read_plain, refuse_code
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -64,7 +65,7 @@ def read_hf_folder(folder: Path) -> BpeDefinition:
         UserError: a file is missing or malformed, or says something that tiktoken cannot reproduce exactly.
     """
     config_file, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    config = read_json(config_file)
+    config = read_config(config_file)
     if file.is_file():
         with laid_out(file):
             merged = _from_tokenizer_json(file, read_json(file))
@@ -102,7 +103,7 @@ def added_tokens(file: Path, config: dict[str, Any]) -> list[AddedToken]:
 def read_bytes(file: Path) -> bytes:
     """A file's content, or a `UserError`."""
     try:
-        return file.read_bytes()
+        return read_plain(file)
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file; copy the checkpoint's tokenizer files to that folder") from error
     except OSError as error:
@@ -113,11 +114,20 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file, or a `UserError`."""
     try:
         data = json.loads(_read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON ({error}); download it again") from error
     if not isinstance(data, dict):
         raise UserError(f"{file}: holds a {type(data).__name__} instead of an object; download it again")
     return data
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in a `tokenizer_config.json` that asks for no code of its own, or a `UserError`."""
+    config = read_json(file)
+    refuse_code(file, config)
+    return config
 
 
 @contextmanager
@@ -127,7 +137,7 @@ def laid_out(file: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not laid out as a tokenizer file ({error!r}); download it again") from error
 
 

@@ -3,9 +3,11 @@
 Reads from top to bottom: what is prepared, then the loop, then one step.
 """
 
-from titan_mi100.config import config_from_command_line, resolve_run_folder, to_toml
+from titan_mi100.config import config_from_command_line, to_toml
+from titan_mi100.preemption import Preemption
 
 if __name__ == "__main__":
+    preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
 
 import json
@@ -16,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,17 +29,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100 import distributed, hardware, model_spec
-from titan_mi100.checkpoint import Checkpointer, list_checkpoints
+from titan_mi100.checkpoint import Checkpointer, check_same_run, find_checkpoint
 from titan_mi100.data.dataset import PADDING_DOCUMENT
-from titan_mi100.data.loader import Microbatch, RowStream, build_loader, rows_per_epoch
+from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
 from titan_mi100.ddp import ReplicatedModel
-from titan_mi100.distributed import World, max_over_ranks, raise_together, same_on_all_ranks, sum_over_ranks
-from titan_mi100.errors import UserError
+from titan_mi100.distributed import (
+    World,
+    any_rank,
+    max_over_ranks,
+    measure_gradients,
+    raise_together,
+    same_on_all_ranks,
+    sum_over_ranks,
+)
+from titan_mi100.errors import SaveError, UserError
 from titan_mi100.evaluate import validation_loss
+from titan_mi100.faults import FILE, FaultWatch, NumericalError
 from titan_mi100.hf_io import HFWeights
-from titan_mi100.layout import IGNORE, Batch, Layout
-from titan_mi100.logging import log, log_to_file, setup_logging
+from titan_mi100.layout import IGNORE, Batch, Layout, accumulation_for
+from titan_mi100.logging import log, setup_logging
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
 from titan_mi100.model import attention
@@ -44,68 +56,92 @@ from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import ParallelModel, ShardedModel
 from titan_mi100.pipeline import PipelinedModel, layers_per_stage
-from titan_mi100.settings import Config
+from titan_mi100.run_folder import RunFolder, RunState, launcher_is_told, write_run_state
+from titan_mi100.sealed import list_checkpoints
+from titan_mi100.settings import Config, check
 
 
-class NumericalError(RuntimeError):
-    """Loss or gradient is not finite: going on would ruin the weights."""
+class Preempted(Exception):
+    """The run was told to stop, and has saved; the message says where."""
 
 
-def main(config: Config) -> None:
+def main(config: Config, preemption: Preemption) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
     rank = int(os.environ.get("RANK", "0"))
-    world, folder = World(rank, 1, torch.device("cpu")), None
+    folder: RunFolder | None = None
+    together = True  # all ranks come to the same end
     setup_logging(rank)
     try:
         world = distributed.init_distributed()
-        folder = Path(distributed.from_rank_zero(lambda: str(_make_run_folder(config))))
-        _write_run_state(world, folder, "running", 1, "killed, or still running")
-        if world.rank == 0:
-            log_to_file(folder / "train.log")
-        train(config, world, folder)
-    except (UserError, NumericalError) as error:
-        state, code = ("bad_input", 2) if isinstance(error, UserError) else ("numerical_abort", 4)
-        if world.rank == 0:
-            for line in str(error).splitlines():
-                log.error(line)
-        if folder is None and "TITAN_LAUNCH_ID" in os.environ:  # the launcher named it, and reads the code from it
-            folder = Path(config.job.run_folder)
-        if folder is not None:
-            _write_run_state(world, folder, state, code, str(error))
-        distributed.leave(code)
+        folder = RunFolder(config, world)
+        train(config, world, folder.path, preemption)
+        ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
+    except UserError as error:
+        ended = RunState("bad_input", 2, str(error), "mend what the message names, then start again")
+    except Preempted as error:
+        ended = RunState("preempted", 3, str(error), "start the same again, with this folder as job.run_folder")
+    except NumericalError as error:
+        ended = RunState("numerical_abort", 4, str(error), "lower optimizer.lr or mend the rows, then start again")
+    except SaveError as error:
+        ended = RunState("save_failed", 1, str(error), "mend what the message names, then start again: it resumes")
     except KeyboardInterrupt:
-        if folder is not None:
-            _write_run_state(
-                world, folder, "interrupted", 1, "interrupted; start again to go on from the last checkpoint"
-            )
-        distributed.leave(1)
+        ended, together = RunState("interrupted", 1, "interrupted", "start again: it resumes"), False
     except Exception as error:
         log.error(traceback.format_exc())
-        if folder is not None:
-            _write_run_state(world, folder, "crashed", 1, repr(error))
-        distributed.leave(1)
-    _write_run_state(world, folder, "done", 0, "")
-    distributed.leave(0)
+        ended, together = RunState("crashed", 1, repr(error), "look into train.log; start again: it resumes"), False
+    if together and (rank == 0 or ended.exit_code == 1):
+        for line in ended.message.splitlines():
+            (log.warning if ended.exit_code == 3 else log.error)(line)
+    if rank == 0:
+        write_run_state(folder.path if folder else None, ended)
+    # A launcher that reads the code from its file gets no page about failed workers from torchrun.
+    distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
 
 
-def train(config: Config, world: World, folder: Path) -> None:
+@dataclass
+class Progress:
+    """How far the run has come, as a checkpoint's trainer.json has it."""
+
+    step: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_step: int | None = None  # of the lowest validation loss
+    best_loss: float | None = None
+    validation_due: bool = False  # the step's validation was given up: a resume begins with it
+
+
+def train(config: Config, world: World, folder: Path, preemption: Preemption) -> None:
     """Everything between the checked config and the last checkpoint."""
     distributed.seed_everything(config.training.seed)
     with raise_together():
         spec = config.spec()
-    layout, batch = config.layout(world.size), config.batch(world.size)
     device_words, arch, compute_units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {device_words}")
+    data = _load_data(config, world, folder)
+    found = find_checkpoint(folder / "checkpoint", world)
+    if found is not None:
+        config = _keep_global_batch(config, world, found[1])
+    layout, batch = config.layout(world.size), config.batch(world.size)
     log.info(
         f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
         f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
         f"{batch.global_batch_size * config.training.seq_len:,} tokens"
     )
-
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
-
-    data = _load_data(config, world, folder)
+    about = {
+        "layout": {**asdict(layout), **asdict(batch)},
+        "data": data.facts["made_of"],
+        "fingerprints": {
+            "model": asdict(spec),
+            "tokenizer": data.facts["tokenizer"],
+            "data": data.facts["fingerprint"],
+            "seed": config.training.seed,
+            "global_batch_size": batch.global_batch_size,
+        },
+    }
+    if found is not None:
+        check_same_run(*found, about, config.checkpoint.allow_changed)
     steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
     steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
@@ -113,28 +149,29 @@ def train(config: Config, world: World, folder: Path) -> None:
 
     mesh = distributed.build_mesh(layout, world.device)
     dp_rank = distributed.data_parallel_rank(mesh)
-    newest = distributed.from_rank_zero(lambda: next(reversed(list_checkpoints(folder / "checkpoint")), None))
     counted = data.facts["sets"]["train"]
     supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
     model = build_model(config, spec, mesh, world, supervised_share)
-    load_weights(model, config, spec, newest)
+    load_weights(model, config, spec, found[0] if found else None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
-    loader = build_loader(RowStream(data.train, batch, dp_rank, config.training.seed))
-    checkpointer = Checkpointer(folder / "checkpoint", config.checkpoint.keep_latest_k, model, optimizer, world)
-    identity = {
-        "model": spec.__dict__,
-        "tokenizer": data.facts["tokenizer"],
-        "data": data.facts["fingerprint"],
-        "seed": config.training.seed,
-        "global_batch_size": batch.global_batch_size,
-    }
-    last_step = 0
-    if newest is not None:
-        state = checkpointer.load(newest, identity)
-        last_step = state["step"]
-        loader.load_state_dict(state["loader"])
-        if last_step >= steps:
-            log.info(f"step {last_step} of {steps} was reached before; raise training.steps or epochs to train on")
+    stream = RowStream(data.train, batch, dp_rank, config.training.seed)
+    checkpointer = Checkpointer(
+        folder / "checkpoint",
+        config.checkpoint.keep_latest_k,
+        model,
+        optimizer,
+        world,
+        in_background=config.checkpoint.async_mode == "async",
+    )
+    progress = Progress()
+    if found is not None:
+        state = checkpointer.load(found[0])
+        progress = Progress(**state["progress"])
+        before = found[1]["fingerprints"]["global_batch_size"]
+        rows = renumber(state["loader"]["rows_consumed"], len(data.train), before, batch.global_batch_size)
+        stream.load_state_dict({"rows_consumed": rows})
+        if progress.step >= steps:
+            log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
     gpu = hardware.find_gpu(arch, compute_units)
     tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
@@ -147,26 +184,92 @@ def train(config: Config, world: World, folder: Path) -> None:
     reporter = None
     if world.rank == 0:
         ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
-        _write_explanation(folder, config, last_step, ran)
-        reporter = Reporter(folder, config.metrics, last_step + 1, steps, steps_per_epoch, spec, peak, dtype)
-    trainer = Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(loader))
-    for step in range(last_step + 1, steps + 1):
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, steps)
+        _write_explanation(folder, config, progress.step, ran)
+        reporter = Reporter(folder, config.metrics, progress.step + 1, steps, steps_per_epoch, spec, peak, dtype)
+
+    def told_to_stop() -> bool:
+        return any_rank(preemption.reason, world.device)
+
+    def validate() -> bool:
+        """Whether this was the lowest loss so far; sets `validation_due` if it was given up to stop."""
+        assert data.validation is not None
+        loss = validation_loss(model, data.validation, batch, layout, dp_rank, told_to_stop)
+        progress.validation_due = loss is None
+        if loss is None:
+            return False
+        if reporter is not None:
+            reporter.validation(progress.step, loss)
+        is_best = progress.best_loss is None or loss < progress.best_loss
+        if is_best:
+            progress.best_step, progress.best_loss = progress.step, loss
+        return is_best
+
+    trainer = Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
+    faults = FaultWatch(stream, data, folder, world)
+    saved = progress.step
+    stopping = told_to_stop()
+    if progress.validation_due and data.validation is not None and not stopping:
+        validate()
+    while progress.step < steps and not stopping:
+        progress.step += 1
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, progress.step, steps)
         set_lr(optimizer, lr)
         result = trainer.step()
         if reporter is not None:
-            reporter.step(step, lr, result)
-        if data.validation is not None and _due(step, steps, config.validation.freq):
-            loss = validation_loss(model, data.validation, batch, layout, dp_rank)
-            if reporter is not None:
-                reporter.validation(step, loss)
-        if _due(step, steps, config.checkpoint.interval):
-            state = {"step": step, "loader": loader.state_dict(), "identity": identity}
-            log.info(f"checkpoint {checkpointer.save(step, state)}")
-
+            reporter.step(progress.step, lr, result)
+        faults.record(progress.step, result)
+        progress.skipped_steps += result.skipped
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+        if progress.skipped_in_a_row >= config.training.max_nonfinite_steps:
+            checkpointer.wait()
+            raise faults.error(progress.step, progress.skipped_in_a_row)
+        is_best = False
+        if data.validation is not None and _due(progress.step, steps, config.validation.freq):
+            is_best = validate() and config.checkpoint.keep_best
+        notes = [bool(preemption.reason), checkpointer.has_failed()]  # ranks learn of them at different times
+        stopping, failed = (count > 0 for count in sum_over_ranks(notes, world.device))
+        if failed:
+            checkpointer.wait()
+        if stopping or is_best or _due(progress.step, steps, config.checkpoint.interval):
+            state = {"step": progress.step, "loader": stream.state_dict(), "progress": asdict(progress)}
+            best = progress.best_step if config.checkpoint.keep_best else None
+            checkpointer.save(progress.step, state, about, best)
+            saved = progress.step
+    checkpointer.wait()
     if reporter is not None:
         reporter.close()
-        _say_where(folder, config)
+    if stopping and (progress.step < steps or progress.validation_due):
+        why = preemption.reason or "another process was told to stop"
+        where = f"step-{saved} holds all that was trained" if saved else "nothing was trained yet"
+        raise Preempted(f"{why}: stopped after step {progress.step} of {steps}; {where}")
+    if world.rank == 0:
+        _say_where(folder, config, progress)
+
+
+def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
+    """The config with the accumulation that keeps the run's rows per step, where the layout has changed.
+
+    Raises:
+        UserError: there is none.
+    """
+    rows = manifest["fingerprints"]["global_batch_size"]
+    batch = config.batch(world.size)
+    if batch.global_batch_size == rows or "global_batch_size" in config.checkpoint.allow_changed:
+        return config
+    before = Batch(**{field.name: manifest["layout"][field.name] for field in fields(Batch)})
+    try:
+        accumulation = accumulation_for(rows, batch, before)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    training = replace(config.training, gradient_accumulation_steps=accumulation, target_tokens_per_step=0)
+    config = replace(config, training=training)
+    log.warning(
+        f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
+        f"run's {rows} rows per step"
+    )
+    if problems := check(config, world.size):
+        raise UserError("\n".join(problems))
+    return config
 
 
 def _due(step: int, steps: int, every: int) -> bool:
@@ -234,10 +337,8 @@ class Trainer:
         self._max_norm, self._microbatches = max_norm, microbatches
 
     def step(self) -> StepResult:
-        """Forward and backward of the step's microbatches, then the update.
-
-        Raises:
-            NumericalError: loss or gradient norm is not finite; the weights are as before.
+        """Forward and backward of the step's microbatches, then the update: skipped on all ranks, leaving weights and
+        optimizer as they are, if a loss or a gradient is not finite on any.
         """
         started = time.perf_counter()
         device, tp, pp = self._model.device, self._layout.tp, self._layout.pp
@@ -248,24 +349,28 @@ class Trainer:
         # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
         counts = sum_over_ranks(_counts(microbatches), device)
         tokens, supervised, pairs = (round(count / (tp * pp)) for count in counts)  # these ranks read the same rows
-        loss_sum = self._model.forward_backward(microbatches, supervised).item()
+        losses = self._model.forward_backward(microbatches, supervised).tolist()
         parameters = [parameter for _, parameter in self._model.named_parameters()]
-        grad_norm = distributed.clip_gradients(parameters, self._max_norm, self._model.copies())
-        mean_loss = sum_over_ranks([loss_sum / tp], device)[0] / max(supervised, 1)
-        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
-            raise NumericalError(
-                f"loss {mean_loss}, gradient norm {grad_norm}: not finite. The weights were not updated. "
-                "Lower optimizer.lr or look at the data, and start again: it resumes from the newest checkpoint. If it "
-                "stops at once, that one is ruined already: remove it"
-            )
-        self._optimizer.step()
+        gradients = measure_gradients(parameters, self._model.copies())
+        # One sum for the norm, the loss and the flag: the ranks cannot come to different ends.
+        mine = [gradients.squares, sum(losses) / tp, float(not gradients.finite)]
+        squares, loss_sum, not_finite = sum_over_ranks(mine, device)
+        grad_norm, mean_loss = math.sqrt(squares), loss_sum / max(supervised, 1)
+        skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
+        if not skipped:
+            if 0 < self._max_norm < grad_norm:
+                gradients.scale(self._max_norm / grad_norm)
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         peak_memory = max_over_ranks(peak_memory_gib(device), device)
         seconds = time.perf_counter() - started
         sent = self._model.gradient_bytes
-        return StepResult(mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited, peak_memory, sent)
+        odd = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        return StepResult(
+            mean_loss, grad_norm, tokens, supervised, pairs, seconds, waited, peak_memory, sent, skipped, odd
+        )
 
 
 def _counts(microbatches: list[Microbatch]) -> list[float]:
@@ -277,33 +382,6 @@ def _counts(microbatches: list[Microbatch]) -> list[float]:
         supervised += int((microbatch["labels"] != IGNORE).sum())
         pairs += int((microbatch["positions"] + 1)[real].sum())
     return [tokens, supervised, pairs]
-
-
-def _make_run_folder(config: Config) -> Path:
-    folder = resolve_run_folder(config)
-    try:
-        (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); set job.run_folder or job.dump_folder") from None
-    return folder
-
-
-def _write_run_state(world: World, folder: Path, state: str, exit_code: int, message: str) -> None:
-    """How the run stands, for the launcher: torchrun turns every worker's exit code into 1."""
-    if world.rank == 0:
-        record = {
-            "state": state,
-            "exit_code": exit_code,
-            "message": message,
-            "launch_id": os.environ.get("TITAN_LAUNCH_ID", ""),
-        }
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            aside = folder / "run_state.tmp"
-            aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            aside.replace(folder / "run_state.json")
-        except OSError as error:
-            log.error(f"{folder}: cannot be written to: {error.strerror}")
 
 
 def _load_data(config: Config, world: World, folder: Path) -> Prepared:
@@ -337,7 +415,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     record = {
         **ran,
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "torchdata", "tiktoken", "safetensors", "numpy")},
+        **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
         "command": sys.argv,
@@ -359,9 +437,11 @@ def _attention_kernel(config: Config, spec: model_spec.ModelSpec, rows: Any, dev
     return attention.kernel_name(backend, q, k, v, documents)
 
 
-def _say_where(folder: Path, config: Config) -> None:
+def _say_where(folder: Path, config: Config, progress: Progress) -> None:
     """The closing summary."""
     checkpoints = list_checkpoints(folder / "checkpoint")
+    if progress.skipped_steps:
+        log.warning(f"{progress.skipped_steps} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
     log.info(f"done. Everything is in {folder}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.metrics.enable_tensorboard:
@@ -371,4 +451,4 @@ def _say_where(folder: Path, config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(config)
+    main(config, preemption)

@@ -83,7 +83,7 @@ def run(
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     folder.mkdir(exist_ok=True)
     checkpointer = Checkpointer(folder, 0, model, optimizer, world)
-    done = 0 if resume is None else checkpointer.load(resume, {})["step"]
+    done = 0 if resume is None else checkpointer.load(resume)["step"]
     batch = config.batch(world.size)
     stream = RowStream(packed(documents(), 32, 0), batch, distributed.data_parallel_rank(mesh), 0)
     rows = itertools.islice(iter(stream), done * batch.gradient_accumulation_steps, None)
@@ -95,7 +95,7 @@ def run(
         record["losses"][step], record["bytes"][step] = result.loss, result.gradient_bytes
         record["reduced"][step] = reduced.bytes
         if step in save_at:
-            checkpointer.save(step, {"step": step})
+            checkpointer.save(step, {"step": step}, about={})
         if step in keep_at:
             weights = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
             memory = {name: tensor.clone() for name, tensor in model.communication_state().items()}

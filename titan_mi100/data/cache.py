@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan_mi100.durable import replace, sha256_of, sync
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 
@@ -41,18 +42,16 @@ def content_hash(path: Path, cache: Path) -> Stamp:
                 return remembered["sha256"], now
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not hashed yet, or a record that a kill cut short: hash it
-        started, digest = time.time_ns(), hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        started = time.time_ns()
+        digest = sha256_of(path)
         if _stamp(path) != now:
             raise UserError(f"{path}: changes while it is read; start again when it is complete")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    record = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest.hexdigest()}
+    record = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
     known.parent.mkdir(exist_ok=True)
-    write_text(known, json.dumps(record))
-    return digest.hexdigest(), now
+    replace(known, json.dumps(record))
+    return digest, now
 
 
 def _stamp(path: Path) -> list[int]:
@@ -123,7 +122,7 @@ def _aside(folder: Path, exclusive: bool, is_whole: Callable[[Path], bool]) -> I
     try:
         yield aside
         for path in (*aside.iterdir(), aside):
-            _sync(path)
+            sync(path)
         try:
             if not is_whole(folder):  # without locks another builder may have been faster
                 if folder.is_dir():
@@ -132,25 +131,7 @@ def _aside(folder: Path, exclusive: bool, is_whole: Callable[[Path], bool]) -> I
         except OSError:
             if not is_whole(folder):
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some network file systems sync no folders
-            raise
-    finally:
-        os.close(descriptor)

@@ -4,15 +4,11 @@ A row number counts rows from the start of training over all ranks: the whole st
 """
 
 import functools
-import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.layout import Batch
@@ -23,6 +19,14 @@ Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: ea
 def rows_per_epoch(rows: int, global_batch_size: int) -> int:
     """Rows of an epoch with the padding rows that fill its last step."""
     return -(-rows // global_batch_size) * global_batch_size
+
+
+def renumber(number: int, rows: int, before: int, now: int) -> int:
+    """The row number of the same place in the same epoch where the global batch size changes, and with it the padding
+    at an epoch's end.
+    """
+    epoch, place = divmod(number, rows_per_epoch(rows, before))
+    return epoch * rows_per_epoch(rows, now) + min(place, rows)
 
 
 def row_at(number: int, rows: int, global_batch_size: int, seed: int) -> int:
@@ -36,7 +40,7 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)
 
 
-class RowStream(IterableDataset):
+class RowStream:
     """The microbatches of one data-parallel rank, without end. Its state is the number of rows consumed by all."""
 
     def __init__(self, dataset: PackedDataset, batch: Batch, dp_rank: int, seed: int) -> None:
@@ -50,6 +54,12 @@ class RowStream(IterableDataset):
             numbers = range(first, first + local)
             self.rows_consumed += local * ranks
             yield collate(self.dataset, [self._row(number) for number in numbers])
+
+    def rows_of_last_step(self, microbatches: Iterable[int]) -> list[int]:
+        """The dataset's rows, -1 for padding, of these of this rank's microbatches of the step that was read last."""
+        local, ranks = self.batch.local_batch_size, self.batch.dp_degree
+        first = self.rows_consumed - self.batch.global_batch_size + self.dp_rank * local
+        return [self._row(first + m * local * ranks + place) for m in microbatches for place in range(local)]
 
     def _row(self, number: int) -> int:
         return row_at(number, len(self.dataset), self.batch.global_batch_size, self.seed)
@@ -66,13 +76,6 @@ def collate(dataset: PackedDataset, indices: list[int]) -> Microbatch:
     rows = [dataset.row(index) for index in indices]
     names = ("input_ids", "labels", "positions", "document_ids")
     return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
-
-
-def build_loader(stream: RowStream) -> StatefulDataLoader[Any]:
-    """The stream behind torchdata's loader, whose state_dict holds the stream's. Rows are made in this process."""
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's own call, for nobody here
-    generator = torch.Generator()  # its own: the loader draws a seed when it starts, and a resume starts it once more
-    return StatefulDataLoader(stream, batch_size=None, num_workers=0, generator=generator)
 
 
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:

@@ -20,14 +20,15 @@ from tqdm import tqdm
 
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.config import config_from_command_line, resolve_run_folder
-from titan_mi100.data.cache import Stamp, content_hash, ready_folder, write_text
+from titan_mi100.data.cache import Stamp, content_hash, ready_folder
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.files import expand, file_size
-from titan_mi100.data.ledger import Ledger
+from titan_mi100.data.ledger import Ledger, label
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.rows import Format, choose_format
 from titan_mi100.data.sft import DUPLICATE, Encoder
 from titan_mi100.data.tokenise import Source, tokenise
+from titan_mi100.durable import FolderLock, replace
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.settings import Config, DataConfig
@@ -56,6 +57,12 @@ class Prepared:
 
     def ledger(self) -> Path:
         return self.folder / "ledger.csv"
+
+    def where(self, document: int) -> str:
+        """The file:line that a document is from."""
+        rows, document_rows = _load(self.folder / "rows.npy"), _load(self.folder / "document_rows.npy")
+        file, line, element = rows[document_rows[document]].tolist()
+        return f"{self.facts['files'][file]}:{label(line, element)}"
 
 
 class RefusedData(UserError):
@@ -96,6 +103,13 @@ class _Request:
             "seq_len": self.seq_len,
         }
         return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32], stamps
+
+    def made_of(self, stamps: list[Stamp]) -> dict[str, Any]:
+        """What the training rows follow from, by name, for whoever asks why they are others now."""
+        names = [*self.files(), *map(str, tokenizer_files(self.tokenizer_path))]
+        names += [self.chat_template] if self.chat_template else []
+        hashes = {f"file {name}": sha256 for name, (sha256, _) in zip(names, stamps, strict=True)}
+        return {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len, **hashes}
 
 
 def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
@@ -155,7 +169,7 @@ def prepare_data(
     cache = _cache_folder(config)
 
     def make(aside: Path) -> None:
-        _fill(aside, request)
+        _fill(aside, request, request.made_of(before[1]))
         if request.depends_on(cache) != before:
             raise UserError("a data or tokenizer file changed while it was read; start again")
 
@@ -213,7 +227,7 @@ def _load(path: Path) -> np.ndarray:
 # --- making it ---
 
 
-def _fill(folder: Path, request: _Request) -> None:
+def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
     """Make all files of a prepared folder."""
     started = time.perf_counter()
     config, seq_len = request.config, request.seq_len
@@ -245,7 +259,13 @@ def _fill(folder: Path, request: _Request) -> None:
     mixture = _mix(ledger, np.bincount(document_rows, np.diff(starts), len(ledger.documents)), request)
 
     facts: dict[str, Any] = {"seq_len": seq_len, "pad_id": tokenizer.pad_token_id, "n_vocab": tokenizer.n_vocab}
-    facts |= {"tokenizer": tokenizer.fingerprint, "sets": {}, "files": request.files(), "summary": []}
+    facts |= {
+        "tokenizer": tokenizer.fingerprint,
+        "sets": {},
+        "files": request.files(),
+        "summary": [],
+        "made_of": made_of,
+    }
     facts["refused"] = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
     if not facts["refused"]:
         digest.update(f"{seq_len} {tokenizer.pad_token_id}".encode())
@@ -271,7 +291,7 @@ def _fill(folder: Path, request: _Request) -> None:
     ledger.write(folder / "ledger.csv")
     facts["seconds"] = round(time.perf_counter() - started, 3)
     facts["sizes"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    write_text(folder / "meta.json", json.dumps(facts, indent=1))
+    replace(folder / "meta.json", json.dumps(facts, indent=1))
 
 
 @dataclass(frozen=True)
@@ -404,8 +424,11 @@ class _Progress:
 def main() -> int:
     config = config_from_command_line(for_this_job=False)
     setup_logging(0)
+    folder = resolve_run_folder(config)
     try:
-        prepare_run(config, resolve_run_folder(config))
+        lock = FolderLock(folder) if folder.is_dir() else None  # another run's ledger is not to be overwritten
+        prepare_run(config, folder)
+        del lock
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

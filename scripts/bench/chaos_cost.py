@@ -1,0 +1,131 @@
+"""Row 12: how long a save holds training up, and what hashing and the finite flag cost, on two processes."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchrun_job
+from chaos import Case, Outcome
+
+from titan_mi100 import distributed, durable, train
+from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.distributed import measure_gradients, sum_over_ranks
+from titan_mi100.layout import IGNORE, Batch
+from titan_mi100.model_spec import ModelSpec, parameter_count
+from titan_mi100.optimizer import build_optimizer
+from titan_mi100.settings import Config, TrainingConfig
+
+SMALL = ModelSpec(8192, 256, 768, 4, 8, 4, 32, True, rope_theta=10_000.0)
+LARGE = ModelSpec(32_768, 1024, 3072, 8, 16, 8, 64, True, rope_theta=10_000.0)
+SEQ_LEN = 128
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    yield Case("saves and the flag", partial(_measure, quick))
+
+
+def _measure(quick: bool, folder: Path, _: tuple[str, ...]) -> Outcome:
+    code, errors = torchrun_job.run(Path(__file__), [str(folder), "1" if quick else "3", "small" * quick], 2, 900)
+    if code:
+        return Outcome(0, [errors[-1000:]])
+    return Outcome(1, [], json.loads((folder / "figures.json").read_text()))
+
+
+def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
+    world = distributed.init_distributed()
+    config = Config(training=TrainingConfig(seq_len=SEQ_LEN, mixed_precision_param="float32"))
+    layout, batch = config.layout(world.size), Batch(1, 1, world.size)
+    mesh = distributed.build_mesh(layout, world.device)
+    model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
+    train.load_weights(model, config, spec, checkpoint=None)
+    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    ids = torch.arange(SEQ_LEN)[None]
+    row = {"input_ids": ids, "labels": ids + 1, "positions": ids, "document_ids": torch.zeros_like(ids)}
+    row["labels"][0, -1] = IGNORE
+    trainer = train.Trainer(layout, batch, 1.0, model, optimizer, iter(lambda: row, None))
+    for _ in range(2):
+        trainer.step()
+
+    def seconds(work: Callable[[], Any]) -> float:
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    size, number = 0, 0
+    for _ in range(repeats):  # side by side: the machine's speed drifts
+        for in_background, hashed in ((False, True), (False, False), (True, True)):
+            number += 1
+            real, durable.hashlib.sha256 = durable.hashlib.sha256, durable.hashlib.sha256 if hashed else _NoHash
+            checkpointer = Checkpointer(folder / "checkpoint", 1, model, optimizer, world, in_background)
+            name = f"{'async' if in_background else 'sync'}{'' if hashed else ' without hashing'}"
+            stall = seconds(lambda c=checkpointer, n=number: c.save(n, {"step": n}, about={}))
+            note(f"{name}, stall s", stall)
+            if in_background:
+                started = time.perf_counter()
+                while checkpointer._thread is not None and checkpointer._thread.is_alive():
+                    note("step beside an async save s", seconds(trainer.step))
+                checkpointer.wait()
+                note("async, whole s", stall + time.perf_counter() - started)
+            durable.hashlib.sha256 = real
+            newest = folder / "checkpoint" / f"step-{number}"
+            torch.distributed.barrier()
+            size = sum(file.stat().st_size for file in newest.iterdir())
+            note("step alone s", seconds(trainer.step))
+    for microbatch in [row]:
+        model.forward_backward([microbatch], SEQ_LEN)
+    parameters = [parameter for _, parameter in model.named_parameters()]
+    for _ in range(20):
+        note("norm and flag ms", 1000 * seconds(lambda: _flag(parameters, world.device)))
+        note("norm alone ms", 1000 * seconds(lambda: _norm(parameters, world.device)))
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    figures = {
+        **{name: round(value, 4) for name, value in medians.items()},
+        "flag ms a step": round(medians["norm and flag ms"] - medians["norm alone ms"], 3),
+        "parameters": parameter_count(spec),
+        "checkpoint MB": round(size / 1e6),
+        "sync MB/s": round(size / 1e6 / medians["sync, stall s"]),
+        "sync without hashing MB/s": round(size / 1e6 / medians["sync without hashing, stall s"]),
+        "async stall / sync stall": round(medians["async, stall s"] / medians["sync, stall s"], 4),
+    }
+    if world.rank == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+    distributed.leave(0)
+
+
+class _NoHash:
+    """Stands in for SHA-256."""
+
+    def __init__(self, _: bytes = b"") -> None: ...
+
+    def update(self, _: Any) -> None: ...
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+def _flag(parameters: list[torch.nn.Parameter], device: torch.device) -> list[float]:
+    gradients = measure_gradients(parameters)
+    return sum_over_ranks([gradients.squares, 0.0, float(not gradients.finite)], device)
+
+
+def _norm(parameters: list[torch.nn.Parameter], device: torch.device) -> list[float]:
+    """What clipping alone needs."""
+    local = [distributed._local_gradient(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
+    squares = torch.stack(torch._foreach_norm(local)).double().square().sum().item()
+    return sum_over_ranks([squares], device)
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]), int(sys.argv[2]), SMALL if sys.argv[3] else LARGE)

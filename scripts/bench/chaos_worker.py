@@ -1,0 +1,202 @@
+"""The trainer with something going wrong in it: run by chaos.py in place of `-m titan_mi100.train`, same arguments.
+
+The environment's CHAOS is JSON: {"events": FILE, "actions": [...], "without": [...], "lock_patience": SECONDS}. Every
+rank appends what it comes to to the file, a line `rank event number` each: for the how many-th time, or its process id
+(import), row (row), step (sealed, remove, changed, unchanged). An action is {"at": EVENT, "number": N, "rank": R,
+"do": WHAT, "to": WHOM, "delay": SECONDS}: done by rank R when it comes to the event for the N-th time. WHAT is a
+signal's name, to rank WHOM, to the "launcher", or to the "script" that started that; or, in a step, what is not finite
+on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation".
+"""
+# ruff: noqa: E402  # a signal while torch is imported is an event as well
+
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from titan_mi100.config import config_from_command_line
+from titan_mi100.preemption import Preemption
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Chaos:
+    """Notes events, and does what was asked for at them."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._path = Path(plan["events"])
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._actions = [action for action in plan.get("actions", []) if action.get("rank", 0) == RANK]
+        self._seen: Counter[str] = Counter()
+        self.watches_changes = any(action["do"].startswith("nan") for action in plan.get("actions", []))
+
+    def event(self, name: str, number: int | None = None) -> list[str]:
+        """An event happens; returns what is to be done by the caller."""
+        self._seen[name] += 1
+        self._note(name, self._seen[name] if number is None else number)
+        now = (name, self._seen[name])
+        asked = [action for action in self._actions if (action["at"], action.get("number", 1)) == now]
+        for action in asked:
+            if action["do"].startswith("nan"):
+                continue
+            if delay := action.get("delay", 0.0):
+                threading.Timer(delay, self._signal, [action]).start()
+            else:
+                self._signal(action)
+        return [action["do"] for action in asked]
+
+    def _note(self, name: str, number: int) -> None:
+        os.write(self._file, f"{RANK} {name} {number}\n".encode())  # whole: one call, to the end of the file
+
+    def _signal(self, action: dict[str, Any]) -> None:
+        whom = action.get("to", RANK)
+        if whom == "launcher":
+            process = os.getppid()
+        elif whom == "script":
+            process = int(os.environ["TITAN_LAUNCHER_PID"])
+        else:
+            process = int(re.findall(rf"^{whom} import (\d+)$", self._path.read_text(), re.MULTILINE)[-1])
+        self._note("does", process)
+        os.kill(process, signal.Signals[f"SIG{action['do']}"])
+
+
+class NotedPreemption(Preemption):
+    """Being told to stop is an event as well."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        self._chaos = chaos
+        super().__init__()
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        super()._told(number, frame)
+        self._chaos.event("told")
+
+
+if __name__ == "__main__":
+    plan = json.loads(os.environ["CHAOS"])
+    chaos = Chaos(plan)
+    preemption = NotedPreemption(chaos)
+    config = config_from_command_line()
+    chaos.event("import", os.getpid())
+
+import torch
+
+from titan_mi100 import checkpoint, run_folder, sealed, train
+from titan_mi100.data.loader import RowStream
+from titan_mi100.distributed import Gradients
+from titan_mi100.metrics import StepResult
+from titan_mi100.model.qwen3 import Block
+from titan_mi100.optimizer import named_state
+
+
+def around(
+    owner: Any, name: str, before: Callable[..., Any], after: Callable[..., Any] = lambda *_, **__: None
+) -> None:
+    whole = getattr(owner, name)
+
+    @functools.wraps(whole)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        before(*arguments, **options)
+        found = whole(*arguments, **options)
+        after(*arguments, **options)
+        return found
+
+    setattr(owner, name, wrapped)
+
+
+def observe(chaos: Chaos) -> None:
+    """Steps, saves, loads, validations and the rows that are read become events."""
+
+    def events(before: str, after: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return lambda *_, **__: chaos.event(before), lambda *_, **__: chaos.event(after)
+
+    around(train, "build_model", *events("build", "built"))
+    around(train, "validation_loss", *events("validate", "validated"))
+    around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
+    around(checkpoint.Checkpointer, "save", *events("save", "saved"))
+    around(checkpoint.Checkpointer, "_write_files", *events("write", "written"))
+    around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
+    around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
+    around(RowStream, "_row", lambda _, number: chaos.event("row", number))
+    whole_step, steps = train.Trainer.step, Counter[str]()
+
+    def step(trainer: train.Trainer) -> StepResult:
+        asked = chaos.event("step")
+        before = digest(trainer) if chaos.watches_changes else ""
+        with faults(trainer._model, asked):
+            result = whole_step(trainer)
+        steps["taken"] += 1
+        if before:
+            chaos.event("unchanged" if digest(trainer) == before else "changed", steps["taken"])
+        chaos.event("stepped")
+        return result
+
+    train.Trainer.step = step  # type: ignore[method-assign]
+
+
+def digest(trainer: train.Trainer) -> str:
+    """Of this rank's part of the parameters and of the optimizer's state."""
+    found = hashlib.sha256()
+    tensors = [*trainer._model.named_parameters()]
+    for _, tensor in [*tensors, *named_state(tensors, trainer._optimizer)]:
+        local = getattr(tensor, "_local_tensor", tensor).detach()
+        found.update(local.contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+@contextmanager
+def faults(model: Any, asked: list[str]) -> Iterator[None]:
+    """A step in which something is not finite on this rank."""
+    hooks, whole = [], model.forward_backward
+    if "nan activation" in asked:
+        block = next(module for module in model.parts[-1].modules() if isinstance(module, Block))
+        hooks.append(block.register_forward_hook(lambda _, __, output: output * float("nan")))
+
+    def forward_backward(*arguments: Any) -> torch.Tensor:
+        losses = whole(*arguments)
+        if "nan loss" in asked:
+            losses = losses.clone()
+            losses[0] = float("nan")
+        if "nan gradient" in asked:
+            gradients = [getattr(p.grad, "_local_tensor", p.grad) for _, p in model.named_parameters()]
+            max(gradients, key=torch.Tensor.numel).view(-1)[-1] = float("nan")
+        return losses
+
+    model.forward_backward = forward_backward
+    yield
+    del model.forward_backward
+    for hook in hooks:
+        hook.remove()
+
+
+def switch_off(protections: list[str]) -> None:
+    """Leave out what protects; the row that tests it must then fail."""
+    if "hash check" in protections:
+        sealed.check_file = lambda *_: None
+        sealed._hash_line = lambda _: ""
+    if "finite flag" in protections:
+        real = train.measure_gradients
+        train.measure_gradients = lambda *a: Gradients(real(*a).local, 1.0, True)
+        train.math.isfinite = lambda _: True  # type: ignore[assignment]
+    if "lock" in protections:
+        run_folder.FolderLock = lambda *_, **__: None  # type: ignore[assignment,misc]
+
+
+if __name__ == "__main__":
+    if "lock_patience" in plan:
+        run_folder.FolderLock = functools.partial(run_folder.FolderLock, patience=plan["lock_patience"])
+    switch_off(plan.get("without", []))
+    observe(chaos)
+    chaos.event("start")
+    sys.argv[0] = train.__file__
+    train.main(config, preemption)

@@ -1,0 +1,239 @@
+"""What a Checkpointer saves is what it restores, in the background too; what does not fit is refused by name."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from titan_mi100 import checkpoint, distributed, sealed, train
+from titan_mi100.checkpoint import Checkpointer, check_same_run, find_checkpoint
+from titan_mi100.distributed import World
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.optimizer import build_optimizer
+from titan_mi100.settings import Config, TrainingConfig
+
+SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
+
+
+class Job:
+    """A small model with an optimizer that has some state."""
+
+    def __init__(self, world: World, folder: Path, spec: ModelSpec = SPEC, seed: int = 0, **options: Any) -> None:
+        config = Config(training=TrainingConfig(seq_len=8, seed=seed))
+        mesh = distributed.build_mesh(config.layout(1), world.device)
+        self.model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
+        train.load_weights(self.model, config, spec, checkpoint=None)
+        self.optimizer = build_optimizer((p for _, p in self.model.named_parameters()), config.optimizer, world.device)
+        self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, **options)
+        self.step()
+
+    def step(self) -> None:
+        for number, (_, parameter) in enumerate(self.model.named_parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+            for name, tensor in self.checkpointer._tensors()
+        }
+
+    def save(self, step: int, **options: Any) -> None:
+        self.checkpointer.save(step, {"step": step, "more": [1, None]}, about={"layout": {}}, **options)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_was_saved_is_restored_whatever_happened_since(world: World, tmp_path: Path, in_background: bool) -> None:
+    job = Job(world, tmp_path, in_background=in_background)
+    saved = job.tensors()
+    job.save(3)
+    job.step()  # in the background, the save may still be under way
+    draws = [random.random(), np.random.rand(), torch.rand(2).tolist()]
+    job.checkpointer.wait()
+    other = Job(world, tmp_path, seed=1)
+    assert not same(other.tensors(), saved)
+    found = find_checkpoint(tmp_path, world)
+    assert found is not None and found[0].name == "step-3" and found[1]["layout"] == {}
+    assert other.checkpointer.load(found[0]) == {"step": 3, "more": [1, None]}
+    assert same(other.tensors(), saved)
+    assert [random.random(), np.random.rand(), torch.rand(2).tolist()] == draws
+
+
+def test_one_save_is_in_flight_and_the_copy_is_of_its_step(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, turns, real = Job(world, tmp_path, in_background=True), threading.Semaphore(0), sealed.seal
+
+    def slow(*arguments: Any) -> Path:
+        assert turns.acquire(timeout=30)
+        return real(*arguments)
+
+    monkeypatch.setattr(sealed, "seal", slow)
+    expected = [job.tensors()]
+    job.save(1)
+    assert not sealed.list_checkpoints(tmp_path)
+    job.step()
+    expected.append(job.tensors())
+    threading.Timer(0.3, turns.release).start()
+    job.save(2)  # which waits for the first one
+    assert [path.name for path in sealed.list_checkpoints(tmp_path)] == ["step-1"]
+    job.step()
+    turns.release()
+    job.checkpointer.wait()
+    for step in (1, 2):
+        job.checkpointer.load(tmp_path / f"step-{step}")
+        assert same(job.tensors(), expected[step - 1])
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_said_and_leaves_what_was_there(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    job = Job(world, tmp_path, in_background=in_background)
+    job.save(1)
+    job.checkpointer.wait()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    def save() -> None:
+        job.save(2)
+        job.checkpointer.wait()
+
+    with pytest.raises(SaveError, match=r"step 2 could not be written: the disk is full"):
+        save()
+    assert job.checkpointer.has_failed() == in_background
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    sealed.verify(tmp_path / "step-1")
+
+
+def test_a_disk_that_will_not_do_is_told_before_anything_is_written(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(world, tmp_path)
+    size = sum(tensor.nbytes for tensor in job.tensors().values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    with pytest.raises(SaveError, match=r"the disk is full: it needs 0\.00 GiB"):
+        job.save(1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+    job.save(1)
+
+
+def stock_save(folder: Path, job: Job, change: dict[str, torch.Tensor | None]) -> Path:
+    """A checkpoint whose tensors are not quite the job's, sealed as one should be."""
+    tensors = {**job.tensors(), **change}
+    aside = sealed.begin(folder, 1)
+    dcp.save({n: t for n, t in tensors.items() if t is not None}, storage_writer=dcp.FileSystemWriter(aside))
+    (aside / "trainer.json").write_text(json.dumps({"step": 1}))
+    written = {path.name: (path.stat().st_size, checkpoint.sealed.sha256_of(path)) for path in aside.iterdir()}
+    return sealed.seal(aside, written, {"step": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.norm.weight": None}, "1 missing, the first model.norm.weight"),
+        ({"model.extra.weight": torch.zeros(2)}, "1 unexpected, the first model.extra.weight"),
+        ({"model.norm.weight": torch.zeros(4)}, r"1 mis-shaped, the first model.norm.weight \(checkpoint: \(4,\)"),
+        ({"model.norm.weight": torch.zeros(16).bfloat16()}, "1 mis-typed, the first model.norm.weight"),
+    ],
+)
+def test_tensors_that_are_not_the_runs_are_named(
+    world: World, tmp_path: Path, change: dict[str, torch.Tensor | None], words: str
+) -> None:
+    job = Job(world, tmp_path)
+    path = stock_save(tmp_path, job, change)
+    before = job.tensors()
+    with pytest.raises(UserError, match=words):
+        job.checkpointer.load(path)
+    assert same(job.tensors(), before)
+
+
+def test_entries_that_are_no_tensors_are_refused(world: World, tmp_path: Path) -> None:
+    job = Job(world, tmp_path)
+    path = stock_save(tmp_path, job, {"more": {1, 2}})  # type: ignore[dict-item]
+    with pytest.raises(UserError, match="more"):
+        job.checkpointer.load(path)
+
+
+def test_the_best_one_is_kept_under_its_name(world: World, tmp_path: Path) -> None:
+    job = Job(world, tmp_path)
+    for step in range(1, 7):
+        job.save(step, best=2 if step >= 2 else None)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-2", "step-5", "step-6", "best"} and (tmp_path / "best").readlink() == Path("step-2")
+    job.save(7, best=7)
+    assert (tmp_path / "best").resolve().name == "step-7"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-6", "step-7", "best"}
+
+
+FINGERPRINTS = {"model": {"hidden_size": 64, "rope_theta": 1e4}, "data": "ab", "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("now", "allowed", "words"),
+    [
+        ({}, (), ""),
+        ({"seed": 2}, (), r"another seed \(1, now 2\);"),
+        ({"seed": 2}, ("data",), "another seed"),
+        ({"seed": 2}, ("seed",), ""),
+        ({"model": {"hidden_size": 64, "rope_theta": 1e6}}, (), r"model\.rope_theta \(10000\.0, now 1000000\.0\)"),
+        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model.rope_theta",), r"another model\.hidden_size"),
+        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model",), ""),
+        ({"data": "cd"}, (), r"another data \(ab, now cd\), seq_len \(8, now 16\), file a\.jsonl \(None, now 12\)"),
+        ({"data": "cd"}, ("data",), ""),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
+    now: dict[str, Any], allowed: tuple[str, ...], words: str
+) -> None:
+    manifest = {"fingerprints": FINGERPRINTS, "data": {"seq_len": 8}}
+    about = {"fingerprints": {**FINGERPRINTS, **now}, "data": {"seq_len": 16, "file a.jsonl": 12}}
+    if not words:
+        return check_same_run(Path("step-1"), manifest, about, allowed)
+    with pytest.raises(UserError, match=words):
+        check_same_run(Path("step-1"), manifest, about, allowed)
+    return None
+
+
+def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path) -> None:
+    config = Config(training=TrainingConfig(seq_len=8, mixed_precision_param="float32"))
+    job = Job(world, tmp_path)
+    ids = torch.arange(8)[None]
+    row = {"input_ids": ids, "labels": ids, "positions": ids, "document_ids": torch.zeros_like(ids)}
+    trainer = train.Trainer(
+        config.layout(1), config.batch(1), 1.0, job.model, job.optimizer, iter(lambda: dict(row), None)
+    )
+    before = job.tensors()
+    weight = dict(job.model.named_parameters())["model.norm.weight"]
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    kept = local[0].item()
+    with torch.no_grad():
+        local[0] = float("nan")
+    result = trainer.step()
+    assert result.skipped and list(result.nonfinite_microbatches) == [0] and result.loss != result.loss
+    with torch.no_grad():
+        local[0] = kept
+    assert same(job.tensors(), before)
+    result = trainer.step()
+    assert not result.skipped and not list(result.nonfinite_microbatches) and not same(job.tensors(), before)

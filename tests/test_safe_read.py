@@ -1,0 +1,295 @@
+"""Checkpoints, HF folders and tokenizers of somebody else: refused where hostile, read as ever where not."""
+
+import collections
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import REPO, SHARED_DATA
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(REPO / "scripts" / "bench"))
+
+import chaos_hostile
+
+from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.errors import UserError
+from titan_mi100.hf_io import HFWeights
+from titan_mi100.model_spec import parameter_shapes, read_hf_config
+from titan_mi100.plain_file import read_plain
+from titan_mi100.safe_read import SafeLoadPlanner, SafeReader, load_safely, read_torch_file
+from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
+
+NAMES = [name for name, _ in chaos_hostile.hostile_cases()]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return chaos_hostile.run_all(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_hostile_is_refused_by_name_and_nothing_else_happens(name: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[name] == ""
+
+
+def test_every_way_in_is_tried_by_many_cases() -> None:
+    kinds = collections.Counter(name.split(":")[0] for name in NAMES)
+    assert len({*NAMES}) == len(NAMES) and min(kinds.values()) >= 25 and set(kinds) == set(chaos_hostile._KINDS)
+
+
+def test_the_watch_sees_code_that_runs_and_what_is_read_outside(tmp_path: Path) -> None:
+    """The same cases, opened as DCP and everybody else opens them."""
+    code = """if True:
+        import json, pickle, sys
+        from pathlib import Path
+        import torch, chaos_hostile as hostile
+        import torch.distributed.checkpoint as dcp
+
+        def stock(folder):
+            metadata = dcp.FileSystemReader(folder / "ck").read_metadata()
+            dcp.load({"model": {"a": torch.empty(3, 4)}}, storage_reader=dcp.FileSystemReader(folder / "ck"))
+
+        hostile._KINDS["dcp"] = (hostile.dcp_cases, stock)
+        watch, found = hostile._Watch(), {}
+        for number, name in enumerate(sys.argv[2:]):
+            (folder := Path(sys.argv[1]) / str(number)).mkdir()
+            found[name] = hostile.run_case(name, folder, watch)
+        print(json.dumps(found))"""
+    names = ["metadata, STACK_GLOBAL posix.system", "metadata calls eval", "path above", "path above by a link"]
+    names = [f"dcp: {name}" for name in names]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), *names],
+        cwd=REPO / "scripts" / "bench",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all("its code was run" in found[name] for name in names[:2]), found
+    assert all("opened " in found[name] and "outside/__0_0.distcp" in found[name] for name in names[2:]), found
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def whole_state(seed: int) -> dict:
+    """As torchtitan saves: FSDP2's DTensors, AdamW's state and groups, a train state, a data loader's as bytes."""
+    torch.manual_seed(seed)
+    model, optimizer = get_state_dict(*trained())
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "train_state": {"step": seed, "losses": [seed, 0.5], "none": None, "dtype": torch.bfloat16},
+        "dataloader": {"dp_rank_0": bytes([seed, 255]), "set": {1, 2}},
+        "last": torch.full((2, 1, 3), seed, dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "nothing": torch.empty(0, 4),
+        "number": torch.tensor(seed),
+    }
+
+
+def flat(state: object) -> list:
+    if isinstance(state, dict):
+        return [(key, *flat(value)) for key, value in state.items()]
+    if isinstance(state, torch.Tensor):
+        whole = state.full_tensor() if hasattr(state, "full_tensor") else state
+        return [(whole.dtype, whole.tolist())]
+    return [state]
+
+
+@pytest.mark.parametrize("tensors_only", [False, True], ids=["with byte entries", "tensors only"])
+def test_a_genuine_checkpoint_loads_as_with_the_stock_reader(world, tensors_only: bool, tmp_path: Path) -> None:
+    def state(seed: int) -> dict:
+        whole = whole_state(seed)
+        return {name: whole[name] for name in ("model", "last", "turned")} if tensors_only else whole
+
+    saved, stock, safe = state(1), state(2), state(3)
+    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path))
+    reader = SafeReader(tmp_path, {".metadata", "__0_0.distcp"})
+    load_safely(safe, reader)
+    assert flat(safe) == flat(stock) == flat(saved)
+    assert safe["turned"].stride() == stock["turned"].stride()
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert reader.read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    assert reader.read_metadata() is reader.read_metadata()
+
+
+def test_a_part_of_a_tensor_goes_where_it_belongs(tmp_path: Path) -> None:
+    chaos_hostile.genuine(tmp_path)
+    reader = SafeReader(tmp_path / "ck")
+    entry = reader.read_metadata().state_dict_metadata["model.a"]
+    assert isinstance(entry, TensorStorageMetadata) and entry.size == (3, 4) and entry.properties.dtype == torch.float32
+    state = {"model.a": torch.zeros(3, 4, dtype=torch.float64)}
+    load_safely(state, reader)
+    assert torch.equal(state["model.a"], torch.arange(12.0, dtype=torch.float64).reshape(3, 4))
+
+
+def test_only_the_manifests_files_are_read(tmp_path: Path) -> None:
+    chaos_hostile.genuine(tmp_path)
+    with pytest.raises(UserError, match=r"ck/.metadata: cannot be read safely: names '__0_0.distcp', which is not one"):
+        SafeReader(tmp_path / "ck", {".metadata"}).read_metadata()
+
+
+def test_another_planner_gets_no_byte_entry_and_this_one_takes_none_that_is_hostile(tmp_path: Path) -> None:
+    name = "optim.param_groups.0.lr"
+    chaos_hostile.stored(name, lambda folder: chaos_hostile.saved(chaos_hostile.calls(folder)["eval"]))(tmp_path)
+    state = {"optim": {"param_groups": [{"lr": 0.0}]}}
+    with pytest.raises(CheckpointException, match="load it with load_safely"):
+        dcp.load(state, storage_reader=SafeReader(tmp_path / "ck"))
+    with pytest.raises(CheckpointException, match="asks for eval, which"):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "ck"), planner=SafeLoadPlanner())
+    assert state == {"optim": {"param_groups": [{"lr": 0.0}]}} and not (tmp_path / "canary").exists()
+
+
+def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> None:
+    raw = chaos_hostile.raw_pickles(tmp_path / "canary")
+    for name, expected in {
+        "GLOBAL posix.system": "asks for posix.system, which no checkpoint needs",
+        "dotted name behind torch": "asks for torch.serialization.os.system, which",
+        "INST": "uses the pickle opcode 'i', which",
+        "a memo of four billion": "holds a NoneType",
+        "BUILD of a class": "gives a type fields that it does not have",
+        "BUILD of a function": "gives a function fields that it does not have",
+        "nested without end": "holds a list",
+        "empty": "EOFError",
+    }.items():
+        folder = tmp_path / name
+        (chaos_hostile.genuine(folder) / ".metadata").write_bytes(raw[name])
+        with pytest.raises(UserError) as caught:
+            SafeReader(folder / "ck").read_metadata()
+        assert str(caught.value).startswith(f"{folder}/ck/.metadata: ") and expected in str(caught.value)
+    for name, expected in {
+        "offset a string": "has a _StorageInfo with an impossible offset",
+        "call in a field of no use": "asks for posix.system",
+        "path above": "names '../outside/__0_0.distcp', which is not one of the checkpoint's files",
+        "tensor of a petabyte": "'model.a' is larger than what is stored of it",
+    }.items():
+        (folder := tmp_path / name).mkdir()
+        chaos_hostile.dcp_cases()[name](folder)
+        with pytest.raises(UserError, match=re.escape(expected)):
+            SafeReader(folder / "ck").read_metadata()
+    assert "__setstate__" not in vars(Metadata) and not hasattr(torch.serialization._get_layout, "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dcp: byte entry calls eval", "__0_0.distcp: cannot be read safely: asks for eval, which no tensor needs"),
+        ("dcp: tensor of the old format", "is not in the format (zip) that torch.save has written since"),
+        ("dcp: tensor with a record of 2 GB", "claims more bytes than it has"),
+        ("dcp: tensor in two zips", "is a zip that torch.save did not write"),
+        ("torch file: compressed", "model.pt: cannot be read safely: is compressed, which torch.save never does"),
+        ("torch file: a pipe", "model.pt: is not a regular file"),
+        (
+            "hf: config with auto_map",
+            "config.json: auto_map asks for Python code that comes with the folder, and nothing",
+        ),
+        ("hf: shard above", "model.safetensors.index.json: not an index of safetensors files"),
+        ("hf: header of 64 megabytes", "model.safetensors: claims a header of 67,108,866 bytes"),
+        ("hf: 200,000 tensors", "model.safetensors: holds 200,000 tensors"),
+        ("hf: config of a gigabyte", "config.json: is larger than 16,777,216 bytes"),
+    ],
+)
+def test_the_check_that_is_meant_is_the_one_that_refuses(name: str, expected: str, tmp_path: Path) -> None:
+    dict(chaos_hostile.hostile_cases())[name](tmp_path)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        chaos_hostile._KINDS[name.split(":")[0]][1](tmp_path)
+
+
+def test_what_libraries_allow_is_put_back(tmp_path: Path) -> None:
+    before = torch.serialization.get_safe_globals()
+    assert before  # DTensor's, by torch itself
+    torch.save({"a": torch.ones(2)}, tmp_path / "good.pt")
+    torch.save({"a": nn.Linear(1, 1)}, tmp_path / "bad.pt")
+    read_torch_file(tmp_path / "good.pt")
+    with torch.serialization.safe_globals([nn.Linear]):  # what a library is content with is not for everybody's file
+        with pytest.raises(UserError, match=rf"{tmp_path}/bad.pt: .*asks for torch.nn.modules.linear.Linear, which"):
+            read_torch_file(tmp_path / "bad.pt")
+        assert nn.Linear in torch.serialization.get_safe_globals()
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_a_genuine_torch_file_is_read_as_torch_does(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4).bfloat16())
+    model[1].weight = nn.Parameter(model[1].weight.T.detach())
+    state = {
+        "model": model.state_dict(),
+        "weight": model[0].weight,
+        "step": 3,
+        "note": ["a", (1.5, None)],
+        "b": b"\xff",
+    }
+    file = tmp_path / "model.pt"
+    torch.save(state, file)
+    expected = torch.load(file, weights_only=True)
+    found = read_torch_file(file)
+    assert isinstance(found["model"], collections.OrderedDict)
+    assert flat(found) == flat(expected)
+    assert found["model"]["1.weight"].stride() == expected["model"]["1.weight"].stride()
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    hf = chaos_hostile.hf_folder(tmp_path, shards=2)
+    tokenizer = chaos_hostile.tokenizer_folder(tmp_path)
+    (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    torch.save({"a": torch.ones(2)}, hf / "model.pt")
+    snapshot, blobs = (tmp_path / "models--x" / name for name in ("snapshots/1f", "blobs"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate([*hf.iterdir(), *tokenizer.iterdir()]):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (alias := tmp_path / "alias").symlink_to(snapshot)  # a folder that the user names may be a link
+    for folder in (snapshot, alias):
+        spec = read_hf_config(folder)
+        weights = HFWeights(folder)
+        weights.check(parameter_shapes(spec))
+        assert weights.read("model.norm.weight", torch.Size([8]), (2,), (3,)).tolist() == [1, 1, 1]
+        assert torch.equal(read_torch_file(folder / "model.pt")["a"], torch.ones(2))
+        assert load_tokenizer(folder).decode(load_tokenizer(folder).encode("hello")) == "hello"
+        assert len(tokenizer_files(folder)) == 3
+        assert ChatTemplate.from_folder(folder).render([{"role": "user", "content": "hi"}]) == "hi"
+    (hf / "config.json").symlink_to(blobs / "0")  # the same file, but that folder is no snapshot
+    with pytest.raises(UserError, match=r"config.json: is a link to .*blobs/0, outside of its folder; copy the file"):
+        read_hf_config(hf)
+
+
+def test_a_template_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_bytes(b"a\r\n{{ messages[0].content }}")
+    (tmp_path / "link.jinja").symlink_to(tmp_path / "mine.jinja")
+    template = ChatTemplate.from_folder(REPO / "tests" / "assets" / "tokenizer", tmp_path / "link.jinja")
+    assert template.render([{"role": "user", "content": "hi"}]) == "a\nhi"
+
+
+def test_a_file_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_plain(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(UserError, match="a: is larger than 4 bytes"):
+        read_plain(tmp_path / "a", 4)
+    with pytest.raises(FileNotFoundError):
+        read_plain(tmp_path / "none")
+
+
+@pytest.mark.skipif(not (SHARED_DATA / "qwen3_tokenizer").is_dir(), reason="needs Qwen3's own tokenizer")
+def test_the_real_tokenizer_is_within_the_limits() -> None:
+    folder = SHARED_DATA / "qwen3_tokenizer"
+    assert load_tokenizer(folder).encode("Hello") and ChatTemplate.from_folder(folder)
+    assert tokenizer_files(folder)

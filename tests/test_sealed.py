@@ -1,0 +1,197 @@
+"""Checkpoint folders as files: what is sealed is found again, what is damaged is told, what is old goes last."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_mi100 import durable, sealed
+from titan_mi100.errors import UserError
+
+
+def seal(folder: Path, step: int, content: str = "data") -> Path:
+    aside = sealed.begin(folder, step)
+    durable.write_synced(aside / "part", content)
+    size_and_hash = (len(content), durable.sha256_of(aside / "part"))
+    return sealed.seal(aside, {"part": size_and_hash}, {"step": step})
+
+
+def test_a_sealed_folder_is_whole_and_its_manifest_says_what_is_in_it(tmp_path: Path) -> None:
+    path = seal(tmp_path, 7)
+    manifest = sealed.verify(path)
+    assert path.name == "step-7" and manifest["step"] == 7
+    assert manifest["files"] == {"part": {"bytes": 4, "sha256": durable.sha256_of(path / "part")}}
+    assert (path / "manifest.sha256").read_text() == f"{durable.sha256_of(path / 'manifest.json')}  manifest.json\n"
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        seal(tmp_path, 7)
+    assert sealed.verify(path) == manifest
+
+
+def test_every_single_bit_counts(tmp_path: Path) -> None:
+    path = seal(tmp_path, 1)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for place in range(len(content)):
+            changed = bytearray(content)
+            changed[place] ^= 1 << place % 8
+            file.write_bytes(changed)
+            with pytest.raises(sealed.DamagedError, match=file.name):
+                sealed.verify(path)
+        file.write_bytes(content)
+    sealed.verify(path)
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc/passwd", "sub/part", ".", ""])
+def test_a_manifest_that_names_files_elsewhere_is_none(name: str, tmp_path: Path) -> None:
+    path = seal(tmp_path, 1)
+    text = json.dumps({"format": 1, "step": 1, "files": {name: {"bytes": 4, "sha256": "0"}}})
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    with pytest.raises(sealed.DamagedError):
+        sealed.verify(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 1, "step": 1, "files": 3}', "[" * 100_000, "\x00", "1e999"])
+def test_a_manifest_of_another_kind_is_none(text: str, tmp_path: Path) -> None:
+    path = seal(tmp_path, 1)
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    with pytest.raises(sealed.DamagedError, match=r"manifest\.json"):
+        sealed.read_manifest(path)
+
+
+def test_a_step_under_another_name_and_linked_files_are_refused(tmp_path: Path) -> None:
+    path = seal(tmp_path, 1)
+    other = path.rename(tmp_path / "step-2")
+    with pytest.raises(sealed.DamagedError, match="step 2"):
+        sealed.verify(other)
+    path = other.rename(tmp_path / "step-1")
+    (path / "part").rename(tmp_path / "elsewhere")
+    (path / "part").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(sealed.DamagedError, match="part"):
+        sealed.verify(path)
+
+
+def test_shares_together_read_every_file(tmp_path: Path) -> None:
+    aside = sealed.begin(tmp_path, 1)
+    written = {}
+    for number in range(5):
+        durable.write_synced(aside / str(number), "x" * number)
+        written[str(number)] = (number, durable.sha256_of(aside / str(number)))
+    path = sealed.seal(aside, written, {"step": 1})
+    for name in written:
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(b"y" * len(content) + b"y")
+        found = []
+        for share in range(3):
+            try:
+                sealed.verify(path, share, 3)
+            except sealed.DamagedError:
+                found.append(share)
+        assert len(found) == 1, name
+        (path / name).write_bytes(content)
+
+
+def steps(folder: Path) -> list[int]:
+    return [sealed.step_of(path) for path in sealed.list_checkpoints(folder)]
+
+
+def test_retention_does_not_count_what_is_damaged_and_keeps_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        path = seal(tmp_path, step)
+        if step in (3, 4):
+            (path / "part").write_text("atad")
+    sealed.Retention(tmp_path, 2).remove_old()
+    assert steps(tmp_path) == [2, 3, 4, 5]  # 5 and 2 are whole; 3 and 4 lie between
+    retention = sealed.Retention(tmp_path, 2)
+    retention.note(seal(tmp_path, 6))
+    retention.remove_old(keep_also=tmp_path / "step-2")
+    assert steps(tmp_path) == [2, 5, 6]
+    sealed.Retention(tmp_path, 0).remove_old()
+    assert steps(tmp_path) == [2, 5, 6]
+
+
+def test_a_verified_checkpoint_that_changes_afterwards_is_read_again(tmp_path: Path) -> None:
+    retention = sealed.Retention(tmp_path, 1)
+    for step in (1, 2):
+        retention.note(seal(tmp_path, step))
+    (tmp_path / "step-2" / "part").write_text("atad")
+    retention.remove_old()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_killed_saves_and_removals_leave_is_cleared_and_nothing_else(tmp_path: Path) -> None:
+    seal(tmp_path, 1)
+    sealed.set_aside(seal(tmp_path, 2))
+    sealed.begin(tmp_path, 3)
+    (tmp_path / ".step-4.0a.removed").mkdir()
+    (tmp_path / ".probe-0").touch()
+    sealed.clear(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left[:2] == [".probe-0", left[1]] and left[1].startswith("damaged-step-2-") and left[2:] == ["step-1"]
+
+
+def test_a_folder_is_locked_against_another_process_until_its_holder_ends(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    taken, may_end = context.Event(), context.Event()
+
+    def hold() -> None:
+        lock = durable.FolderLock(tmp_path, 0)
+        taken.set()
+        may_end.wait(30)
+        assert lock
+
+    holder = context.Process(target=hold)
+    holder.start()
+    assert taken.wait(30)
+    with pytest.raises(UserError, match=rf"in use by another run \(process {holder.pid} on "):
+        durable.FolderLock(tmp_path, 0.3)
+    holder.kill()
+    holder.join()
+    assert durable.FolderLock(tmp_path, 5)
+
+
+def test_without_locks_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(durable.log, "propagate", True)
+    durable.FolderLock(tmp_path, 0)
+    assert "has no locks" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "rename", "unlink"])
+def test_a_folder_that_cannot_do_what_a_checkpoint_needs_is_told(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    durable.probe(tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(UserError, match="Read-only file system"):
+        durable.probe(tmp_path)
+
+
+def test_a_folders_sync_that_the_file_system_lacks_is_no_error_but_a_failing_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int):
+        def call(_: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL))
+    durable.sync(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.sync(tmp_path)

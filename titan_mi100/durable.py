@@ -1,0 +1,172 @@
+"""Files that are there after a crash, whole: synced writes, hashes, and a folder that one run has to itself."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import IO
+
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_BLOCK = 1 << 20
+_PATIENCE = 60  # seconds: workers whose launcher was killed have half of that to end
+
+
+def sync(path: Path) -> None:
+    """Let the device have a file's content, or a folder's list of files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):  # some network file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that the device has on return."""
+    with path.open("wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, text: str, durable: bool = False) -> None:
+    """Write a file so that it is there whole or not at all, its former content until then.
+
+    Args:
+        durable: also after a power failure.
+    """
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        if durable:
+            write_synced(aside, text)
+        else:
+            aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class HashingStream:
+    """A file being written, and the SHA-256 and size of what was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self.size = file, hashlib.sha256(), 0
+        self.error: OSError | None = None  # torch.save would only tell of what followed from it
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._digest.update(data)
+        self.size += written
+        return written
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """For whoever thinks that he ends the file: its owner does."""
+
+
+def probe(folder: Path) -> None:
+    """Try all that a checkpoint will need of the folder's file system: write, sync, rename, remove.
+
+    Raises:
+        UserError: one of them failed.
+    """
+    first, second = (folder / f".probe-{uuid.uuid4().hex}{end}" for end in ("", "-renamed"))
+    try:
+        write_synced(first, "can this folder be written to?")
+        first.rename(second)
+        sync(folder)
+        second.unlink()
+    except OSError as error:
+        for left in (first, second):
+            try:
+                left.unlink(missing_ok=True)
+            except OSError:
+                break
+        raise UserError(
+            f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
+        ) from None
+
+
+class FolderLock:
+    """Keeps a folder for this process, until it ends however it ends."""
+
+    def __init__(self, folder: Path, patience: float = _PATIENCE) -> None:
+        """Take the lock.
+
+        Args:
+            patience: seconds to wait for its holder, who may be about to end.
+
+        Raises:
+            UserError: another process has it.
+        """
+        self._file = (folder / ".lock").open("a+", encoding="utf-8")  # held open for as long as this object lives
+        until, said = time.monotonic() + patience, False
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    log.warning(f"{folder}: this file system has no locks; do not start two runs with this folder")
+                    return
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+            holder = self._holder()
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
+                    "job.run_folder"
+                )
+            if not said:
+                log.info(f"{folder} is in use ({holder}); waiting for it up to {patience:.0f} s")
+                said = True
+            time.sleep(0.2)
+        self._file.truncate(0)
+        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        self._file.flush()
+
+    def _holder(self) -> str:
+        try:
+            self._file.seek(0)
+            record = json.load(self._file)
+            return f"process {record['pid']} on {record['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "process unknown"

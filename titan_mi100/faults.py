@@ -1,0 +1,56 @@
+"""Steps whose loss or gradients are not finite: counted, recorded, traced to the rows of input."""
+
+import csv
+from pathlib import Path
+
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.prepare import Prepared
+from titan_mi100.distributed import World, gather
+from titan_mi100.logging import log
+from titan_mi100.metrics import StepResult
+
+FILE = "nonfinite_rows.csv"
+_SHOWN = 10  # rows in a message
+
+
+class NumericalError(RuntimeError):
+    """Loss or gradients were not finite in too many steps in a row."""
+
+
+class FaultWatch:
+    """Looks at each step's result. Counters live in the caller's progress."""
+
+    def __init__(self, stream: RowStream, data: Prepared, folder: Path, world: World) -> None:
+        self._stream, self._data, self._folder, self._world = stream, data, folder, world
+        self._rows: list[str] = []  # of the skipped steps in a row
+
+    def record(self, step: int, result: StepResult) -> None:
+        """A step went by: one that was skipped is logged with the input it saw. A collective where one was."""
+        if not result.skipped:
+            self._rows = []
+            return
+        found = gather(self._stream.rows_of_last_step(result.nonfinite_microbatches))
+        if not any(found):  # the losses are finite, the gradients are not: any row may be the cause
+            found = gather(self._stream.rows_of_last_step(range(self._stream.batch.gradient_accumulation_steps)))
+        rows = sorted({row for ranks in found for row in ranks if row >= 0})
+        documents = [document for row in rows for document in self._data.train.documents_of(row).tolist()]
+        places = list(dict.fromkeys(map(self._data.where, documents)))
+        self._rows += places
+        if self._world.rank == 0:
+            with (self._folder / FILE).open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
+            log.warning(
+                f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped "
+                f"on all ranks; rows: {_listed(places)}"
+            )
+
+    def error(self, step: int, in_a_row: int) -> NumericalError:
+        return NumericalError(
+            f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was updated "
+            f"in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._folder / FILE}"
+        )
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    return ", ".join(places[:_SHOWN]) + more

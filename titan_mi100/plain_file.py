@@ -1,0 +1,62 @@
+"""Reading files that came from elsewhere: regular ones of a sane size, nothing outside their folder, no code in them.
+
+Imports no torch.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.errors import UserError
+
+MIB = 1 << 20
+LARGEST_CONFIG = 16 * MIB  # real ones: a tokenizer_config.json of 1 MiB
+LARGEST_TABLE = 100 * MIB  # a tokenizer or an index of shards; real ones: a tokenizer.json of 33 MiB
+
+_CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")
+
+
+def plain_path(path: Path) -> Path:
+    """Where the regular file is that `path` names. Opening anything else could hang, or read what is not the folder's.
+
+    A symbolic link is followed in one layout only, a snapshot of the hub's cache, whose files are links into the
+    `blobs` folder of the same repository.
+
+    Raises:
+        UserError: a link that leads elsewhere, or a folder, pipe or device.
+        OSError: there is nothing, or it cannot be looked at.
+    """
+    if path.is_symlink():
+        target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
+        if not any(up.name == "snapshots" and target.parent == up.parent / "blobs" for up in folder.parents):
+            raise UserError(f"{path}: is a link to {target}, outside of its folder; copy the file itself there (cp -L)")
+        path = target
+    if not stat.S_ISREG(path.stat(follow_symlinks=False).st_mode):
+        raise UserError(f"{path}: is not a regular file; put the file itself there")
+    return path
+
+
+def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:
+    """The content of a regular file of at most `largest` bytes; raises as `plain_path` does."""
+    with plain_path(path).open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise UserError(f"{path}: is larger than {largest:,} bytes, which no real one is; download it again")
+    return content
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name that was found inside of a file stays inside of that file's folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def refuse_code(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a config that wants Python code of its own to be run: without it, it may mean something else."""
+    for key in _CODE_KEYS:
+        if config.get(key):
+            raise UserError(
+                f"{file}: {key} asks for Python code that comes with the folder, and nothing of that would be run; use "
+                "a folder that needs none, or remove the key if the code changes nothing"
+            )

@@ -1,0 +1,60 @@
+"""Being told to stop: SIGTERM and SIGUSR1 (a scheduler's wall limit, a preemption), or the launcher is gone.
+
+Imports no torch: it must listen before torch is imported, which takes seconds.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+_GRACE = 30  # seconds in which a run may save once its launcher is gone; torchrun gives its workers as many
+_POLL = 0.5
+
+
+class Preemption:
+    """Remembers that this process was told to stop; the run stops at its next step boundary.
+
+    Attributes:
+        reason: why, in words; "" while it may go on.
+    """
+
+    def __init__(self) -> None:
+        """Listen, from the main thread."""
+        self.reason = ""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._told)
+        watched = {os.getppid()} if "TORCHELASTIC_RUN_ID" in os.environ else set()  # else: nohup may outlive its shell
+        if launcher := os.environ.get("TITAN_LAUNCHER_PID"):
+            watched.add(int(launcher))
+        if watched:
+            threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
+
+    def _told(self, number: int, _: object) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+
+    def _watch(self, launchers: set[int]) -> None:
+        """Workers do not outlive what started them, not even when they hang."""
+        while all(_is_there(process) for process in launchers):
+            time.sleep(_POLL)
+        self.reason = self.reason or "the launcher is gone"
+        time.sleep(_GRACE)
+        with suppress(OSError):
+            print("the launcher is gone, and the run did not come to its next step: ended", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # without /proc, a zombie counts as there
+        return True
