@@ -52,18 +52,22 @@ set_defaults() {
 # Starts torchrun and returns its exit status; nothing of it is left.
 launch() {
   local status=0
-  run_interruptibly env TITAN_OUTCOME="$outcome" TITAN_LAUNCHER_PID=$$ "$PYTHON" -m torch.distributed.run --standalone \
-    --local-addr 127.0.0.1 --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" \
+  run_interruptibly tell_workers env TITAN_OUTCOME="$outcome" TITAN_LAUNCHER_PID=$$ "$PYTHON" -m torch.distributed.run \
+    --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" \
     --job.run_folder "$run_folder" || status=$?
   [ "$status" -eq 0 ] || signal_workers KILL
   return "$status"
 }
 
-# Runs a command and returns its exit status; signals to this script are passed on, and it waits on.
+# Runs a command and returns its exit status; signals to this script are passed on by the function that is named first,
+# and it waits on.
 run_interruptibly() {
   local status
+  how=$1
+  shift
   set -m # a process group of its own: Ctrl-C must arrive once, through the trap, not from the terminal as well
-  "$@" </dev/null &
+  # USR1 is ignored until somebody listens to it: a worker that has just begun would die, and the others wait for it
+  (trap '' USR1 && exec "$@") </dev/null &
   running=$!
   set +m
   [ -z "$told" ] || pass_on
@@ -87,25 +91,33 @@ on_signal() {
   fi
 }
 
-# Ctrl-C ends the run, through torchrun. TERM, HUP and USR1 go to the workers alone, which save and stop: torchrun would
-# give them half a minute for that.
 pass_on() {
-  [ -n "$running" ] || return 0 # between two commands
-  if [ "$told" = INT ] || ! signal_workers USR1; then
-    kill -s "$told" "$running" 2>/dev/null || true
+  [ -z "$running" ] || "$how" # else between two commands
+}
+
+tell() {
+  kill -s "${told/USR1/TERM}" "$running" 2>/dev/null || true
+}
+
+# Ctrl-C ends the run, through torchrun. TERM, HUP and USR1 go to the workers alone, which save and stop: torchrun would
+# give them half a minute for that. Again and again, for some may not listen yet.
+tell_workers() {
+  if [ "$told" = INT ]; then
+    tell
+  else
+    while kill -0 "$running" && signal_workers USR1 && sleep 2; do :; done >/dev/null 2>&1 &
   fi
 }
 
-# Workers live in sessions of their own; their environment names the launch. Fails if there are none.
+# Workers live in sessions of their own; their environment names the launch.
 signal_workers() {
-  local entry found=1
+  local entry
   for entry in $(grep -lzsx "TITAN_OUTCOME=$outcome" /proc/[0-9]*/environ 2>/dev/null || true); do
     entry=${entry#/proc/}
     entry=${entry%/environ}
     # torchrun has the same environment
-    [ "$entry" != "$running" ] && kill -s "$1" "$entry" 2>/dev/null && found=0
+    [ "$entry" = "$running" ] || kill -s "$1" "$entry" 2>/dev/null || true
   done
-  return "$found"
 }
 
 # Prints the exit code that the run left, or 1 if it left none (3 if it was told to stop before it began) or says that it
@@ -143,7 +155,7 @@ report_failure() {
 }
 
 main() {
-  local processes arguments wants_help run_folder outcome running="" told="" ended code status message
+  local processes arguments wants_help run_folder outcome running="" how="" told="" ended code status message
   parse_arguments "$@"
   # shellcheck source=scripts/setup_env.sh
   source "$REPO/scripts/setup_env.sh"
@@ -162,7 +174,7 @@ main() {
   trap 'on_signal USR1' USR1
   # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
   status=0
-  run_interruptibly "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || status=$?
+  run_interruptibly tell "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || status=$?
   if [ "$status" -ne 0 ] && [ -z "$told" ]; then
     return "$status"
   fi

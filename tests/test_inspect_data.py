@@ -14,7 +14,7 @@ from conftest import ASSETS, REPO, SHARED_DATA
 from test_sentencepiece_tokenizer import train
 
 from titan_mi100 import inspect_report
-from titan_mi100.data.loader import RowStream, build_loader, row_at
+from titan_mi100.data.loader import RowStream, row_at
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.inspect_data import main
 from titan_mi100.inspect_report import token_texts
@@ -85,7 +85,7 @@ def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, in
     config = DataConfig(path=(str(inspect.file),), overlong=overlong)
     dataset = prepare_data(config, str(ASSETS / "tokenizer"), "", 256).train
     shown = inspect.report("--row", f"0-{len(dataset) - 1}", "--data.overlong", overlong)["shown"]
-    loader = iter(build_loader(RowStream(dataset, Batch(1, 1, 1), 0, seed=7)))
+    loader = iter(RowStream(dataset, Batch(1, 1, 1), 0, seed=7))
     for number in range(len(dataset)):
         batch = {name: value[0].tolist() for name, value in next(loader).items()}
         row = shown[row_at(number, len(dataset), 1, seed=7)]

@@ -49,17 +49,19 @@ elif argv[1] == "titan_mi100.data.prepare":
         time.sleep(30)
     sys.exit(int(os.environ.get("STUB_PREPARE_CODE", "0")))
 elif argv[1] == "torch.distributed.run":
-    if os.environ.get("STUB_WAIT"):  # until a signal comes, as torchrun does, whose worker saves and leaves with 3
+    log("torchrun", argv[2:])
+    if os.environ.get("STUB_WAIT"):  # until a signal comes; a worker begins to listen only later, saves, leaves with 3
         def leave(number, frame):
             run_state(3)
             log("signal", [number])
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGUSR1, leave)
+            os._exit(1)
         signal.signal(signal.SIGINT, leave)
-    log("torchrun", argv[2:])
-    if os.environ.get("STUB_WAIT"):
-        time.sleep(30)
+        if os.fork() == 0:
+            time.sleep(0.5)
+            signal.signal(signal.SIGUSR1, leave)
+            time.sleep(30)
+        os.wait()
+        sys.exit(1)
     code = os.environ.get("STUB_TORCHRUN_CODE", "0")
     left = os.environ.get("STUB_STATE_CODE", "none" if code != "0" else code)
     if left != "none":
@@ -369,7 +371,8 @@ def send_while(checkout: Checkout, kind: str, number: int) -> tuple[int, str]:
 def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
     code, errors = send_while(checkout, "torchrun", number)
     assert code == 3, errors
-    assert [arguments for arguments, _ in checkout.calls("signal")] == [[number]]
+    heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
     assert "goes on" in errors.splitlines()[-1]
 
 
