@@ -13,6 +13,7 @@ sys.path.insert(0, str(REPO / "scripts" / "bench"))
 
 import chaos
 import chaos_files
+import chaos_runs
 
 from titan_mi100 import sealed
 
@@ -33,8 +34,7 @@ def test_a_write_that_is_refused_on_one_rank_ends_all_and_leaves_the_one_before(
 
 def test_flipped_bits_are_found_and_only_by_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not chaos_files._flip_files(64, tmp_path / "with", ()).wrong
-    for name in ("check_file", "_hash_line"):
-        monkeypatch.setattr(sealed, name, getattr(sealed, name))  # put back afterwards
+    monkeypatch.setattr(sealed, "check_file", sealed.check_file)  # put back afterwards
     assert len(chaos_files._flip_files(64, tmp_path / "without", ("hash check",)).wrong) > 32
 
 
@@ -42,6 +42,24 @@ def test_flipped_bits_are_found_and_only_by_their_hash(tmp_path: Path, monkeypat
 def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, tmp_path: Path) -> None:
     outcome = chaos_files._damage(kind, 8, tmp_path, ())
     assert outcome.count == 8 and not outcome.wrong
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ("kills", "FSDP2 x2, async_mode async"),
+        ("signals", "FSDP2 x2: TERM to every rank in step"),
+        ("signals", "FSDP2 x2: USR1 to script in warm-up"),
+        ("nans", "PP2 1F1B: activation"),
+        ("exits", "two runs with one folder"),
+    ],
+)
+def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: Path) -> None:
+    (case,) = [case for quick in (True, False) for case in getattr(chaos_runs, row)(quick) if case.name.endswith(name)][
+        :1
+    ]
+    outcome = case.run(tmp_path, ())
+    assert outcome.count >= 1 and not outcome.wrong
 
 
 def test_the_table_says_what_its_file_holds_and_an_ended_case_is_not_tried_again(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from conftest import REPO
 
 from titan_mi100.layout import (
     SCHEDULES,
+    Batch,
     Layout,
+    accumulation_for,
     check_schedule,
     resolve_batch,
     resolve_layout,
@@ -23,6 +25,22 @@ from titan_mi100.model_spec import PRESETS, end_costs
 
 sys.path.insert(0, str(REPO / "scripts" / "bench"))
 import parity
+
+
+def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:
+    saved = Batch(2, 3, 4)
+    assert [accumulation_for(24, batch, saved) for batch in (Batch(2, 1, 2), Batch(1, 9, 1), Batch(6, 1, 4))] == [
+        6,
+        24,
+        1,
+    ]
+    assert accumulation_for(24, saved, saved) == 3
+    with pytest.raises(ValueError, match=r"= 2 makes steps of 16 rows, but this run's have 24; use 3"):
+        accumulation_for(24, Batch(2, 2, 4), saved)
+    with pytest.raises(ValueError, match=r"local_batch_size = 5 on 4 .* use local_batch_size 1, 2, 3, 6, or"):
+        accumulation_for(24, Batch(5, 1, 4), saved)
+    with pytest.raises(ValueError, match="start with a number of processes that does"):
+        accumulation_for(24, Batch(1, 1, 5), saved)
 
 
 def assert_within_the_bars(results: list[parity.Result]) -> None:

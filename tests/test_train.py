@@ -172,6 +172,31 @@ def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Pa
     assert f"resumed from {folder / 'checkpoint' / 'step-21'}" in back.stdout and len(losses(folder)) == 22
 
 
+def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """The right-hand column of docs/CHECKPOINTS.md; the left one is refused in the tests below and test_checkpoint."""
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    changed = {
+        "training.steps": "22", "training.max_norm": "0.5", "training.max_nonfinite_steps": "7",
+        "training.mixed_precision_param": "float32", "optimizer.lr": "1e-3", "optimizer.beta2": "0.9",
+        "optimizer.eps": "1e-6", "optimizer.weight_decay": "0.2", "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.warmup_steps": "0", "lr_scheduler.min_lr_factor": "0.5", "checkpoint.interval": "1",
+        "checkpoint.keep_latest_k": "3", "checkpoint.keep_best": "true", "checkpoint.async_mode": "async",
+        "validation.freq": "1", "metrics.log_freq": "2", "metrics.enable_tensorboard": "false",
+        "activation_checkpoint.mode": "full", "compile.enable": "true", "compile.backend": "aot_eager",
+        "model.attention_backend": "eager", "parallelism.tensor_parallel_degree": "2",
+        "training.local_batch_size": "2", "data.validation_fraction": "0.1",
+    }  # fmt: skip
+    result = train(config, folder, *(word for name, value in changed.items() for word in (f"--{name}", value)))
+    assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
+    assert len(losses(folder)) == 22 and losses(folder)[:20] == losses(uninterrupted)
+    assert {path.name for path in (folder / "checkpoint").iterdir()} >= {"step-20", "step-21", "step-22", "best"}
+    allowed = ("--checkpoint.allow_changed", "seed,global_batch_size", "--training.seed", "9")
+    more = ("--training.steps", "23", "--data.validation_fraction", "0.1", "--training.local_batch_size", "3")
+    result = train(config, folder, *more, *allowed)
+    assert "a step is 6 rows" in result.stdout and len(losses(folder)) == 23
+
+
 def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished_one(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

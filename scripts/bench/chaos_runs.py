@@ -346,7 +346,7 @@ def signals(quick: bool) -> Iterator[Case]:
 
 def stopped(trial: Trial, layout: str, name: str, phase: str, to: str, dice: random.Random) -> None:
     """A run is told to stop, saves and stops."""
-    # torchrun would pass it on to ranks that do not listen yet; of the script even that is asked
+    # torchrun passes it on to ranks that do not listen yet; the script does not
     at, number = dice.choice(PHASES[phase][to == "launcher" and phase == "warm-up" :])
     action = {"at": at, "number": number, "do": name, "delay": dice.choice((0.0, dice.uniform(0.0, 0.03)))}
     ranks = range(LAYOUTS[layout][0]) if to == "every rank" else [1] if to == "one rank" else [0]
@@ -357,8 +357,7 @@ def stopped(trial: Trial, layout: str, name: str, phase: str, to: str, dice: ran
     )  # fmt: skip
     code, state = job.end(), job.state()
     trial.tried += 1
-    ended_at_once = (to, phase, code, state) == ("script", "warm-up", 3, {})  # a rank died of it: not yet listening
-    trial.check(ended_at_once or state.get("exit_code") == 3, f"run_state.json: {state}; {job.said()}")
+    trial.check(state.get("exit_code") == 3, f"run_state.json: {state}; {job.said()}")
     trial.check(code == (3 if to == "script" else 1), f"the launcher's exit code is {code}: {job.said()}")
     newest = max(checkpoints(trial.run_folder), default=0)
     last = max((entry["step"] for entry in steps_of(trial.run_folder)), default=0)

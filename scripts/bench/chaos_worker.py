@@ -183,7 +183,6 @@ def switch_off(protections: list[str]) -> None:
     """Leave out what protects; the row that tests it must then fail."""
     if "hash check" in protections:
         sealed.check_file = lambda *_: None
-        sealed._hash_line = lambda _: ""
     if "finite flag" in protections:
         real = train.measure_gradients
         train.measure_gradients = lambda *a: Gradients(real(*a).local, 1.0, True)
