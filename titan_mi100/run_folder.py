@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_mi100 import sealed
 from titan_mi100.config import resolve_run_folder
 from titan_mi100.distributed import World, from_rank_zero
-from titan_mi100.durable import FolderLock, probe, replace
+from titan_mi100.durable import FolderLock, probe, replace, sync
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, log_to_file
 from titan_mi100.settings import Config
@@ -50,6 +50,8 @@ class RunFolder:
         checkpoints = folder / "checkpoint"
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
+            for made in (folder, folder.parent):
+                sync(made)
             self._lock = FolderLock(folder)
             probe(checkpoints)
             sealed.clear(checkpoints)

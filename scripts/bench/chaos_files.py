@@ -241,7 +241,7 @@ def whole(folder: Path) -> list[int]:
 def kill_points(quick: bool) -> Iterator[Case]:
     for in_background in (False, True):
         name = "async" if in_background else "sync"
-        yield Case(f"{name} save", partial(_kill_everywhere, in_background, 8 if quick else 1))
+        yield Case(f"{name} save", partial(_kill_everywhere, in_background, 16 if quick else 1))
 
 
 def _kill_everywhere(in_background: bool, every: int, folder: Path, _: tuple[str, ...]) -> Outcome:
