@@ -55,7 +55,7 @@ launch() {
   run_interruptibly tell_workers env TITAN_OUTCOME="$outcome" TITAN_LAUNCHER_PID=$$ "$PYTHON" -m torch.distributed.run \
     --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" \
     --job.run_folder "$run_folder" || status=$?
-  [ "$status" -eq 0 ] || signal_workers KILL
+  [ "$status" -eq 0 ] || signal_processes KILL
   return "$status"
 }
 
@@ -80,14 +80,14 @@ run_interruptibly() {
   return "$status"
 }
 
-# A first signal is passed on; whatever comes after it ends everything at once.
+# A first signal is passed on. Ctrl-C after it ends everything at once; others are often sent twice, and must not.
 on_signal() {
-  if [ -n "$told" ]; then
-    kill -s KILL "$running" 2>/dev/null || true
-  else
+  if [ -z "$told" ]; then
     told=$1
-    say "stopping (once more ends it at once) ..."
+    say "stopping (Ctrl-C ends it at once) ..."
     pass_on
+  elif [ "$1" = INT ]; then
+    kill -s KILL "$running" 2>/dev/null || true
   fi
 }
 
@@ -105,18 +105,20 @@ tell_workers() {
   if [ "$told" = INT ]; then
     tell
   else
-    while kill -0 "$running" && signal_workers USR1 && sleep 2; do :; done >/dev/null 2>&1 &
+    while kill -0 "$running" && signal_processes USR1 "$running" && sleep 2; do :; done >/dev/null 2>&1 &
   fi
 }
 
-# Workers live in sessions of their own; their environment names the launch.
-signal_workers() {
-  local entry
+# Sends a signal to this launch's processes, which are in sessions of their own: their environment names the launch. With
+# a parent's number only to its children: what a worker itself has started may not know the signal.
+signal_processes() {
+  local entry status
   for entry in $(grep -lzsx "TITAN_OUTCOME=$outcome" /proc/[0-9]*/environ 2>/dev/null || true); do
     entry=${entry#/proc/}
     entry=${entry%/environ}
-    # torchrun has the same environment
-    [ "$entry" = "$running" ] || kill -s "$1" "$entry" 2>/dev/null || true
+    read -r status 2>/dev/null <"/proc/$entry/stat" || continue
+    status=${status##*) } # state, parent, ...
+    [ -n "${2:-}" ] && [ "$(cut -d' ' -f2 <<<"$status")" != "$2" ] || kill -s "$1" "$entry" 2>/dev/null || true
   done
 }
 
@@ -143,7 +145,7 @@ report_failure() {
   local code=$1 message=$2 meaning
   case $code in
     2) meaning="the config or the input is wrong" ;;
-    3) meaning="stopped early and saved; the same command with --job.run_folder '$run_folder' goes on" ;;
+    3) meaning="stopped early and saved; with --job.run_folder '$run_folder' and without --checkpoint.fresh it goes on" ;;
     4) meaning="stopped because of the numbers (loss or gradients)" ;;
     5) meaning="a process hung" ;;
     *) meaning="did not finish" ;;

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import checkpoint, distributed, sealed, train
-from titan_mi100.checkpoint import Checkpointer, check_same_run, find_checkpoint
+from titan_mi100.checkpoint import Checkpointer, Found, check_same_run, find_checkpoint
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
@@ -176,6 +176,45 @@ def test_entries_that_are_no_tensors_are_refused(world: World, tmp_path: Path) -
         job.checkpointer.load(path)
 
 
+def test_what_is_refused_once_a_checkpoint_is_sealed_is_said_and_ends_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    job = Job(world, tmp_path)
+    monkeypatch.setattr(sealed, "remove", refuse)
+    monkeypatch.setattr(checkpoint.log, "propagate", True)
+    for step in range(1, 5):
+        job.save(step)
+    assert [sealed.step_of(path) for path in sealed.list_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    assert "old checkpoints could not be removed" in caplog.text
+
+
+def test_what_this_node_cannot_read_is_left_alone(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(world, tmp_path)
+    job.save(1)
+    job.save(2)
+
+    def refuse(_: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sealed, "sha256_of", refuse)
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); mend that, or rename .*step-2"):
+        find_checkpoint(tmp_path, world)
+    monkeypatch.undo()
+    found = find_checkpoint(tmp_path, world)
+    assert found is not None and found.path.name == "step-2" and found.trainer_state["step"] == 2
+    # as seen by a second rank on a node that does not have the file
+    views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: there is no such file", ""])
+    monkeypatch.setattr(checkpoint, "_problem", lambda *_: next(views))
+    with pytest.raises(UserError, match="but rank 0 reads it whole; all nodes must see the same file system"):
+        find_checkpoint(tmp_path, world)
+    assert len(sealed.list_checkpoints(tmp_path)) == 2
+
+
 def test_the_best_one_is_kept_under_its_name(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path)
     for step in range(1, 7):
@@ -207,12 +246,12 @@ FINGERPRINTS = {"model": {"hidden_size": 64, "rope_theta": 1e4}, "data": "ab", "
 def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
     now: dict[str, Any], allowed: tuple[str, ...], words: str
 ) -> None:
-    manifest = {"fingerprints": FINGERPRINTS, "data": {"seq_len": 8}}
+    found = Found(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {"seq_len": 8}}, {})
     about = {"fingerprints": {**FINGERPRINTS, **now}, "data": {"seq_len": 16, "file a.jsonl": 12}}
     if not words:
-        return check_same_run(Path("step-1"), manifest, about, allowed)
+        return check_same_run(found, about, allowed)
     with pytest.raises(UserError, match=words):
-        check_same_run(Path("step-1"), manifest, about, allowed)
+        check_same_run(found, about, allowed)
     return None
 
 

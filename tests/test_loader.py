@@ -87,7 +87,7 @@ def test_a_stream_names_the_rows_of_its_last_step() -> None:
 def test_another_global_batch_goes_on_at_the_same_place_of_the_same_epoch() -> None:
     dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
     for steps in range(6):
-        consumed = renumber(8 * steps, 21, before=8, now=5)
+        consumed = renumber(8 * steps, before=(21, 8), now=(21, 5))
         before = stream_rows(dataset, Batch(8, 1, 1), steps, seed=3)
         after = stream_rows(dataset, Batch(5, 1, 1), 10, seed=3, start=consumed)
         rows = [token for step in [*before, *after] for token in step if token != 99]

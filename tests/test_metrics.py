@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_mi100 import metrics
 from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model_spec import PRESETS, train_flops
 from titan_mi100.settings import MetricsConfig
@@ -21,12 +22,13 @@ RESULT = StepResult(
 )
 
 
-def report(folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2) -> list[dict]:
-    reporter = Reporter(
-        folder, MetricsConfig(enable_tensorboard=False), first_step, steps, 4, PRESETS["0.6B"], peak_flops, "bf16"
-    )  # fmt: skip
+def report(
+    folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2, validation_due: bool = False
+) -> list[dict]:
+    config, spec = MetricsConfig(enable_tensorboard=False), PRESETS["0.6B"]
+    reporter = Reporter(folder, config, first_step - 1, validation_due, steps, spec, peak_flops, "bf16")
     for step in range(first_step, steps + 1):
-        reporter.step(step, 1e-4, RESULT)
+        reporter.step(step, step / 4, 1e-4, RESULT)
     reporter.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -49,3 +51,25 @@ def test_steps_that_are_trained_again_are_recorded_once(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # a kill in the middle of a line
     assert [entry["step"] for entry in report(tmp_path, None, first_step=4, steps=6)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    config, spec = MetricsConfig(enable_tensorboard=False), PRESETS["0.6B"]
+    for step, due, loss in ((0, False, float("nan")), (0, False, 2.0), (1, False, 3.0), (1, True, 1.0)):
+        reporter = Reporter(tmp_path, config, step, due, 9, spec, None, "bf16")
+        reporter.validation(1, loss)
+        reporter.close()
+        found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        values = [entry["validation_loss"] for entry in found]
+        assert values == {(0, 2.0): [2.0], (1, 3.0): [2.0, 3.0], (1, 1.0): [1.0]}.get((step, loss), [None])
+
+
+def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    reporter = Reporter(tmp_path, MetricsConfig(enable_tensorboard=False), 0, False, 9, PRESETS["0.6B"], None, "bf16")
+    reporter._file = Path("/dev/full").open("w")  # noqa: SIM115
+    for step in (1, 2):
+        reporter.step(step, 0.1, 1e-4, RESULT)
+    assert caplog.text.count("cannot be written to: No space left on device") == 1

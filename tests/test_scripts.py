@@ -349,8 +349,8 @@ def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
         assert result.stderr == ""
 
 
-def send_while(checkout: Checkout, kind: str, number: int) -> tuple[int, str]:
-    """Start run_train.sh, send it a signal when it has come to this call; its exit code and what it said."""
+def send_while(checkout: Checkout, kind: str, *numbers: int) -> tuple[int, str]:
+    """Start run_train.sh, send it signals when it has come to this call; its exit code and what it said."""
     process = subprocess.Popen(
         [checkout.folder / "run_train.sh"],
         env=checkout.environ | {"STUB_WAIT": kind},
@@ -362,7 +362,9 @@ def send_while(checkout: Checkout, kind: str, number: int) -> tuple[int, str]:
     deadline = time.monotonic() + 20
     while not checkout.calls(kind) and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(number)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.3)
     _, errors = process.communicate(timeout=20)
     return process.returncode, errors
 
@@ -374,6 +376,16 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
     assert "goes on" in errors.splitlines()[-1]
+
+
+def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout) -> None:
+    stub = STUB.replace("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
+    write_executable(checkout.folder.parent / "bin" / "python3", stub)
+    twice = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
+    assert send_while(checkout, "torchrun", *twice)[0] == 3
+    checkout.log_file.unlink()
+    assert send_while(checkout, "torchrun", signal.SIGTERM, signal.SIGINT)[0] != 0
+    assert checkout.calls("signal") == []
 
 
 def test_a_signal_while_data_are_prepared_ends_with_code_3_and_starts_nothing(checkout: Checkout) -> None:

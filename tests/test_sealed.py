@@ -155,6 +155,42 @@ def test_a_folder_is_locked_against_another_process_until_its_holder_ends(tmp_pa
     assert durable.FolderLock(tmp_path, 5)
 
 
+def test_a_lock_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"\.lock: cannot be written to \(Is a directory\)"):
+        durable.FolderLock(tmp_path)
+
+
+def test_files_and_links_of_a_checkpoints_name_are_none(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("")
+    seal(tmp_path, 2)
+    (tmp_path / "step-3").symlink_to("step-2")
+    assert steps(tmp_path) == [2]
+
+
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = seal(tmp_path, 1)
+
+    def refuse(_: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(sealed, "sha256_of", refuse)
+    with pytest.raises(OSError, match="Stale"):
+        sealed.verify(path)
+
+
+def test_the_name_of_the_best_one_goes_with_it(tmp_path: Path) -> None:
+    seal(tmp_path, 1)
+    best = seal(tmp_path, 2)
+    sealed.mark_best(tmp_path / "step-1")
+    sealed.mark_best(best)
+    assert (tmp_path / "best").resolve() == best
+    sealed.set_aside(tmp_path / "step-1")
+    assert (tmp_path / "best").resolve() == best
+    sealed.set_aside(best)
+    assert not (tmp_path / "best").is_symlink()
+
+
 def test_without_locks_a_run_goes_on_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,23 @@ def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, tmp
     more = ("--training.steps", "23", "--data.validation_fraction", "0.1", "--training.local_batch_size", "3")
     result = train(config, folder, *more, *allowed)
     assert "a step is 6 rows" in result.stdout and len(losses(folder)) == 23
+
+
+def test_an_epoch_ends_with_its_rows_also_where_the_global_batch_changed(config: Path, tmp_path: Path) -> None:
+    rows = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    folder = tmp_path / "run"
+    more = ("--data.path", str(tmp_path / "rows.jsonl"), "--lr_scheduler.warmup_steps", "1")
+    result = train(config, folder, *more, "--training.steps", "5", processes=1)
+    in_all = int(re.search(r"in (\d+) rows of", result.stdout)[1])  # type: ignore[index]
+    epoch = ("--training.steps", "0", "--training.epochs", "1", "--training.local_batch_size", "4")
+    train(config, folder, *more, *epoch, "--checkpoint.allow_changed", "global_batch_size", processes=1)
+    steps = 5 + -(-(in_all - 5) // 4)
+    assert len(losses(folder)) == steps and metrics(folder)[-1]["epoch"] >= 1
+    state = json.loads((folder / "checkpoint" / f"step-{steps}" / "trainer.json").read_text())
+    assert in_all <= state["loader"]["rows_consumed"] < in_all + 4 + 4
+    again = train(config, folder, *more, *epoch, processes=1)  # the same number of steps at every start
+    assert f"step {steps} of {steps} was reached before" in again.stdout
 
 
 def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished_one(

@@ -14,12 +14,12 @@ import shutil
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,7 +91,8 @@ class Checkpointer:
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
         if self._group is None:
             return self._write(aside, tensors, rng, state, record, best)
-        staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+        with raise_together():  # the host's memory may not do
+            staged = {name: _staged(tensor) for name, tensor in tensors.items()}
 
         def in_background() -> None:
             try:
@@ -151,6 +152,10 @@ class Checkpointer:
         files = _HashedFiles()
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
+        if self._group is not None:
+            writer.per_thread_copy_ahead = (
+                0  # copies are on the host; a thread that touches a GPU begins with the first
+            )
         writer.fs = files
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
@@ -171,12 +176,26 @@ class Checkpointer:
         files = _HashedFiles()
         files.write(aside / _TRAINER, state)
         final = sealed.seal(aside, written | files.written, record)
-        self._retention.note(final)
         log.info(f"checkpoint {final}")
-        kept = self.folder / f"step-{best}" if best is not None else None
-        if kept is not None and kept.is_dir():
-            _link(self.folder / "best", kept.name)
-        self._retention.remove_old(keep_also=kept)
+        try:  # it is there: what fails from here on is no reason to end the run
+            self._retention.note(final)
+            self._retention.remove_old(keep_also=self._mark_best(best))
+        except OSError as error:
+            log.warning(
+                f"{self.folder}: old checkpoints could not be removed, or the best one not be marked: {error}; the "
+                "disk will fill up"
+            )
+
+    def _mark_best(self, step: int | None) -> Path | None:
+        path = self.folder / f"step-{step}"
+        if step is None or not path.is_dir():
+            return None
+        sealed.mark_best(path)
+        return path
+
+    def mark_best(self, step: int) -> None:
+        """Call a checkpoint that is there `best`. A collective."""
+        from_rank_zero(lambda: self._mark_best(step) and None)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore model, optimizer and random state in place; returns the trainer state. A collective.
@@ -237,14 +256,23 @@ class Checkpointer:
         return f"{_COMMUNICATION}rank-{rank}."
 
 
-def find_checkpoint(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is what its manifest says, and the manifest; None: there never was one. A collective.
+class Found(NamedTuple):
+    """A checkpoint that is whole."""
+
+    path: Path
+    manifest: dict[str, Any]
+    trainer_state: dict[str, Any]
+
+
+def find_checkpoint(folder: Path, world: World) -> Found | None:
+    """The newest checkpoint that is what its manifest says; None: there never was one. A collective.
 
     Each rank reads a share of the files. One that is damaged is renamed, so that nobody takes it for a checkpoint, and
     the one before is taken.
 
     Raises:
-        UserError: there are some, but none is whole: starting over in silence would lose the work.
+        UserError: there are some, but none is whole: starting over in silence would lose the work. Or one cannot be
+            read, which says nothing of what is in it.
     """
     while True:
         paths = from_rank_zero(lambda: [str(path) for path in sealed.list_checkpoints(folder)])
@@ -254,21 +282,34 @@ def find_checkpoint(folder: Path, world: World) -> tuple[Path, dict[str, Any]] |
                 raise UserError(f"{folder}: of this run only damaged checkpoints are left: {', '.join(left)}; {_AGAIN}")
             return None
         newest = Path(paths[-1])
-        problem, manifest = "", {}
         with raise_together():
-            try:
-                manifest = sealed.verify(newest, world.rank, world.size)
-            except sealed.DamagedError as error:
-                problem = str(error)
-            except PermissionError as error:
-                raise UserError(f"{error.filename}: may not be read by this user; mend its permissions") from None
-        problem = next((found for found in gather(problem) if found), "")
+            problem = _problem(newest, world.rank, world.size)
+        problems = [found for found in gather(problem) if found]
+        if not problems:
+            with raise_together():
+                return Found(newest, sealed.read_manifest(newest), _read_json(newest / _TRAINER))
+        # A file that only another rank misses is no damage: that node sees another file system.
+        problem = from_rank_zero(partial(_problem, newest, 0, 1))
         if not problem:
-            return newest, manifest
+            raise UserError(f"{problems[0]}, but rank 0 reads it whole; all nodes must see the same file system")
         if len(paths) == 1:
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
         aside = from_rank_zero(partial(_set_aside, newest))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
+
+
+def _problem(path: Path, share: int, shares: int) -> str:
+    """What is damaged in a share of a checkpoint's files."""
+    try:
+        sealed.verify(path, share, shares)
+    except sealed.DamagedError as error:
+        return str(error)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); mend that, or rename {path} to go on from "
+            "the checkpoint before it"
+        ) from None
+    return ""
 
 
 def _set_aside(path: Path) -> str:
@@ -325,13 +366,6 @@ def _staged(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _link(link: Path, target: str) -> None:
-    aside = link.with_name(f".{link.name}.tmp")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(target)
-    aside.replace(link)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -347,40 +381,39 @@ def _first_cause(error: CheckpointException) -> BaseException:
     return next(cause for cause, _ in error.failures.values())
 
 
-def check_same_run(path: Path, manifest: dict[str, Any], about: dict[str, Any], allowed: Iterable[str]) -> None:
-    """Refuse to go on where the rows, their order or the model would be others.
+def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
+    """Refuse to go on where the rows, their order or the model would be others; what was allowed to differ is said.
 
     Args:
         about: of the run as it is now; as for Checkpointer.save.
-        allowed: names that may differ; see `differing`.
+        allowed: names that may differ, of a fingerprint or of a field: `model`, `model.rope_theta`.
 
     Raises:
         UserError: what differs, field by field.
     """
-    found = differing(manifest["fingerprints"], about["fingerprints"], allowed)
-    if any(words.startswith("data ") for words in found):
-        found += differing(manifest["data"], about["data"], ())
-    if found:
+    refused: list[str] = []
+    waved: list[str] = []
+    for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
+        more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
+        (waved if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
+    if waved:
+        log.warning(f"checkpoint.allow_changed: the run goes on with another {', '.join(waved)}")
+    if refused:
         raise UserError(
-            f"{path}: was made with another {', '.join(found)}; go on with what it was made with, name what may differ "
-            "in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
+            f"{found.path}: was made with another {', '.join(refused)}; go on with what it was made with, name what "
+            "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
         )
 
 
-def differing(saved: dict[str, Any], now: dict[str, Any], allowed: Iterable[str]) -> list[str]:
-    """The fingerprints that differ and were not allowed to, each in words.
+def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The values that differ, by name, each in words.
 
     Args:
-        saved, now: fingerprints: values, or one level of fields with values.
-        allowed: names, of a fingerprint or of a field: `model`, `model.rope_theta`.
+        saved, now: values, or one level of fields with values.
     """
-    flat_saved, flat_now = _flat(saved), _flat(now)
-    names = [name for name in {**flat_now, **flat_saved} if flat_saved.get(name) != flat_now.get(name)]
-    return [
-        f"{name} ({_short(flat_saved.get(name))}, now {_short(flat_now.get(name))})"
-        for name in names
-        if not {name, name.split(".")[0]} & set(allowed)
-    ]
+    before, after = _flat(saved), _flat(now)
+    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
+    return {name: f"{name} ({_short(before.get(name))}, now {_short(after.get(name))})" for name in names}
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -392,7 +425,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 20 else text[:12] + "..."
+    return text if len(text) <= 60 else f"{text[:12]}...{text[-40:]}" if "/" in text else f"{text[:12]}..."
 
 
 def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:

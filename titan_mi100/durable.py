@@ -17,6 +17,7 @@ from titan_mi100.logging import log
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _BLOCK = 1 << 20
+LOCK = ".lock"  # the name of a folder's
 _PATIENCE = 60  # seconds: workers whose launcher was killed have half of that to end
 
 
@@ -40,24 +41,15 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def replace(path: Path, text: str, durable: bool = False) -> None:
-    """Write a file so that it is there whole or not at all, its former content until then.
-
-    Args:
-        durable: also after a power failure.
-    """
+def replace(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all, its former content until then."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        if durable:
-            write_synced(aside, text)
-        else:
-            aside.write_text(text, encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    if durable:
-        sync(path.parent)
 
 
 def sha256_of(path: Path) -> str:
@@ -126,7 +118,11 @@ def probe(folder: Path) -> None:
 
 
 class FolderLock:
-    """Keeps a folder for this process, until it ends however it ends."""
+    """Keeps a folder for this process, until it ends however it ends.
+
+    Attributes:
+        nonce: what the lock's file holds, so that others can tell whether they see the same folder.
+    """
 
     def __init__(self, folder: Path, patience: float = _PATIENCE) -> None:
         """Take the lock.
@@ -135,18 +131,29 @@ class FolderLock:
             patience: seconds to wait for its holder, who may be about to end.
 
         Raises:
-            UserError: another process has it.
+            UserError: another process has it, or the folder cannot be written to.
         """
-        self._file = (folder / ".lock").open("a+", encoding="utf-8")  # held open for as long as this object lives
+        self.nonce = uuid.uuid4().hex
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": self.nonce}
+        try:
+            self._file = (folder / LOCK).open("a+", encoding="utf-8")  # held open for as long as this object lives
+            self._take(folder, patience)
+            self._file.truncate(0)
+            self._file.write(json.dumps(record))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{folder / LOCK}: cannot be written to ({error.strerror}); mend that, or name another job.run_folder"
+            ) from None
+
+    def _take(self, folder: Path, patience: float) -> None:
         until, said = time.monotonic() + patience, False
         while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _NO_LOCKS:
-                    log.warning(f"{folder}: this file system has no locks; do not start two runs with this folder")
-                    return
+                    return log.warning(f"{folder}: has no locks; do not start two runs with this folder")
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
             holder = self._holder()
@@ -159,9 +166,6 @@ class FolderLock:
                 log.info(f"{folder} is in use ({holder}); waiting for it up to {patience:.0f} s")
                 said = True
             time.sleep(0.2)
-        self._file.truncate(0)
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-        self._file.flush()
 
     def _holder(self) -> str:
         try:

@@ -1,6 +1,7 @@
 """Steps whose loss or gradients are not finite: counted, recorded, traced to the rows of input."""
 
 import csv
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
@@ -20,9 +21,16 @@ class NumericalError(RuntimeError):
 class FaultWatch:
     """Looks at each step's result. Counters live in the caller's progress."""
 
-    def __init__(self, stream: RowStream, data: Prepared, folder: Path, world: World) -> None:
-        self._stream, self._data, self._folder, self._world = stream, data, folder, world
+    def __init__(self, stream: RowStream, data: Prepared, folder: Path, world: World, last_step: int) -> None:
+        """Begin; what an earlier start of the run noted after its last checkpoint is taken out."""
+        self._stream, self._data, self._file, self._world = stream, data, folder / FILE, world
         self._rows: list[str] = []  # of the skipped steps in a row
+        if world.rank == 0 and self._file.exists():
+            with suppress(OSError):
+                with self._file.open(newline="", encoding="utf-8") as file:
+                    kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
+                with self._file.open("w", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows(kept)
 
     def record(self, step: int, result: StepResult) -> None:
         """A step went by: one that was skipped is logged with the input it saw. A collective where one was."""
@@ -37,8 +45,11 @@ class FaultWatch:
         places = list(dict.fromkeys(map(self._data.where, documents)))
         self._rows += places
         if self._world.rank == 0:
-            with (self._folder / FILE).open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
+            try:
+                with self._file.open("a", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
+            except OSError as error:
+                log.warning(f"{self._file}: cannot be written to: {error.strerror}")
             log.warning(
                 f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped "
                 f"on all ranks; rows: {_listed(places)}"
@@ -47,7 +58,7 @@ class FaultWatch:
     def error(self, step: int, in_a_row: int) -> NumericalError:
         return NumericalError(
             f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was updated "
-            f"in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._folder / FILE}"
+            f"in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._file}"
         )
 
 

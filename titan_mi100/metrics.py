@@ -86,9 +86,9 @@ class Reporter:
         self,
         folder: Path,
         config: MetricsConfig,
-        first_step: int,
+        last_step: int,
+        validation_due: bool,
         steps: int,
-        steps_per_epoch: int,
         spec: ModelSpec,
         peak_flops: float | None,
         dtype: str,
@@ -96,29 +96,31 @@ class Reporter:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
         Args:
-            first_step: the step that comes next, from 1.
+            last_step: of the checkpoint that the run goes on from; 0: none.
+            validation_due: its validation is still to come.
             peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
             dtype: the compute dtype, for the printed line.
         """
-        self._config, self._steps, self._steps_per_epoch = config, steps, steps_per_epoch
+        self._config, self._steps = config, steps
         self._spec, self._peak_flops, self._dtype = spec, peak_flops, dtype
         path = folder / "metrics.jsonl"
-        _drop_from(path, first_step)
+        _drop_after(path, last_step, validation_due)
         self._file = path.open("a", encoding="utf-8")
+        self._writes = True
         self._events: Any = None
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
 
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
         self._bar = tqdm(
-            total=steps, initial=first_step - 1, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+            total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
 
-    def step(self, step: int, lr: float, result: StepResult) -> None:
+    def step(self, step: int, epoch: float, lr: float, result: StepResult) -> None:
         flops = train_flops(self._spec, result.tokens, result.supervised, result.attention_pairs)
         metrics = StepMetrics(
             step=step,
-            epoch=step / self._steps_per_epoch,
+            epoch=epoch,
             loss=result.loss if math.isfinite(result.loss) else None,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             lr=lr,
@@ -139,16 +141,23 @@ class Reporter:
         self._bar.update(1)
 
     def validation(self, step: int, loss: float) -> None:
-        self._write(step, {"step": step, "validation_loss": loss}, prefix="validation/")
+        self._write(
+            step, {"step": step, "validation_loss": loss if math.isfinite(loss) else None}, prefix="validation/"
+        )
         log.info(f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        if self._events is not None:
-            for name, value in values.items():
-                if name != "step" and value is not None:
-                    self._events.add_scalar(prefix + name.removeprefix("validation_"), value, step)
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+            if self._events is not None:
+                for name, value in values.items():
+                    if name != "step" and value is not None:
+                        self._events.add_scalar(prefix + name.removeprefix("validation_"), value, step)
+        except OSError as error:  # a full disk: the next save will end the run, all ranks together
+            if self._writes:
+                log.warning(f"{self._file.name}: cannot be written to: {error.strerror}")
+            self._writes = False
 
     def close(self) -> None:
         self._bar.close()
@@ -157,14 +166,16 @@ class Reporter:
             self._events.close()
 
 
-def _drop_from(path: Path, first_step: int) -> None:
-    """Rewrite the file without steps that will be trained again, and without a line that a kill cut off."""
+def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
+    """Rewrite the file without what will be done again, and without a line that a kill cut off."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):
-            if json.loads(line)["step"] < first_step:
+            entry = json.loads(line)
+            again = validation_due and "validation_loss" in entry and entry["step"] == last_step
+            if entry["step"] <= last_step and not again:
                 kept.append(line + "\n")
     aside = path.with_suffix(".tmp")
     aside.write_text("".join(kept), encoding="utf-8")

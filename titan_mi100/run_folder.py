@@ -2,13 +2,16 @@
 
 import json
 import os
+import socket
+import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_mi100 import sealed
 from titan_mi100.config import resolve_run_folder
-from titan_mi100.distributed import World, from_rank_zero
-from titan_mi100.durable import FolderLock, probe, replace, sync
+from titan_mi100.distributed import World, from_rank_zero, raise_together
+from titan_mi100.durable import LOCK, FolderLock, probe, replace, sync
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, log_to_file
 from titan_mi100.settings import Config
@@ -38,29 +41,58 @@ class RunFolder:
             UserError: another run has it, or it cannot be written to.
         """
         self._lock: FolderLock | None = None
-        self.path = Path(from_rank_zero(lambda: str(self._take(config))))
-        if world.rank == 0:
-            write_run_state(
-                self.path, RunState("running", 1, "killed, or still running", "if it was killed: start again")
-            )
-            log_to_file(self.path / "train.log")
+        path, nonce = from_rank_zero(lambda: self._take(config))
+        self.path = Path(path)
+        with raise_together():
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                _check_shared(self.path, nonce, world.rank)
 
-    def _take(self, config: Config) -> Path:
+    def note_crash(self, state: RunState, rank: int) -> None:
+        """A rank has failed on its own. The first one to say so knows why; what the others say follows from it."""
+        try:
+            if rank:
+                with (self.path / "train.log").open("a", encoding="utf-8") as file:
+                    file.write(traceback.format_exc())
+            if json.loads((self.path / "run_state.json").read_text(encoding="utf-8"))["state"] != "running":
+                return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.error(f"{self.path}: {error}")
+        write_run_state(self.path, state)
+
+    def _take(self, config: Config) -> tuple[str, str]:
         folder = resolve_run_folder(config)
         checkpoints = folder / "checkpoint"
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            for made in (folder, folder.parent):
-                sync(made)
+            sync(folder)
+            with suppress(PermissionError):  # somebody else's, who lets us pass
+                sync(folder.parent)
             self._lock = FolderLock(folder)
             probe(checkpoints)
             sealed.clear(checkpoints)
+            log_to_file(folder / "train.log")
         except OSError as error:
             raise UserError(
                 f"{error.filename or folder}: cannot be written to ({error.strerror}); set job.run_folder or "
                 "job.dump_folder"
             ) from None
-        return folder
+        again = f"if it was killed, start again with job.run_folder = {folder}"
+        write_run_state(folder, RunState("running", 1, "killed, or still running", again))
+        return str(folder), self._lock.nonce
+
+
+def _check_shared(path: Path, nonce: str, rank: int) -> None:
+    """Each node must see the folder that rank 0 has taken, and be able to write there."""
+    try:
+        is_same = nonce in (path / LOCK).read_text(encoding="utf-8")
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise UserError(
+            f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder must "
+            "be on a file system that all nodes share"
+        )
+    probe(path / "checkpoint")
 
 
 def launcher_is_told() -> bool:

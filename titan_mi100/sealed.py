@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.durable import sha256_of, sync, write_synced
+from titan_mi100.logging import log
 
 FORMAT = 1
+BEST = "best"  # the name of a link to the checkpoint with the lowest validation loss
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
 _MOST_BYTES = 1 << 30  # of a manifest: more is not one
 
@@ -28,8 +30,8 @@ class DamagedError(Exception):
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-N`, whole or not, oldest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=step_of)
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -71,20 +73,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: it is not, or there is none.
-        PermissionError: it may be, but this user may not read it.
+        OSError: it may be, but it cannot be read.
     """
     content = {}
     for name in (MANIFEST, MANIFEST_HASH):
         file = path / name
         if file.is_symlink() or not file.is_file():
             raise DamagedError(f"{file}: there is no such file")
-        try:
-            with file.open("rb") as stream:
-                content[name] = stream.read(_MOST_BYTES)
-        except PermissionError:
-            raise
-        except OSError as error:
-            raise DamagedError(f"{file}: cannot be read: {error.strerror}") from None
+        with file.open("rb") as stream:
+            content[name] = stream.read(_MOST_BYTES)
     if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
         raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
     try:
@@ -104,19 +101,14 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     """Compare one of a checkpoint's files with the manifest's entry.
 
     Raises:
-        DamagedError, PermissionError: as read_manifest.
+        DamagedError, OSError: as read_manifest.
     """
     file = path / name
     if file.is_symlink() or not file.is_file():
         raise DamagedError(f"{file}: there is no such file")
     if (size := file.stat().st_size) != entry["bytes"]:
         raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
-    try:
-        found = sha256_of(file)
-    except PermissionError:
-        raise
-    except OSError as error:
-        raise DamagedError(f"{file}: cannot be read: {error.strerror}") from None
+    found = sha256_of(file)
     if found != entry["sha256"]:
         raise DamagedError(f"{file}: is not what was written: SHA-256 {found[:12]}..., was {entry['sha256'][:12]}...")
 
@@ -128,7 +120,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
         share, shares: check only the content of every `shares`-th file, from this one, large ones dealt first.
 
     Raises:
-        DamagedError, PermissionError: as read_manifest.
+        DamagedError, OSError: as read_manifest.
     """
     manifest = read_manifest(path)
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
@@ -141,8 +133,19 @@ def set_aside(path: Path) -> Path:
     """Rename a checkpoint that is none, so that nobody takes it for one; returns where it is now."""
     aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
+    best = path.with_name(BEST)
+    if best.is_symlink() and best.readlink() == Path(path.name):
+        best.unlink()
     sync(path.parent)
     return aside
+
+
+def mark_best(path: Path) -> None:
+    """Let the name `best` lead to this checkpoint."""
+    aside = path.with_name(f".{BEST}.tmp")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(path.name)
+    aside.replace(path.with_name(BEST))
 
 
 def damaged(folder: Path) -> list[Path]:
@@ -182,12 +185,12 @@ class Retention:
 
     def _is_whole(self, path: Path) -> bool:
         """Reads a checkpoint once: then the file system's word that nothing touched it counts."""
-        if self._verified.get(path) != _stamps(path):
-            try:
+        try:
+            if self._verified.get(path) != _stamps(path):
                 verify(path)
-            except (DamagedError, OSError):
-                return False
-            self.note(path)
+                self.note(path)
+        except (DamagedError, OSError):
+            return False
         return True
 
 
@@ -207,4 +210,7 @@ def remove(path: Path) -> None:
 def clear(folder: Path) -> None:
     """Remove what saves and removals left that were killed. Only for the run that has the folder's lock."""
     for left in (*folder.glob(".step-*.incomplete"), *folder.glob(".step-*.removed")):
-        shutil.rmtree(left)
+        try:
+            shutil.rmtree(left)
+        except OSError as error:
+            log.warning(f"{left}: a leftover of an earlier start, cannot be removed: {error.strerror}")

@@ -69,31 +69,35 @@ def main(config: Config, preemption: Preemption) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
-    together = True  # all ranks come to the same end
+    again, together = "start again", True  # all ranks come to the same end
     setup_logging(rank)
     try:
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
+        again = f"start again with job.run_folder = {folder.path}, without checkpoint.fresh: it resumes"
         train(config, world, folder.path, preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:
         ended = RunState("bad_input", 2, str(error), "mend what the message names, then start again")
     except Preempted as error:
-        ended = RunState("preempted", 3, str(error), "start the same again, with this folder as job.run_folder")
+        ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:
-        ended = RunState("numerical_abort", 4, str(error), "lower optimizer.lr or mend the rows, then start again")
+        mend = "lower optimizer.lr, or mend the rows and allow it with checkpoint.allow_changed = data; then "
+        ended = RunState("numerical_abort", 4, str(error), mend + again)
     except SaveError as error:
-        ended = RunState("save_failed", 1, str(error), "mend what the message names, then start again: it resumes")
+        ended = RunState("save_failed", 1, str(error), "mend what the message names, then " + again)
     except KeyboardInterrupt:
-        ended, together = RunState("interrupted", 1, "interrupted", "start again: it resumes"), False
+        ended, together = RunState("interrupted", 1, "interrupted", again), False
     except Exception as error:
         log.error(traceback.format_exc())
-        ended, together = RunState("crashed", 1, repr(error), "look into train.log; start again: it resumes"), False
+        ended, together = RunState("crashed", 1, f"rank {rank}: {error!r}", f"look into train.log; {again}"), False
     if together and (rank == 0 or ended.exit_code == 1):
         for line in ended.message.splitlines():
             (log.warning if ended.exit_code == 3 else log.error)(line)
-    if rank == 0:
+    if together and rank == 0:
         write_run_state(folder.path if folder else None, ended)
+    elif not together and folder is not None:
+        folder.note_crash(ended, rank)
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
 
@@ -108,11 +112,13 @@ class Progress:
     best_step: int | None = None  # of the lowest validation loss
     best_loss: float | None = None
     validation_due: bool = False  # the step's validation was given up: a resume begins with it
+    plan: str = ""  # fingerprint of the rows to train and to validate on: another set's losses are not to be compared
 
 
 def train(config: Config, world: World, folder: Path, preemption: Preemption) -> None:
     """Everything between the checked config and the last checkpoint."""
     distributed.seed_everything(config.training.seed)
+    same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     with raise_together():
         spec = config.spec()
     device_words, arch, compute_units = distributed.device_name(world.device)
@@ -120,7 +126,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     data = _load_data(config, world, folder)
     found = find_checkpoint(folder / "checkpoint", world)
     if found is not None:
-        config = _keep_global_batch(config, world, found[1])
+        config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     log.info(
         f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
@@ -132,6 +138,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     about = {
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts["made_of"],
+        "rows": len(data.train),
         "fingerprints": {
             "model": asdict(spec),
             "tokenizer": data.facts["tokenizer"],
@@ -140,21 +147,32 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
             "global_batch_size": batch.global_batch_size,
         },
     }
+    epoch_rows, progress = rows_per_epoch(len(data.train), batch.global_batch_size), Progress()
+    stream = RowStream(data.train, batch, 0, config.training.seed)
     if found is not None:
-        check_same_run(*found, about, config.checkpoint.allow_changed)
-    steps_per_epoch = rows_per_epoch(len(data.train), batch.global_batch_size) // batch.global_batch_size
-    steps = config.training.steps or (config.training.epochs or 1) * steps_per_epoch
+        check_same_run(found, about, config.checkpoint.allow_changed)
+        progress = Progress(**found.trainer_state["progress"])
+        before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
+        consumed = found.trainer_state["loader"]["rows_consumed"]
+        stream.load_state_dict(
+            {"rows_consumed": renumber(consumed, before, (len(data.train), batch.global_batch_size))}
+        )
+    if progress.plan != data.facts["plan"]:
+        if progress.best_step is not None:
+            log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
+        progress = replace(progress, plan=data.facts["plan"], best_step=None, best_loss=None)
+    rows_left = (config.training.epochs or 1) * epoch_rows - stream.rows_consumed
+    steps = config.training.steps or progress.step + max(0, -(-rows_left // batch.global_batch_size))
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
 
     mesh = distributed.build_mesh(layout, world.device)
-    dp_rank = distributed.data_parallel_rank(mesh)
+    dp_rank = stream.dp_rank = distributed.data_parallel_rank(mesh)
     counted = data.facts["sets"]["train"]
     supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
     model = build_model(config, spec, mesh, world, supervised_share)
-    load_weights(model, config, spec, found[0] if found else None)
+    load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
-    stream = RowStream(data.train, batch, dp_rank, config.training.seed)
     checkpointer = Checkpointer(
         folder / "checkpoint",
         config.checkpoint.keep_latest_k,
@@ -163,13 +181,8 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         world,
         in_background=config.checkpoint.async_mode == "async",
     )
-    progress = Progress()
     if found is not None:
-        state = checkpointer.load(found[0])
-        progress = Progress(**state["progress"])
-        before = found[1]["fingerprints"]["global_batch_size"]
-        rows = renumber(state["loader"]["rows_consumed"], len(data.train), before, batch.global_batch_size)
-        stream.load_state_dict({"rows_consumed": rows})
+        checkpointer.load(found.path)
         if progress.step >= steps:
             log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
@@ -182,10 +195,13 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     if kernel == attention.NO_KERNEL and world.device.type != "cpu":
         log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
     reporter = None
-    if world.rank == 0:
-        ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
-        _write_explanation(folder, config, progress.step, ran)
-        reporter = Reporter(folder, config.metrics, progress.step + 1, steps, steps_per_epoch, spec, peak, dtype)
+    with raise_together():
+        if world.rank == 0:
+            ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
+            _write_explanation(folder, config, progress.step, ran)
+            reporter = Reporter(
+                folder, config.metrics, progress.step, progress.validation_due, steps, spec, peak, dtype
+            )
 
     def told_to_stop() -> bool:
         return any_rank(preemption.reason, world.device)
@@ -199,29 +215,31 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
             return False
         if reporter is not None:
             reporter.validation(progress.step, loss)
-        is_best = progress.best_loss is None or loss < progress.best_loss
+        is_best = math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss)
         if is_best:
             progress.best_step, progress.best_loss = progress.step, loss
         return is_best
 
     trainer = Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
-    faults = FaultWatch(stream, data, folder, world)
+    faults = FaultWatch(stream, data, folder, world, progress.step)
     saved = progress.step
+    if progress.validation_due and data.validation is not None and validate() and config.checkpoint.keep_best:
+        checkpointer.mark_best(progress.step)
     stopping = told_to_stop()
-    if progress.validation_due and data.validation is not None and not stopping:
-        validate()
     while progress.step < steps and not stopping:
         progress.step += 1
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, progress.step, steps)
         set_lr(optimizer, lr)
         result = trainer.step()
         if reporter is not None:
-            reporter.step(progress.step, lr, result)
+            reporter.step(progress.step, stream.rows_consumed / epoch_rows, lr, result)
         faults.record(progress.step, result)
         progress.skipped_steps += result.skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if progress.skipped_in_a_row >= config.training.max_nonfinite_steps:
             checkpointer.wait()
+            if reporter is not None:
+                reporter.close()
             raise faults.error(progress.step, progress.skipped_in_a_row)
         is_best = False
         if data.validation is not None and _due(progress.step, steps, config.validation.freq):

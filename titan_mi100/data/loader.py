@@ -21,12 +21,15 @@ def rows_per_epoch(rows: int, global_batch_size: int) -> int:
     return -(-rows // global_batch_size) * global_batch_size
 
 
-def renumber(number: int, rows: int, before: int, now: int) -> int:
-    """The row number of the same place in the same epoch where the global batch size changes, and with it the padding
-    at an epoch's end.
+def renumber(number: int, before: tuple[int, int], now: tuple[int, int]) -> int:
+    """The row number of the same place in the same epoch where the set's rows or the global batch size change, and with
+    them the padding at an epoch's end.
+
+    Args:
+        before, now: rows, global batch size.
     """
-    epoch, place = divmod(number, rows_per_epoch(rows, before))
-    return epoch * rows_per_epoch(rows, now) + min(place, rows)
+    epoch, place = divmod(number, rows_per_epoch(*before))
+    return epoch * rows_per_epoch(*now) + min(place, now[0])
 
 
 def row_at(number: int, rows: int, global_batch_size: int, seed: int) -> int:

@@ -113,6 +113,7 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
     global _state
     _state = encoder, formats
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run's handler, that comes with a fork, is not for us
     if sys.platform == "linux":  # die with the parent, whatever kills it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
