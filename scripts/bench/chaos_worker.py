@@ -91,7 +91,7 @@ if __name__ == "__main__":
 
 import torch
 
-from titan_mi100 import checkpoint, run_folder, sealed, train
+from titan_mi100 import checkpoint, durable, run_folder, sealed, train
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import Gradients
 from titan_mi100.metrics import StepResult
@@ -188,7 +188,7 @@ def switch_off(protections: list[str]) -> None:
         train.measure_gradients = lambda *a: Gradients(real(*a).local, 1.0, True)
         train.math.isfinite = lambda _: True  # type: ignore[assignment]
     if "lock" in protections:
-        run_folder.FolderLock = lambda *_, **__: None  # type: ignore[assignment,misc]
+        durable.FolderLock._take = lambda *_: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
