@@ -27,6 +27,7 @@ from titan_mi100 import distributed, sealed, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError
+from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
 from titan_mi100.settings import Config, TrainingConfig
@@ -171,6 +172,7 @@ def _child(
     outside: Path,
 ) -> NoReturn:
     code = 0
+    log.disabled = True
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(outside / "store"), processes), rank=rank, world_size=processes
