@@ -74,7 +74,9 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
             note(f"{name}, stall s", stall)
             if in_background:
                 started = time.perf_counter()
-                while checkpointer._thread is not None and checkpointer._thread.is_alive():
+                thread = checkpointer._thread
+                # threads end at different times, and a step is everybody's
+                while distributed.any_rank(thread is not None and thread.is_alive(), world.device):
                     note("step beside an async save s", seconds(trainer.step))
                 checkpointer.wait()
                 note("async, whole s", stall + time.perf_counter() - started)
