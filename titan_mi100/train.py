@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100 import distributed, hardware, model_spec
-from titan_mi100.checkpoint import Checkpointer, check_same_run, find_checkpoint
+from titan_mi100.checkpoint import Checkpointer, Found, check_same_run, find_checkpoint
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
@@ -135,32 +135,12 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     )
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
-    about = {
-        "layout": {**asdict(layout), **asdict(batch)},
-        "data": data.facts["made_of"],
-        "rows": len(data.train),
-        "fingerprints": {
-            "model": asdict(spec),
-            "tokenizer": data.facts["tokenizer"],
-            "data": data.facts["fingerprint"],
-            "seed": config.training.seed,
-            "global_batch_size": batch.global_batch_size,
-        },
-    }
-    epoch_rows, progress = rows_per_epoch(len(data.train), batch.global_batch_size), Progress()
-    stream = RowStream(data.train, batch, 0, config.training.seed)
+    about = _about(config, spec, data, layout, batch)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
-        progress = Progress(**found.trainer_state["progress"])
-        before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
-        consumed = found.trainer_state["loader"]["rows_consumed"]
-        stream.load_state_dict(
-            {"rows_consumed": renumber(consumed, before, (len(data.train), batch.global_batch_size))}
-        )
-    if progress.plan != data.facts["plan"]:
-        if progress.best_step is not None:
-            log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
-        progress = replace(progress, plan=data.facts["plan"], best_step=None, best_loss=None)
+    stream = RowStream(data.train, batch, 0, config.training.seed)
+    progress = _go_on(found, stream, data)
+    epoch_rows = rows_per_epoch(len(data.train), batch.global_batch_size)
     rows_left = (config.training.epochs or 1) * epoch_rows - stream.rows_consumed
     steps = config.training.steps or progress.step + max(0, -(-rows_left // batch.global_batch_size))
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
@@ -288,6 +268,38 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
     if problems := check(config, world.size):
         raise UserError("\n".join(problems))
     return config
+
+
+def _about(config: Config, spec: model_spec.ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
+    """What the run is made of, for the manifests of its checkpoints."""
+    return {
+        "layout": {**asdict(layout), **asdict(batch)},
+        "data": data.facts["made_of"],
+        "rows": len(data.train),
+        "fingerprints": {
+            "model": asdict(spec),
+            "tokenizer": data.facts["tokenizer"],
+            "data": data.facts["fingerprint"],
+            "seed": config.training.seed,
+            "global_batch_size": batch.global_batch_size,
+        },
+    }
+
+
+def _go_on(found: Found | None, stream: RowStream, data: Prepared) -> Progress:
+    """How far the run has come; sets the stream to its next row."""
+    progress = Progress()
+    if found is not None:
+        progress = Progress(**found.trainer_state["progress"])
+        before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
+        now = len(data.train), stream.batch.global_batch_size
+        rows = renumber(found.trainer_state["loader"]["rows_consumed"], before, now)
+        stream.load_state_dict({"rows_consumed": rows})
+    if progress.plan != data.facts["plan"]:
+        if progress.best_step is not None:
+            log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
+        progress = replace(progress, plan=data.facts["plan"], best_step=None, best_loss=None)
+    return progress
 
 
 def _due(step: int, steps: int, every: int) -> bool:
