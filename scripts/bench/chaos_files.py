@@ -2,12 +2,9 @@
 
 import errno
 import io
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from chaos import Case, Outcome
+from chaos_runs import Job, metrics
 from chaos_worker import switch_off
-from torchrun_job import environment
 
 from titan_mi100 import distributed, sealed, train
 from titan_mi100.checkpoint import Checkpointer
@@ -32,7 +29,6 @@ from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
 from titan_mi100.settings import Config, TrainingConfig
 
-ASSETS = Path(__file__).resolve().parents[2] / "tests" / "assets"
 SPEC = ModelSpec(256, 32, 64, 1, 2, 1, 16, True, rope_theta=10_000.0)
 STEPS = (1, 2)  # saved before the one that something happens to
 KEEP = 2
@@ -352,52 +348,20 @@ def _flip_files(times: int, folder: Path, without: tuple[str, ...]) -> Outcome:
 
 def _flip_end_to_end(times: int, seed: int, folder: Path, without: tuple[str, ...]) -> Outcome:
     """A run of two steps whose newest checkpoint has a flipped bit goes on from the one before, as if it was new."""
-    wrong: list[str] = []
-    run = folder / "run"
-    done = _train(run, without, "--training.steps", "2")
-    if done.returncode:
-        return Outcome(times, [f"the first run failed: {done.stderr[-500:]}"])
-    exact = (run / "metrics.jsonl").read_text()
-    random = Random(seed)
+    run, random, wrong = folder / "run", Random(seed), []
+    more = ("--training.steps", "2", "--checkpoint.interval", "1")
+    first = Job(run, "one process", *more, without=without)
+    if first.end():
+        return Outcome(times, [f"the first run failed: {first.said()}"])
+    exact = metrics(run)
     for _ in range(times):
-        newest = run / "checkpoint" / "step-2"
-        flip = _flip(random.choice(sorted(newest.iterdir())), random)
-        done = _train(run, without, "--training.steps", "2")
-        told = "DAMAGED CHECKPOINT" in done.stderr and f"resumed from {run / 'checkpoint' / 'step-1'}" in done.stdout
-        losses = [_losses(text) for text in (exact, (run / "metrics.jsonl").read_text())]
-        if done.returncode or not told or losses[0] != losses[1]:
-            wrong.append(f"{flip}: code {done.returncode}, fell back: {told}, losses {losses}")
+        flip = _flip(random.choice(sorted((run / "checkpoint" / "step-2").iterdir())), random)
+        job = Job(run, "one process", *more, without=without)
+        code, said = job.end(), job.output()
+        told = "DAMAGED CHECKPOINT" in said and f"resumed from {run / 'checkpoint' / 'step-1'}" in said
+        if code or not told or metrics(run) != exact:
+            wrong.append(f"{flip}: code {code}, fell back: {told}, {metrics(run)}, not {exact}")
     return Outcome(times, wrong)
-
-
-def _losses(metrics: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in metrics.splitlines()]
-
-
-def _train(run: Path, without: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The trainer in one process, on the tests' small data."""
-    given = {
-        "model.flavor": "debug",
-        "model.tokenizer_path": str(ASSETS / "tokenizer"),
-        "data.path": str(ASSETS / "arithmetic.jsonl"),
-        "data.cache_folder": str(run.parent / "cache"),
-        "training.seq_len": "128",
-        "lr_scheduler.decay_type": "constant",
-        "lr_scheduler.warmup_steps": "0",
-        "checkpoint.interval": "1",
-        "metrics.enable_tensorboard": "false",
-        "job.run_folder": str(run),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("chaos_worker.py"))]
-    command += [f"--{name}={value}" for name, value in given.items()]
-    plan = {"events": os.devnull, "without": without}
-    return subprocess.run(
-        [*command, *arguments],
-        env={**environment(), "CHAOS": json.dumps(plan)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def damage(quick: bool) -> Iterator[Case]:
