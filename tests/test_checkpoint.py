@@ -15,12 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import checkpoint, distributed, sealed, train
-from titan_mi100.checkpoint import Checkpointer, Found, check_same_run, find_checkpoint
+from titan_mi100 import checkpoint, distributed, resume, sealed, train
+from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.settings import Config, TrainingConfig
 
 SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
@@ -209,7 +210,7 @@ def test_what_this_node_cannot_read_is_left_alone(
     assert found is not None and found.path.name == "step-2" and found.trainer_state["step"] == 2
     # as seen by a second rank on a node that does not have the file
     views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: there is no such file", ""])
-    monkeypatch.setattr(checkpoint, "_problem", lambda *_: next(views))
+    monkeypatch.setattr(resume, "_problem", lambda *_: next(views))
     with pytest.raises(UserError, match="but rank 0 reads it whole; all nodes must see the same file system"):
         find_checkpoint(tmp_path, world)
     assert len(sealed.list_checkpoints(tmp_path)) == 2

@@ -14,12 +14,11 @@ import shutil
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +37,11 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.logging import log
 from titan_mi100.optimizer import named_state
 from titan_mi100.parallelize import ParallelModel
+from titan_mi100.resume import TRAINER, read_json
 from titan_mi100.safe_read import SafeReader, load_safely
 
 _COMMUNICATION = "powersgd."  # begins the names of what each rank keeps of its own
 _PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
-_TRAINER = "trainer.json"
 
 
 class Checkpointer:
@@ -174,7 +173,7 @@ class Checkpointer:
                 "that they share"
             )
         files = _HashedFiles()
-        files.write(aside / _TRAINER, state)
+        files.write(aside / TRAINER, state)
         final = sealed.seal(aside, written | files.written, record)
         log.info(f"checkpoint {final}")
         try:  # it is there: what fails from here on is no reason to end the run
@@ -210,7 +209,7 @@ class Checkpointer:
         tensors = dict(everything)
         wanted = dict(ChainMap(*gather({name: (t.shape, t.dtype) for name, t in tensors.items()})))
         with raise_together():
-            trainer_state = _read_json(path / _TRAINER)
+            trainer_state = read_json(path / TRAINER)
             reader = SafeReader(path, sealed.read_manifest(path)["files"])
             saved = _saved_tensors(path, reader)
             _check_names(path, saved, wanted)
@@ -225,7 +224,7 @@ class Checkpointer:
         )
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
-            _set_random_state(_read_json(rng), self.world.device)
+            _set_random_state(read_json(rng), self.world.device)
         self._retention.note(path)
         return trainer_state
 
@@ -254,69 +253,6 @@ class Checkpointer:
     @staticmethod
     def _prefix(rank: int) -> str:
         return f"{_COMMUNICATION}rank-{rank}."
-
-
-class Found(NamedTuple):
-    """A checkpoint that is whole."""
-
-    path: Path
-    manifest: dict[str, Any]
-    trainer_state: dict[str, Any]
-
-
-def find_checkpoint(folder: Path, world: World) -> Found | None:
-    """The newest checkpoint that is what its manifest says; None: there never was one. A collective.
-
-    Each rank reads a share of the files. One that is damaged is renamed, so that nobody takes it for a checkpoint, and
-    the one before is taken.
-
-    Raises:
-        UserError: there are some, but none is whole: starting over in silence would lose the work. Or one cannot be
-            read, which says nothing of what is in it.
-    """
-    while True:
-        paths = from_rank_zero(lambda: [str(path) for path in sealed.list_checkpoints(folder)])
-        if not paths:
-            left = from_rank_zero(lambda: [str(path) for path in sealed.damaged(folder)])
-            if left:
-                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {', '.join(left)}; {_AGAIN}")
-            return None
-        newest = Path(paths[-1])
-        with raise_together():
-            problem = _problem(newest, world.rank, world.size)
-        problems = [found for found in gather(problem) if found]
-        if not problems:
-            with raise_together():
-                return Found(newest, sealed.read_manifest(newest), _read_json(newest / _TRAINER))
-        # A file that only another rank misses is no damage: that node sees another file system.
-        problem = from_rank_zero(partial(_problem, newest, 0, 1))
-        if not problem:
-            raise UserError(f"{problems[0]}, but rank 0 reads it whole; all nodes must see the same file system")
-        if len(paths) == 1:
-            raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
-        aside = from_rank_zero(partial(_set_aside, newest))
-        log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
-
-
-def _problem(path: Path, share: int, shares: int) -> str:
-    """What is damaged in a share of a checkpoint's files."""
-    try:
-        sealed.verify(path, share, shares)
-    except sealed.DamagedError as error:
-        return str(error)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); mend that, or rename {path} to go on from "
-            "the checkpoint before it"
-        ) from None
-    return ""
-
-
-def _set_aside(path: Path) -> str:
-    return str(sealed.set_aside(path))
-
-
-_AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
 
 
 @contextmanager
@@ -366,66 +302,8 @@ def _staged(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(_unreadable(path, error)) from None
-
-
-def _unreadable(path: Path, why: object) -> str:
-    return f"{path}: cannot be read: {why}; remove this checkpoint to resume from the one before"
-
-
 def _first_cause(error: CheckpointException) -> BaseException:
     return next(cause for cause, _ in error.failures.values())
-
-
-def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
-    """Refuse to go on where the rows, their order or the model would be others; what was allowed to differ is said.
-
-    Args:
-        about: of the run as it is now; as for Checkpointer.save.
-        allowed: names that may differ, of a fingerprint or of a field: `model`, `model.rope_theta`.
-
-    Raises:
-        UserError: what differs, field by field.
-    """
-    refused: list[str] = []
-    waved: list[str] = []
-    for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
-        more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
-        (waved if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
-    if waved:
-        log.warning(f"checkpoint.allow_changed: the run goes on with another {', '.join(waved)}")
-    if refused:
-        raise UserError(
-            f"{found.path}: was made with another {', '.join(refused)}; go on with what it was made with, name what "
-            "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
-        )
-
-
-def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """The values that differ, by name, each in words.
-
-    Args:
-        saved, now: values, or one level of fields with values.
-    """
-    before, after = _flat(saved), _flat(now)
-    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
-    return {name: f"{name} ({_short(before.get(name))}, now {_short(after.get(name))})" for name in names}
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and not prefix else {prefix + name: value}
-    return found
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:12]}...{text[-40:]}" if "/" in text else f"{text[:12]}..."
 
 
 def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100 import distributed, hardware, model_spec
-from titan_mi100.checkpoint import Checkpointer, Found, check_same_run, find_checkpoint
+from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
@@ -56,6 +56,7 @@ from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import ParallelModel, ShardedModel
 from titan_mi100.pipeline import PipelinedModel, layers_per_stage
+from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.run_folder import RunFolder, RunState, launcher_is_told, write_run_state
 from titan_mi100.sealed import list_checkpoints
 from titan_mi100.settings import Config, check
