@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(REPO / "scripts" / "bench"))
 
 import chaos_hostile
+import chaos_hostile_pickles as pickles
 
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.errors import UserError
@@ -133,7 +134,7 @@ def test_a_genuine_checkpoint_loads_as_with_the_stock_reader(world, tensors_only
 
 
 def test_a_part_of_a_tensor_goes_where_it_belongs(tmp_path: Path) -> None:
-    chaos_hostile.genuine(tmp_path)
+    pickles.genuine(tmp_path)
     reader = SafeReader(tmp_path / "ck")
     entry = reader.read_metadata().state_dict_metadata["model.a"]
     assert isinstance(entry, TensorStorageMetadata) and entry.size == (3, 4) and entry.properties.dtype == torch.float32
@@ -143,14 +144,14 @@ def test_a_part_of_a_tensor_goes_where_it_belongs(tmp_path: Path) -> None:
 
 
 def test_only_the_manifests_files_are_read(tmp_path: Path) -> None:
-    chaos_hostile.genuine(tmp_path)
+    pickles.genuine(tmp_path)
     with pytest.raises(UserError, match=r"ck/.metadata: cannot be read safely: names '__0_0.distcp', which is not one"):
         SafeReader(tmp_path / "ck", {".metadata"}).read_metadata()
 
 
 def test_another_planner_gets_no_byte_entry_and_this_one_takes_none_that_is_hostile(tmp_path: Path) -> None:
     name = "optim.param_groups.0.lr"
-    chaos_hostile.stored(name, lambda folder: chaos_hostile.saved(chaos_hostile.calls(folder)["eval"]))(tmp_path)
+    pickles.stored(name, lambda folder: pickles.saved(pickles.calls(folder)["eval"]))(tmp_path)
     state = {"optim": {"param_groups": [{"lr": 0.0}]}}
     with pytest.raises(CheckpointException, match="load it with load_safely"):
         dcp.load(state, storage_reader=SafeReader(tmp_path / "ck"))
@@ -160,7 +161,7 @@ def test_another_planner_gets_no_byte_entry_and_this_one_takes_none_that_is_host
 
 
 def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> None:
-    raw = chaos_hostile.raw_pickles(tmp_path / "canary")
+    raw = pickles.raw_pickles(tmp_path / "canary")
     for name, expected in {
         "GLOBAL posix.system": "asks for posix.system, which no checkpoint needs",
         "dotted name behind torch": "asks for torch.serialization.os.system, which",
@@ -172,7 +173,7 @@ def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> Non
         "empty": "EOFError",
     }.items():
         folder = tmp_path / name
-        (chaos_hostile.genuine(folder) / ".metadata").write_bytes(raw[name])
+        (pickles.genuine(folder) / ".metadata").write_bytes(raw[name])
         with pytest.raises(UserError) as caught:
             SafeReader(folder / "ck").read_metadata()
         assert str(caught.value).startswith(f"{folder}/ck/.metadata: ") and expected in str(caught.value)
@@ -183,7 +184,7 @@ def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> Non
         "tensor of a petabyte": "'model.a' is larger than what is stored of it",
     }.items():
         (folder := tmp_path / name).mkdir()
-        chaos_hostile.dcp_cases()[name](folder)
+        pickles.dcp_cases()[name](folder)
         with pytest.raises(UserError, match=re.escape(expected)):
             SafeReader(folder / "ck").read_metadata()
     assert "__setstate__" not in vars(Metadata) and not hasattr(torch.serialization._get_layout, "a")
