@@ -8,7 +8,6 @@ rank's random state in `rng-<rank>.json`. The manifest names them all, the layou
 import base64
 import errno
 import json
-import os
 import random
 import shutil
 import threading
@@ -26,13 +25,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import sealed
+from titan_mi100.dcp_io import HashedFiles
 from titan_mi100.distributed import World, from_rank_zero, gather, raise_together
-from titan_mi100.durable import HashingStream, sync
+from titan_mi100.durable import sync
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.logging import log
 from titan_mi100.optimizer import named_state
@@ -148,7 +147,7 @@ class Checkpointer:
     def _write_files(self, aside: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> sealed.Written:
         """This rank's files, synced."""
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
-        files = _HashedFiles()
+        files = HashedFiles()
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
         if self._group is not None:
@@ -161,7 +160,7 @@ class Checkpointer:
         except CheckpointException as error:  # a BaseException, which nobody up there expects
             raise _first_cause(error) from None
         for name, text in texts.items():
-            files.write(aside / name, text)
+            files.write(aside / name, text.encode())
         sync(aside)
         return files.written
 
@@ -172,8 +171,8 @@ class Checkpointer:
                 f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file system "
                 "that they share"
             )
-        files = _HashedFiles()
-        files.write(aside / TRAINER, state)
+        files = HashedFiles()
+        files.write(aside / TRAINER, state.encode())
         final = sealed.seal(aside, written | files.written, record)
         log.info(f"checkpoint {final}")
         try:  # it is there: what fails from here on is no reason to end the run
@@ -266,33 +265,6 @@ def _said_plainly(folder: Path, step: int) -> Iterator[None]:
             why = f"the disk is full: {why}; free some space, or lower checkpoint.keep_latest_k"
         where = f" ({error.filename})" if error.filename else ""
         raise SaveError(f"{folder}: the checkpoint of step {step} could not be written: {why}{where}") from error
-
-
-class _HashedFiles(FileSystem):
-    """What DCP and we write, synced; keeps each file's size and SHA-256."""
-
-    def __init__(self) -> None:
-        self.written: sealed.Written = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as file:
-            stream = HashingStream(file)  # type: ignore[arg-type]
-            try:
-                yield stream
-            except Exception as error:
-                raise stream.error or error from None
-            file.flush()
-            os.fsync(file.fileno())
-        self.written[Path(path).name] = stream.size, stream.hexdigest()
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-    def write(self, path: Path, text: str) -> None:
-        with self.create_stream(path, "wb") as stream:
-            stream.write(text.encode())
 
 
 def _staged(tensor: Tensor) -> Tensor:

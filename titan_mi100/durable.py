@@ -5,9 +5,12 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +20,7 @@ from titan_mi100.logging import log
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _BLOCK = 1 << 20
+_INCOMPLETE = ".incomplete"
 LOCK = ".lock"  # the name of a folder's
 _PATIENCE = 60  # seconds: workers whose launcher was killed have half of that to end
 
@@ -115,6 +119,55 @@ def probe(folder: Path) -> None:
         raise UserError(
             f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
         ) from None
+
+
+@contextmanager
+def appearing_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
+    """A folder to fill, which takes the name `final` at the end, unless something is raised: then nothing is left.
+
+    Args:
+        nbytes: about what will be written.
+
+    Raises:
+        UserError: `final` is there and not empty, cannot be made, or the disk has no room.
+    """
+    if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
+        raise UserError(f"{final}: is there already, and is not overwritten; remove it, or name another folder")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in final.parent.glob(f".{final.name}.*{_INCOMPLETE}"):
+            _remove_if_left(left)
+        if (free := shutil.disk_usage(final.parent).free) < nbytes:
+            raise OSError(errno.ENOSPC, f"needs {nbytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free")
+        aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}{_INCOMPLETE}")
+        aside.mkdir()
+    except OSError as error:
+        raise UserError(f"{final}: cannot be written ({error.strerror}); name another folder") from None
+    lock = os.open(aside, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have none
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield aside
+        sync(aside)
+        aside.rename(final)
+        sync(final.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _remove_if_left(aside: Path) -> None:
+    """Remove what a killed process left; one that is at work has the lock."""
+    lock = os.open(aside, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(aside, ignore_errors=True)
+    except OSError:
+        return
+    finally:
+        os.close(lock)
 
 
 class FolderLock:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,6 +21,30 @@ class _TerminalHandler(logging.Handler):
         except BrokenPipeError:  # `| head` has seen enough; the run goes on, and its log is in the run folder
             log.removeHandler(self)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class ByteProgress:
+    """A bar on a terminal; in a log a line every 10 seconds, with the time that is left."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty())
+        self._started = self._said = time.monotonic()
+
+    def __enter__(self) -> "ByteProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, size: int) -> None:
+        self._done += size
+        self._bar.update(size)
+        now = time.monotonic()
+        if self._bar.disable and now - self._said > 10 and self._done:
+            left = (now - self._started) * (self._total - self._done) / self._done
+            log.info(f"{self._what}: {self._done / max(self._total, 1):.0%}, {left:,.0f} s left")
+            self._said = now
 
 
 def setup_logging(rank: int) -> None:

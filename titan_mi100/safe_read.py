@@ -153,16 +153,7 @@ class SafeReader(dcp.FileSystemReader):
                 raise UserError(f"{path}: {name!r} is no tensor, and would be unpickled; load it with load_safely")
             planner.load_bytes(item, io.BytesIO(part.read()))
             return
-        records = _records(part)
-        tensor = _load_weights_only(part)
-        entry = self.read_metadata().state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-        found = (tensor.shape, tensor.dtype, tensor.layout) if type(tensor) is Tensor else type(tensor)
-        if found != (sizes, entry.properties.dtype, torch.strided):
-            raise ValueError(f"{name!r} is {found}, not the {tuple(sizes)} of {entry.properties.dtype} of the metadata")
-        if len(records) > 1 or tensor.untyped_storage().nbytes() > sum(records):  # torch 2.8 would read beyond them
-            raise ValueError(f"{name!r} claims more bytes than are stored")
+        tensor = self._tensor(item.storage_index, part)
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dimension, start, length)
         target = planner.resolve_tensor(item).detach()
@@ -170,6 +161,34 @@ class SafeReader(dcp.FileSystemReader):
             raise ValueError(f"{name!r}: {tuple(tensor.shape)} does not go into {tuple(target.shape)}")
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+    def read_chunk(self, index: MetadataIndex) -> Tensor:
+        """A chunk of a tensor, whole, outside of `dcp.load`.
+
+        Args:
+            index: the tensor's name and the chunk's offsets, as the metadata has them.
+
+        Raises:
+            UserError: it is not what the metadata says.
+        """
+        info = self.read_metadata().storage_data[index]
+        path = Path(self.path) / info.relative_path
+        with _as_user_error(path), self._path_of(info.relative_path).open("rb") as file:
+            return self._tensor(index, _Part(file, info.offset, info.length))
+
+    def _tensor(self, index: MetadataIndex, part: "_Part") -> Tensor:
+        name = index.fqn
+        records = _records(part)
+        tensor = _load_weights_only(part)
+        entry = self.read_metadata().state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        found = (tensor.shape, tensor.dtype, tensor.layout) if type(tensor) is Tensor else type(tensor)
+        if found != (sizes, entry.properties.dtype, torch.strided):
+            raise ValueError(f"{name!r} is {found}, not the {tuple(sizes)} of {entry.properties.dtype} of the metadata")
+        if len(records) > 1 or tensor.untyped_storage().nbytes() > sum(records):  # torch 2.8 would read beyond them
+            raise ValueError(f"{name!r} claims more bytes than are stored")
+        return tensor
 
     def _path_of(self, name: str) -> Path:
         """The file that the metadata means; unlike an HF folder's it is never a link."""

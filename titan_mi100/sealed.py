@@ -21,6 +21,7 @@ BEST = "best"  # the name of a link to the checkpoint with the lowest validation
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
 _MOST_BYTES = 1 << 30  # of a manifest: more is not one
 
+_NAME = re.compile(r"step-\d+")
 Written = dict[str, tuple[int, str]]  # file -> size and SHA-256, as they were written
 
 
@@ -30,7 +31,7 @@ class DamagedError(Exception):
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-N`, whole or not, oldest first."""
-    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
@@ -52,16 +53,21 @@ def seal(aside: Path, written: Written, record: dict[str, Any]) -> Path:
         record: what else the manifest says; `step` among it.
     """
     final = aside.with_name(f"step-{record['step']}")
-    files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
-    text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
-    write_synced(aside / MANIFEST, text)
-    write_synced(aside / MANIFEST_HASH, _hash_line(text.encode()))
-    sync(aside)
+    write_manifest(aside, written, record)
     if final.exists():
         raise FileExistsError(f"{final} is there already, and is never overwritten")
     aside.rename(final)
     sync(aside.parent)
     return final
+
+
+def write_manifest(aside: Path, written: Written, record: dict[str, Any]) -> None:
+    """Say what a folder holds, in the folder."""
+    files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
+    text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
+    write_synced(aside / MANIFEST, text)
+    write_synced(aside / MANIFEST_HASH, _hash_line(text.encode()))
+    sync(aside)
 
 
 def _hash_line(content: bytes) -> str:
@@ -86,14 +92,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
     try:
         manifest = json.loads(content[MANIFEST])
-        is_one = (manifest["format"], manifest["step"]) == (FORMAT, step_of(path)) and all(
+        # a folder of a run is called by its step; elsewhere it may have any name
+        expected = step_of(path) if _NAME.fullmatch(path.name) else manifest["step"]
+        is_one = (manifest["format"], manifest["step"]) == (FORMAT, expected) and all(
             Path(name).name == name and type(entry["bytes"]) is int and type(entry["sha256"]) is str
             for name, entry in manifest["files"].items()
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_one = False
     if not is_one:
-        raise DamagedError(f"{path / MANIFEST}: is not the manifest of a step {step_of(path)} in format {FORMAT}")
+        raise DamagedError(f"{path / MANIFEST}: is not the manifest of {path.name} in format {FORMAT}")
     return manifest
 
 

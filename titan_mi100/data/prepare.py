@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.config import config_from_command_line, resolve_run_folder
@@ -30,7 +29,7 @@ from titan_mi100.data.sft import DUPLICATE, Encoder
 from titan_mi100.data.tokenise import Source, tokenise
 from titan_mi100.durable import FolderLock, replace
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log, setup_logging
+from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.settings import Config, DataConfig
 from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
 
@@ -245,7 +244,10 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
     encoder = Encoder(tokenizer, template, config, seq_len)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, lengths = Ledger(sources), hashlib.sha256(), [np.zeros(1, dtype=np.int64)]
-    with (folder / "tokens.bin").open("wb") as out, _Progress(sum(source.bytes for source in sources)) as progress:
+    with (
+        (folder / "tokens.bin").open("wb") as out,
+        ByteProgress("preparing data", sum(source.bytes for source in sources)) as progress,
+    ):
         for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
@@ -395,30 +397,6 @@ def _describe(count: dict[str, int], seq_len: int) -> str:
         f"{count['documents']:,} documents, {count['tokens']:,} tokens, {count['supervised']:,} supervised, "
         f"in {count['rows']:,} rows of {seq_len} ({count['tokens'] / (count['rows'] * seq_len):.1%} real)"
     )
-
-
-class _Progress:
-    """A bar on a terminal; in a log a line every 10 seconds, with the time that is left."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not sys.stderr.isatty())
-        self._started = self._said = time.monotonic()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def advance(self, size: int) -> None:
-        self._done += size
-        self._bar.update(size)
-        now = time.monotonic()
-        if self._bar.disable and now - self._said > 10 and self._done:
-            left = (now - self._started) * (self._total - self._done) / self._done
-            log.info(f"preparing data: {self._done / max(self._total, 1):.0%}, {left:,.0f} s left")
-            self._said = now
 
 
 def main() -> int:

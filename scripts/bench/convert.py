@@ -1,0 +1,133 @@
+"""HF -> DCP -> HF of a random model of a real size, beside `cp -r` of the same folder: bytes, time and peak memory.
+
+Usage: python scripts/bench/convert.py [--flavor 8B] [--folder F] [--verify bytes]
+
+The folder needs three times the model's size; everything made there is removed as soon as it has been used. Each command
+begins with the source out of the page cache, and its time ends with what it has written on the disk (`sync`).
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from titan_mi100.assets import CONFIG, _json
+from titan_mi100.hf_io import write_hf
+from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
+from titan_mi100.weights import Kind, row_blocks
+
+TOOLS = Path(__file__).resolve().parents[2] / "checkpoint_tools"
+SHARD_BYTES = 4_000_000_000
+
+
+def make_model(folder: Path, spec: ModelSpec) -> None:
+    """A folder of random bf16 weights, sharded as published ones are."""
+    folder.mkdir()
+    kinds = {name: Kind(tuple(shape), torch.bfloat16) for name, shape in parameter_shapes(spec).items()}
+    (folder / CONFIG).write_bytes(_json({**to_hf_config(spec), "torch_dtype": "bfloat16"}))
+    noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(spec.initializer_range).bfloat16()
+
+    def blocks() -> Iterator[tuple[str, int, Tensor]]:
+        for name, kind in kinds.items():
+            for start, stop in row_blocks(kind):
+                shape = (stop - start, *kind.shape[1:])
+                count = torch.Size(shape).numel()
+                begin = zlib.crc32(f"{name}/{start}".encode()) % len(noise)
+                rolled = noise.roll(begin).repeat(-(-count // len(noise)))[:count]
+                yield name, start, rolled.view(shape)
+
+    write_hf(folder, kinds, blocks(), SHARD_BYTES)
+
+
+def forget(folder: Path) -> None:
+    """Take a folder's files out of the page cache, so that each command reads them from the disk."""
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def timed(command: Sequence[str], source: Path) -> tuple[float, float, float]:
+    """Seconds of a command, seconds until the disk has all, and its peak memory in GiB."""
+    os.sync()
+    forget(source)
+    started = time.perf_counter()
+    process = subprocess.Popen(command)
+    _, status, usage = os.wait4(process.pid, 0)
+    ended = time.perf_counter()
+    if status:
+        sys.exit(f"failed: {' '.join(command)}")
+    os.sync()
+    return ended - started, time.perf_counter() - started, usage.ru_maxrss / 2**20
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor, by the safetensors library alone."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as names:
+            listed = list(names.keys())
+        for name in listed:
+            with safe_open(file, framework="pt") as handle:  # anew: a map's pages stay in memory
+                yield name, handle.get_tensor(name)
+
+
+def compare(before: Path, after: Path) -> int:
+    """How many tensors are bit-identical; exits if one is not."""
+    count = 0
+    for (name, left), (other, right) in zip(tensors(before), tensors(after), strict=True):
+        if (
+            name != other
+            or left.dtype != right.dtype
+            or not torch.equal(left.view(torch.int16), right.view(torch.int16))
+        ):
+            sys.exit(f"{name} is not what it was")
+        count += 1
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavor", choices=[name for name in PRESETS], default="0.6B", help="the model's size")
+    parser.add_argument(
+        "--folder", default=None, help="where to work (default: the system's folder for temporary files)"
+    )
+    parser.add_argument("--verify", default="bytes", help="as of the converters")
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        source, copy, dcp, back = (work / name for name in ("hf", "copy", "dcp", "back"))
+        make_model(source, PRESETS[options.flavor])
+        size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
+        shards = len(list(source.glob("*.safetensors")))
+        print(
+            f"{options.flavor}: {size:.2f} GB in {shards} file(s), {'tied' if PRESETS[options.flavor].tie_word_embeddings else 'untied'}"
+        )
+        rows = [("cp -r", *timed(["cp", "-r", str(source), str(copy)], source))]
+        shutil.rmtree(copy)
+        for name, begin, end in (("hf_to_dcp", source, dcp), ("dcp_to_hf", dcp, back)):
+            command = [sys.executable, str(TOOLS / f"{name}.py"), "--input_dir", str(begin), "--output_dir", str(end)]
+            rows.append((f"{name} --verify {options.verify}", *timed([*command, "--verify", options.verify], begin)))
+        shutil.rmtree(dcp)
+        print(f"{'command':<28} {'s':>7} {'s, synced':>10} {'GB/s':>6} {'of cp -r':>9} {'synced':>7} {'peak GiB':>9}")
+        for name, seconds, synced, peak in rows:
+            shares = rows[0][1] / seconds, rows[0][2] / synced
+            print(
+                f"{name:<28} {seconds:7.1f} {synced:10.1f} {size / seconds:6.2f} {shares[0]:9.2f} {shares[1]:7.2f} {peak:9.2f}"
+            )
+        print(f"{compare(source, back)} tensors bit-identical")
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()

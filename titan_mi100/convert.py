@@ -1,0 +1,251 @@
+"""HF safetensors <-> DCP <-> `torch.save`: streamed, read again and compared, and whole or not there at all."""
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from titan_mi100 import sealed
+from titan_mi100.assets import Assets, config_dtype, export_assets
+from titan_mi100.dcp_io import DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
+from titan_mi100.durable import appearing_folder
+from titan_mi100.errors import UserError
+from titan_mi100.hf_io import HFWeights, write_hf
+from titan_mi100.logging import ByteProgress, log
+from titan_mi100.model_source import ModelSource, verify_files
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.weights import Kind, Weights, in_words, row_blocks, some
+
+DTYPES = ("keep", "bfloat16", "float16", "float32")
+VERIFY = ("auto", "logits", "bytes", "off")
+VERIFY_HELP = (
+    "bytes: read every tensor again and compare; logits: also load the HF folder with transformers and compare what it "
+    "computes; auto: logits below 4 GB where transformers is installed, else bytes"
+)
+AUTO_DTYPE_HELP = (
+    "of the written weights; auto: of a run's checkpoint the dtype that its config.json names, of everything else the "
+    "one it has"
+)
+MODEL_FILE = "model.pt"
+SHARD_BYTES = 5_000_000_000
+_TEXT_END = "<|endoftext|>"  # ends a text that is no conversation; beside the token that ends a turn
+_LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
+
+Kinds = dict[str, Kind]
+Block = tuple[str, int, Tensor]  # name, first row, rows
+_T = TypeVar("_T")
+
+
+class VerificationError(RuntimeError):
+    """What was written is not what was to be written; nothing of it is left."""
+
+
+def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
+    """Write the weights as a DCP folder, sealed by a manifest, with the model's other files in it.
+
+    Raises:
+        UserError: the source is no model, the output is there, or transformers is needed and missing.
+        VerificationError: what was written is not the source.
+    """
+    kinds = _kinds(source, dtype)
+    verify = _resolve_verify(verify, source, kinds, can_compare=isinstance(source.weights, HFWeights))
+    with appearing_folder(output, _total(kinds)) as aside:
+        digests: dict[str, str] = {}
+        with ByteProgress("writing", _total(kinds)) as progress:
+            written = write_dcp(aside, kinds, _stream(source.weights, kinds, digests, progress.advance))
+        written |= _write_assets(aside, source.assets)
+        _verify_bytes(verify, DCPWeights(aside), kinds, digests)
+        if verify == "logits":
+            _compare_logits(source.path, DCPWeights(aside), kinds, source.spec, texts=False)
+        sealed.write_manifest(aside, written, {"step": 0, "torch": torch.__version__})
+    log.info(f"{output}: {_words(kinds)}, {_VERIFIED[verify]}")
+
+
+def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
+    """Write the weights as an HF folder that transformers and vLLM load.
+
+    Args:
+        dtype: of DTYPES; or auto: of a run's checkpoint, whose weights are in fp32, the dtype that its config.json
+            names; everything else as it is.
+
+    Raises:
+        UserError, VerificationError: as to_dcp; or nothing says the model's shape.
+    """
+    if source.spec is None:
+        raise UserError(
+            f"{source.path}: has no config.json, which an HF folder needs; name a folder with one by --hf_assets_path"
+        )
+    if dtype == "auto":
+        named = config_dtype(source.assets) if source.is_run else None
+        dtype = named if named in DTYPES else "keep"
+    kinds = _kinds(source, dtype)
+    verify = _resolve_verify(verify, source, kinds)
+    with appearing_folder(output, _total(kinds)) as aside, ThreadPoolExecutor(1) as beside:
+        intact = beside.submit(verify_files, source.path)  # meanwhile: the disk is busy with writing
+        _write_assets(aside, source.assets)
+        _write_assets(aside, _assets_of_export(source, kinds, aside))
+        digests: dict[str, str] = {}
+        with ByteProgress("writing", _total(kinds)) as progress:
+            write_hf(aside, kinds, _stream(source.weights, kinds, digests, progress.advance), SHARD_BYTES)
+        intact.result()
+        _verify_bytes(verify, HFWeights(aside), kinds, digests)
+        if verify == "logits":
+            _compare_logits(aside, source.weights, kinds, source.spec, texts=True)
+    log.info(f"{output}: {_words(kinds)}, {_VERIFIED[verify]}")
+
+
+def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
+    """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files beside it.
+
+    Raises:
+        UserError, VerificationError: as to_dcp.
+    """
+    kinds = _kinds(source, dtype)
+    verify = _resolve_verify(verify, source, kinds, can_compare=False)
+    with appearing_folder(output, 2 * _total(kinds)) as aside, ThreadPoolExecutor(1) as beside:
+        intact = beside.submit(verify_files, source.path)
+        digests: dict[str, str] = {}
+        with ByteProgress("writing", _total(kinds)) as progress:
+            write_torch(aside / MODEL_FILE, kinds, _stream(source.weights, kinds, digests, progress.advance))
+        _write_assets(aside, source.assets)
+        intact.result()
+        _verify_bytes(verify, TorchWeights(aside / MODEL_FILE), kinds, digests)
+    log.info(f"{output / MODEL_FILE}: {_words(kinds)}, {_VERIFIED[verify]}")
+
+
+def _kinds(source: ModelSource, dtype: str) -> Kinds:
+    """What is to be written."""
+    own = {name: source.weights.kinds[name] for name in source.names()}
+    if dtype == "keep":
+        return own
+    target = getattr(torch, dtype)
+    return {
+        name: Kind(kind.shape, target if kind.dtype.is_floating_point else kind.dtype) for name, kind in own.items()
+    }
+
+
+def _total(kinds: Mapping[str, Kind]) -> int:
+    return sum(kind.nbytes for kind in kinds.values())
+
+
+def _words(kinds: Kinds) -> str:
+    dtypes = sorted({in_words(kind.dtype) for kind in kinds.values()})
+    return f"{len(kinds)} tensors, {_total(kinds) / 1e9:,.2f} GB, {' and '.join(dtypes)}"
+
+
+_VERIFIED = {
+    "off": "not verified",
+    "bytes": "every tensor read again and equal",
+    "logits": "every tensor read again and equal, and the same logits from transformers",
+}
+
+
+def _resolve_verify(verify: str, source: ModelSource, kinds: Kinds, can_compare: bool = True) -> str:
+    """What `auto` stands for."""
+    installed = importlib.util.find_spec("transformers") is not None
+    if verify == "auto":
+        can_compare = can_compare and source.spec is not None and _total(kinds) < _LOGITS_BELOW
+        if can_compare and not installed:
+            log.info("transformers is not installed: logits are not compared (pip install 'titan_mi100[eval]')")
+        return "logits" if can_compare and installed else "bytes"
+    if verify == "logits":
+        if not can_compare or source.spec is None:
+            raise UserError("--verify logits needs an HF folder to compare with; use --verify bytes")
+        if not installed:
+            raise UserError(
+                "--verify logits needs transformers: pip install 'titan_mi100[eval]'; or use --verify bytes"
+            )
+    return verify
+
+
+def _stream(weights: Weights, kinds: Kinds, digests: dict[str, str], advance: Callable[[int], None]) -> Iterator[Block]:
+    """Every tensor's rows, in the dtype of `kinds`; a thread reads ahead.
+
+    Args:
+        digests: gets each tensor's SHA-256.
+    """
+    odd: list[str] = []
+    for block in _ahead(_read(weights, kinds, digests, odd)):
+        yield block
+        advance(block[2].nbytes)
+    if odd:
+        log.warning(f"{weights.source}: NaN or infinite values in {len(odd)} tensors: {some(odd)}")
+
+
+def _read(weights: Weights, kinds: Kinds, digests: dict[str, str], odd: list[str]) -> Iterator[Block]:
+    for name, kind in kinds.items():
+        digest = hashlib.sha256()
+        finite = True
+        for start, stop in row_blocks(kind):
+            rows = weights.rows(name, start, stop).to(kind.dtype).contiguous()
+            if rows.numel() and rows.dtype.is_floating_point:
+                finite &= all(torch.isfinite(extreme).item() for extreme in torch.aminmax(rows))  # NaN is both
+            digest.update(rows.flatten().view(torch.uint8).numpy().data)
+            yield name, start, rows
+        digests[name] = digest.hexdigest()
+        if not finite:
+            odd.append(name)
+
+
+def _ahead(items: Iterator[_T]) -> Iterator[_T]:
+    """The items, each made while the one before is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
+
+
+def _verify_bytes(verify: str, written: Weights, kinds: Kinds, digests: Mapping[str, str]) -> None:
+    """Read everything again, with the reader that a user's program has, and compare."""
+    if verify == "off":
+        return
+    if written.kinds != kinds:
+        wrong = [name for name in {**kinds, **written.kinds} if kinds.get(name) != written.kinds.get(name)]
+        raise VerificationError(
+            f"{len(wrong)} tensors have other names, shapes or dtypes than was meant: {some(wrong)}"
+        )
+    again: dict[str, str] = {}
+    with ByteProgress("verifying", _total(kinds)) as progress:
+        for _, _, rows in _ahead(_read(written, kinds, again, [])):
+            progress.advance(rows.nbytes)
+    if wrong := [name for name in kinds if again[name] != digests[name]]:
+        raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
+
+
+def _compare_logits(folder: Path, weights: Weights, kinds: Kinds, spec: ModelSpec | None, texts: bool) -> None:
+    from titan_mi100.verify_logits import compare  # here: importing transformers takes seconds
+
+    assert spec is not None
+    problems, difference = compare(folder, weights, kinds, spec, texts)
+    if problems:
+        raise VerificationError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
+    log.info(f"logits of transformers and ours, in fp32: largest difference {difference:.1e}")
+
+
+def _write_assets(folder: Path, assets: Assets) -> sealed.Written:
+    files = HashedFiles()
+    for name, content in assets.items():
+        files.write(folder / name, content)
+    return files.written
+
+
+def _assets_of_export(source: ModelSource, kinds: Kinds, folder: Path) -> Assets:
+    """Args: folder: with the source's tokenizer files."""
+    assert source.spec is not None
+    dtypes = {kind.dtype for kind in kinds.values()}
+    dtype = in_words(dtypes.pop()) if len(dtypes) == 1 else None
+    ends: list[int] = []
+    if "tokenizer.json" in source.assets or "vocab.json" in source.assets:
+        tokenizer = Tokenizer.from_folder(folder)
+        text_end = tokenizer.encode(_TEXT_END)
+        ends = [tokenizer.eos_token_id, *(text_end if len(text_end) == 1 else [])]
+    else:
+        log.info(f"{source.path}: no tokenizer files beside it, so the export has none")
+    return export_assets(source.assets, source.spec, dtype, list(dict.fromkeys(ends)))
