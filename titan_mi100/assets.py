@@ -4,12 +4,13 @@ The same files lie in a checkpoint, so that it is a model by itself: a folder wi
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.model_spec import ModelSpec, read_hf_config, to_hf_config
-from titan_mi100.plain_file import LARGEST_TABLE, read_plain
+from titan_mi100.plain_file import LARGEST_CONFIG, LARGEST_TABLE, read_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -68,7 +69,7 @@ def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -
         assets[CONFIG] = _json(to_hf_config(spec))
     assets |= tokenizer_files(Path(tokenizer))
     if chat_template:
-        assets[TEMPLATE] = Path(chat_template).read_bytes()
+        assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
     return assets
 
 

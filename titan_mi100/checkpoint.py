@@ -13,10 +13,11 @@ import shutil
 import threading
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,15 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         world: World,
         in_background: bool = False,
+        assets: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """A collective.
 
         Args:
             in_background: save copies that a thread writes while training goes on; one at a time.
+            assets: of rank 0: files that go into each checkpoint as they are, so that it is a model by itself.
         """
-        self.folder, self.world = folder, world
+        self.folder, self.world, self._assets = folder, world, assets
         self._model, self._optimizer = model, optimizer
         self._retention = sealed.Retention(folder, keep_latest_k)
         # the thread talks to the other ranks' threads, never among what the training says
@@ -172,6 +175,8 @@ class Checkpointer:
                 "that they share"
             )
         files = HashedFiles()
+        for name, content in self._assets.items():
+            files.write(aside / name, content)
         files.write(aside / TRAINER, state.encode())
         final = sealed.seal(aside, written | files.written, record)
         log.info(f"checkpoint {final}")

@@ -14,7 +14,7 @@ from titan_mi100 import sealed
 from titan_mi100.assets import Assets, config_dtype, export_assets
 from titan_mi100.dcp_io import DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
 from titan_mi100.durable import appearing_folder
-from titan_mi100.errors import UserError
+from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hf_io import HFWeights, write_hf
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.model_source import ModelSource, verify_files
@@ -42,7 +42,7 @@ Block = tuple[str, int, Tensor]  # name, first row, rows
 _T = TypeVar("_T")
 
 
-class VerificationError(RuntimeError):
+class VerificationError(SaveError):
     """What was written is not what was to be written; nothing of it is left."""
 
 
@@ -136,7 +136,7 @@ def _total(kinds: Mapping[str, Kind]) -> int:
 
 def _words(kinds: Kinds) -> str:
     dtypes = sorted({in_words(kind.dtype) for kind in kinds.values()})
-    return f"{len(kinds)} tensors, {_total(kinds) / 1e9:,.2f} GB, {' and '.join(dtypes)}"
+    return f"{len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {' and '.join(dtypes)}"
 
 
 _VERIFIED = {

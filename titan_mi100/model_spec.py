@@ -74,7 +74,9 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     try:
         raw = json.loads(read_plain(path, LARGEST_CONFIG).decode("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; an HF folder has a config.json") from None
+        raise UserError(
+            f"{path}: no such file; an HF folder has a config.json, for other weights name model.flavor"
+        ) from None
     except UserError:
         raise
     except (OSError, ValueError, RecursionError) as error:

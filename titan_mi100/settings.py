@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from titan_mi100 import model_spec
+from titan_mi100 import assets, model_spec
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.layout import SCHEDULES, Batch, Layout, check_schedule, resolve_batch, resolve_layout
 
@@ -27,7 +27,7 @@ class JobConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    flavor: str = _key("", f"{', '.join(model_spec.PRESETS)}; empty: config.json in checkpoint.initial_load_path")
+    flavor: str = _key("", f"{', '.join(model_spec.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
     tokenizer_path: str = _key(
         "", "HF folder, .tiktoken or sentencepiece .model file; empty: checkpoint.initial_load_path", path=True
     )
@@ -175,7 +175,12 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    initial_load_path: str = _key("", "HF folder of weights to start from; empty: random weights", path=True)
+    initial_load_path: str = _key(
+        "",
+        "weights to start from: an HF folder, a DCP folder such as another run's checkpoint/step-500, or a file of "
+        "torch.save; empty: random weights",
+        path=True,
+    )
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
     async_mode: str = _key(
         "disabled",
@@ -186,6 +191,12 @@ class CheckpointConfig:
     keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
     allow_changed: tuple[str, ...] = _key(
         (), "what may differ from the run so far: model, tokenizer, data, seed, global_batch_size; or model.rope_theta"
+    )
+    export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf/ in the run folder")
+    export_dtype: str = _key(
+        "auto",
+        "of the exported weights; auto: what config.json beside initial_load_path names, else float32",
+        choices=("auto", "bfloat16", "float16", "float32"),
     )
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
 
@@ -214,7 +225,7 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def spec(self) -> model_spec.ModelSpec:
-        """The model's shape: the preset, or `config.json` of the folder whose weights are loaded.
+        """The model's shape: the preset, or the `config.json` beside the weights that are loaded.
 
         Raises:
             UserError: unknown preset, unreadable config.json, or the two disagree.
@@ -226,6 +237,9 @@ class Config:
             raise UserError("[model] flavor is not set; name a preset, or an HF folder in checkpoint.initial_load_path")
         if not folder:
             return model_spec.PRESETS[flavor]
+        folder = str(assets.folder_of(folder))
+        if flavor and not os.path.exists(os.path.join(folder, assets.CONFIG)):
+            return model_spec.PRESETS[flavor]
         spec = model_spec.read_hf_config(folder)
         if flavor and (differing := model_spec.differences(model_spec.PRESETS[flavor], spec)):
             raise UserError(
@@ -235,7 +249,8 @@ class Config:
         return spec
 
     def tokenizer_path(self) -> str:
-        return self.model.tokenizer_path or self.checkpoint.initial_load_path
+        load = self.checkpoint.initial_load_path
+        return self.model.tokenizer_path or (str(assets.folder_of(load)) if load else "")
 
     def layout(self, world_size: int) -> Layout:
         p = self.parallelism
@@ -390,8 +405,8 @@ def _check_paths(config: Config) -> list[str]:
     if template and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
     load = config.checkpoint.initial_load_path
-    if load and not os.path.isdir(load):
-        errors.append(f"[checkpoint] initial_load_path = {load!r} is not a folder")
+    if load and not os.path.exists(load):
+        errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
     known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")

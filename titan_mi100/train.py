@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100 import distributed, hardware, model_spec
+from titan_mi100.assets import run_assets
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.convert import to_hf
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
@@ -46,13 +49,13 @@ from titan_mi100.distributed import (
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.faults import FILE, FaultWatch, NumericalError
-from titan_mi100.hf_io import HFWeights
 from titan_mi100.layout import IGNORE, Batch, Layout, accumulation_for
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model_source import open_source, open_weights, verify_files
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import ParallelModel, ShardedModel
 from titan_mi100.pipeline import PipelinedModel, layers_per_stage
@@ -154,6 +157,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     model = build_model(config, spec, mesh, world, supervised_share)
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    load_path = config.checkpoint.initial_load_path
     checkpointer = Checkpointer(
         folder / "checkpoint",
         config.checkpoint.keep_latest_k,
@@ -161,6 +165,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         optimizer,
         world,
         in_background=config.checkpoint.async_mode == "async",
+        assets=run_assets(spec, load_path, config.tokenizer_path(), config.model.chat_template),
     )
     if found is not None:
         checkpointer.load(found.path)
@@ -241,6 +246,8 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         why = preemption.reason or "another process was told to stop"
         where = f"step-{saved} holds all that was trained" if saved else "nothing was trained yet"
         raise Preempted(f"{why}: stopped after step {progress.step} of {steps}; {where}")
+    if config.checkpoint.export_hf:
+        _export(folder, progress.step, config, world)
     if world.rank == 0:
         _say_where(folder, config, progress)
 
@@ -335,14 +342,15 @@ def build_model(
 
 
 def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
-    """Each rank fills its own parts, from the HF folder or at random, unless a checkpoint will."""
+    """Each rank fills its own parts, from what the config names or at random, unless a checkpoint will."""
     source = config.checkpoint.initial_load_path
     read: distributed.Read = partial(initial_values, spec, config.training.seed)
     origin = f"random weights, seed {config.training.seed}"
     if source and checkpoint is None:
         with raise_together():
-            weights = HFWeights(source)
+            weights = open_weights(source)
             weights.check(model_spec.parameter_shapes(spec))
+            verify_files(Path(source), dist.get_rank(), dist.get_world_size())
         read, origin = weights.read, f"weights from {source}"
     if checkpoint is None:
         distributed.fill_parameters(model.named_parameters(), read)
@@ -468,6 +476,19 @@ def _attention_kernel(config: Config, spec: model_spec.ModelSpec, rows: Any, dev
     return attention.kernel_name(backend, q, k, v, documents)
 
 
+def _export(folder: Path, step: int, config: Config, world: World) -> None:
+    """Write the last checkpoint as an HF folder, unless an earlier start has. A collective."""
+    target = folder / f"hf-step-{step}"
+    with raise_together():
+        try:
+            if world.rank == 0 and not target.exists():
+                to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, config.checkpoint.export_dtype)
+        except OSError as error:
+            raise SaveError(f"{target}: could not be written: {error}") from error
+        finally:
+            distributed.wait_for_all("exported")
+
+
 def _say_where(folder: Path, config: Config, progress: Progress) -> None:
     """The closing summary."""
     checkpoints = list_checkpoints(folder / "checkpoint")
@@ -475,6 +496,8 @@ def _say_where(folder: Path, config: Config, progress: Progress) -> None:
         log.warning(f"{progress.skipped_steps} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
     log.info(f"done. Everything is in {folder}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
+    if config.checkpoint.export_hf:
+        log.info(f"  hf-step-{progress.step}/   for transformers, vLLM: --model {folder / f'hf-step-{progress.step}'}")
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
     log.info("  ledger.csv (every row of the data), metrics.jsonl, train.log")

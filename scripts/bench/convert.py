@@ -2,8 +2,8 @@
 
 Usage: python scripts/bench/convert.py [--flavor 8B] [--folder F] [--verify bytes]
 
-The folder needs three times the model's size; everything made there is removed as soon as it has been used. Each command
-begins with the source out of the page cache, and its time ends with what it has written on the disk (`sync`).
+The folder needs three times the model's size; everything made there is removed as soon as it has been used. Each
+command begins with the source out of the page cache; times are given without and with what `sync` then takes.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def compare(before: Path, after: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flavor", choices=[name for name in PRESETS], default="0.6B", help="the model's size")
+    parser.add_argument("--flavor", choices=list(PRESETS), default="0.6B", help="the model's size")
     parser.add_argument(
         "--folder", default=None, help="where to work (default: the system's folder for temporary files)"
     )
@@ -109,9 +109,8 @@ def main() -> None:
         make_model(source, PRESETS[options.flavor])
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
         shards = len(list(source.glob("*.safetensors")))
-        print(
-            f"{options.flavor}: {size:.2f} GB in {shards} file(s), {'tied' if PRESETS[options.flavor].tie_word_embeddings else 'untied'}"
-        )
+        tied = "tied" if PRESETS[options.flavor].tie_word_embeddings else "untied"
+        print(f"{options.flavor}: {size:.2f} GB in {shards} file(s), {tied}", flush=True)
         rows = [("cp -r", *timed(["cp", "-r", str(source), str(copy)], source))]
         shutil.rmtree(copy)
         for name, begin, end in (("hf_to_dcp", source, dcp), ("dcp_to_hf", dcp, back)):
@@ -121,9 +120,8 @@ def main() -> None:
         print(f"{'command':<28} {'s':>7} {'s, synced':>10} {'GB/s':>6} {'of cp -r':>9} {'synced':>7} {'peak GiB':>9}")
         for name, seconds, synced, peak in rows:
             shares = rows[0][1] / seconds, rows[0][2] / synced
-            print(
-                f"{name:<28} {seconds:7.1f} {synced:10.1f} {size / seconds:6.2f} {shares[0]:9.2f} {shares[1]:7.2f} {peak:9.2f}"
-            )
+            rate = size / seconds
+            print(f"{name:<28} {seconds:7.1f} {synced:10.1f} {rate:6.2f} {shares[0]:9.2f} {shares[1]:7.2f} {peak:9.2f}")
         print(f"{compare(source, back)} tensors bit-identical")
     finally:
         shutil.rmtree(work)
