@@ -58,15 +58,22 @@ class HashedFiles(FileSystem):
 class DCPWeights(Weights):
     """The weights of a DCP folder, whoever wrote it; what else it holds is not looked at."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Raises UserError: it is no DCP folder, damaged, or holds anything that none needs."""
+    def __init__(self, folder: str | Path, but_not: tuple[str, ...] = NOT_WEIGHTS) -> None:
+        """Look at the folder.
+
+        Args:
+            but_not: what the names of other tensors begin with.
+
+        Raises:
+            UserError: it is no DCP folder, damaged, or holds anything that none needs.
+        """
         self.source = Path(folder)
         self._reader = SafeReader(self.source)
         entries = self._reader.read_metadata().state_dict_metadata
         self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
         self.kinds, self.others = {}, []
         for name, entry in entries.items():
-            if isinstance(entry, TensorStorageMetadata) and not name.startswith(NOT_WEIGHTS):
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(but_not):
                 self.kinds[name] = Kind(tuple(entry.size), entry.properties.dtype)
                 self._chunks[name] = entry.chunks
             else:

@@ -1,0 +1,545 @@
+"""Converters as gates: what comes out is what went in, bit for bit, or there is no output and a reason."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ASSETS, REPO, torchrun
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_model import SPECS, reference
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from titan_mi100 import assets, convert, durable, hf_io, sealed
+from titan_mi100.distributed import World
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.model_source import open_source, open_weights
+from titan_mi100.weights import Kind, row_blocks
+
+TOOLS = REPO / "checkpoint_tools"
+TOKENIZER = ASSETS / "tokenizer"
+
+
+def tool(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
+    result = subprocess.run(
+        [sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def folder_of(path: Path, name: str = "tied", dtype: torch.dtype = torch.bfloat16, shard: str = "5GB") -> Path:
+    """An HF folder as transformers writes it, with a tokenizer whose vocabulary is the model's."""
+    reference(SPECS[name]).to(dtype).save_pretrained(path, max_shard_size=shard)
+    return path
+
+
+def with_tokenizer(path: Path) -> Path:
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, path)
+    return path
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """By the safetensors library alone."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit, NaN too."""
+    alike = {name: (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape) for name in a.keys() & b.keys()}
+    raw = [{name: tensor.detach().flatten().view(torch.uint8) for name, tensor in held.items()} for held in (a, b)]
+    return a.keys() == b.keys() and all(alike.values()) and all(torch.equal(raw[0][k], raw[1][k]) for k in a)
+
+
+def nothing_in(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors go in several blocks, as large ones do."""
+    monkeypatch.setattr("titan_mi100.weights._BLOCK_BYTES", 5000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("name", "shard"), [("tied", "5GB"), ("untied", "60KB"), ("wide heads", "60KB")])
+def test_hf_to_dcp_to_hf_is_bit_identical(
+    name: str, shard: str, dtype: torch.dtype, tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "SHARD_BYTES", 60_000 if shard == "60KB" else 5_000_000_000)
+    source = folder_of(tmp_path / "hf", name, dtype, shard)
+    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back")
+    assert same(tensors(source), tensors(tmp_path / "back"))
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == "60KB")
+    if len(files) > 1:
+        index = json.loads((tmp_path / "back" / hf_io.INDEX).read_text())
+        listed = {(n, f.name) for f in files for n in safe_open(f, framework="pt").keys()}  # noqa: SIM118
+        assert listed == set(index["weight_map"].items())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
+    before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "back"))
+    assert before == after
+    # torch's own tools read the folder in between
+    stock = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors(source).items()}
+    dcp.load(stock, checkpoint_id=tmp_path / "dcp")
+    assert same(tensors(source), stock)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "stock.pt")
+    assert same(tensors(source), torch.load(tmp_path / "stock.pt", weights_only=True))
+
+
+def test_large_tensors_go_in_blocks() -> None:
+    kind = Kind((151936, 4096), torch.bfloat16)
+    blocks = list(row_blocks(kind))
+    assert [start for start, _ in blocks[1:]] == [stop for _, stop in blocks[:-1]]
+    assert (blocks[0][0], blocks[-1][1]) == (0, 151936)
+    assert max((stop - start) * 4096 * 2 for start, stop in blocks) <= 128 << 20
+    assert list(row_blocks(Kind((), torch.float32))) == [(0, 1)]
+
+
+def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> None:
+    source = with_tokenizer(folder_of(tmp_path / "hf", dtype=torch.float32))
+    tool("hf_to_dcp", "--input_dir", source, "--output_dir", tmp_path / "dcp")
+    result = tool("dcp_to_hf", "--input_dir", tmp_path / "dcp", "--output_dir", tmp_path / "back")
+    assert "the same logits from transformers" in result.stdout
+    before, after = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (source, tmp_path / "back"))
+    ids = torch.arange(40)[None] * 7 % 311
+    with torch.no_grad():
+        assert torch.equal(before(ids).logits, after(ids).logits)
+    assert after.generation_config.eos_token_id[0] == AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_dtype_is_what_a_cast_gives(dtype: str, tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "hf", dtype=torch.float32)
+    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back", dtype)
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(source).items()}
+    assert same(expected, tensors(tmp_path / "back"))
+    assert assets.config_dtype(assets.read_assets(tmp_path / "back")) == dtype
+
+
+def test_a_torch_file_comes_and_goes(tmp_path: Path, small_blocks: None) -> None:
+    source = folder_of(tmp_path / "hf", "untied")
+    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
+    assert sorted(os.listdir(tmp_path / "torch")) == ["config.json", "generation_config.json", "model.pt"]
+    content = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    assert same(tensors(source), content)
+    trainer = {"model": content, "optimizer": {"state": {}}, "step": 7}
+    torch.save(trainer, tmp_path / "torch" / "nested.pt")
+    for name in ("model.pt", "nested.pt"):
+        convert.to_dcp(open_source(tmp_path / "torch" / name), tmp_path / f"dcp of {name}")
+        convert.to_hf(open_source(tmp_path / f"dcp of {name}"), tmp_path / f"hf of {name}")
+        assert same(tensors(source), tensors(tmp_path / f"hf of {name}"))
+
+
+class Bad:
+    """A pickle that would run a command."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran-the-pickle",)
+
+
+def write_bad_torch_files(folder: Path) -> list[tuple[Path, str]]:
+    torch.save({"a": torch.ones(2), "b": Bad()}, folder / "code.pt")
+    torch.save({"a": torch.ones(2), "step": 3}, folder / "number.pt")
+    torch.save([torch.ones(2)], folder / "list.pt")
+    (folder / "cut.pt").write_bytes((folder / "number.pt").read_bytes()[:-40])
+    return [
+        (folder / "code.pt", "system"),
+        (folder / "number.pt", "'step' is no tensor"),
+        (folder / "list.pt", "not a dict"),
+        (folder / "cut.pt", "damaged"),
+    ]
+
+
+def test_a_torch_file_that_is_no_dict_of_tensors_is_refused_and_nothing_of_it_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    for path, expected in write_bad_torch_files(tmp_path):
+        with pytest.raises(UserError, match=expected) as caught:
+            convert.to_dcp(open_source(path), tmp_path / "out" / "dcp")
+        assert str(path) in str(caught.value)
+    assert nothing_in(tmp_path / "out") and not (tmp_path / "ran-the-pickle").exists()
+
+
+def header_of(file: Path) -> tuple[dict, bytes]:
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def write_header(file: Path, header: dict, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def overlap(folder: Path) -> None:
+    header, data = header_of(folder / hf_io.SINGLE)
+    names = [name for name in header if name.endswith("norm.weight")]
+    header[names[0]]["data_offsets"] = header[names[1]]["data_offsets"]
+    write_header(folder / hf_io.SINGLE, header, data)
+
+
+def point_outside(folder: Path) -> None:
+    index = {"weight_map": dict.fromkeys(tensors(folder), "../x")}
+    (folder / hf_io.INDEX).write_text(json.dumps(index))
+
+
+def lose_a_shard(folder: Path) -> None:
+    names = list(tensors(folder))
+    weight_map = {**dict.fromkeys(names, hf_io.SINGLE), names[0]: "model-00002-of-00002.safetensors"}
+    (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def reshape(folder: Path) -> None:
+    held = tensors(folder)
+    save_file({**held, "model.norm.weight": held["model.norm.weight"][:-1].clone()}, folder / hf_io.SINGLE)
+
+
+def pickle_instead(folder: Path) -> None:
+    (folder / hf_io.SINGLE).unlink()
+    torch.save({"a": Bad()}, folder / "pytorch_model.bin")
+
+
+def pickle_under_its_name(folder: Path) -> None:
+    torch.save({"a": Bad()}, folder / hf_io.SINGLE)
+
+
+def other_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+
+
+def own_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.Model"}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "file", "reason"),
+    [
+        (lambda f: os.truncate(f / hf_io.SINGLE, 5000), hf_io.SINGLE, "not a whole safetensors file"),
+        (
+            lambda f: (f / hf_io.SINGLE).write_bytes(b"\xff\xff\x0f\0\0\0\0\0{}"),
+            hf_io.SINGLE,
+            "not a whole safetensors",
+        ),
+        (lambda f: (f / hf_io.SINGLE).write_bytes(b"\xff" * 8), hf_io.SINGLE, "claims a header of"),
+        (overlap, hf_io.SINGLE, "not a whole safetensors file"),
+        (point_outside, hf_io.INDEX, "'../x' is not inside the folder"),
+        (lose_a_shard, "model-00002-of-00002.safetensors", "no such file"),
+        (reshape, "model.norm.weight", "has shape (63,), the model's is (64,)"),
+        (pickle_instead, "pytorch_model.bin", "whose pickle may run code"),
+        (pickle_under_its_name, hf_io.SINGLE, "claims a header of"),
+        (other_family, "config.json", "model_type = 'qwen2'; only 'qwen3'"),
+        (own_code, "config.json", "asks for Python code"),
+        (lambda f: (f / "config.json").unlink(), "config.json", "needs"),
+    ],
+)
+def test_a_bad_folder_is_named_and_nothing_is_written(spoil, file: str, reason: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf")
+    spoil(folder)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError) as caught:
+        convert.to_hf(open_source(folder), tmp_path / "out" / "hf")
+    assert file in str(caught.value) and reason in str(caught.value)
+    assert nothing_in(tmp_path / "out")
+
+
+def test_the_tools_end_with_code_2_one_message_and_no_output(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf")
+    other_family(folder)
+    result = tool("hf_to_dcp", "--input_dir", folder, "--output_dir", tmp_path / "dcp", check=False)
+    assert result.returncode == 2 and not (tmp_path / "dcp").exists()
+    assert "model_type = 'qwen2'" in result.stderr and "Traceback" not in result.stderr + result.stdout
+    result = tool("dcp_to_hf", "--input_dir", tmp_path, "--output_dir", tmp_path / "x", check=False)
+    assert result.returncode == 2 and "holds no model" in result.stderr
+
+
+def test_an_output_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    source = open_source(folder_of(tmp_path / "hf"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(UserError, match="not overwritten"):
+        convert.to_dcp(source, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["mine"]
+
+
+def test_nan_weights_are_warned_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = folder_of(tmp_path / "hf")
+    held = tensors(folder)
+    held["model.layers.1.mlp.up_proj.weight"][50, 3] = torch.nan
+    save_file(held, folder / hf_io.SINGLE, metadata={"format": "pt"})
+    convert.to_dcp(open_source(folder), tmp_path / "dcp", verify="bytes")
+    assert "NaN or infinite values in 1 tensors: model.layers.1.mlp.up_proj.weight" in caplog.text
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back", verify="bytes")
+    assert same(held, tensors(tmp_path / "back"))
+
+
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's log reaches pytest, whatever a test before has set up."""
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("titan_mi100"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("titan_mi100"), "level", logging.INFO)
+
+
+def flip_after(function):
+    """The function, after which one byte of what it wrote is another."""
+
+    def spoiled(folder: Path, *rest):
+        result = function(folder, *rest)
+        file = max(folder.iterdir(), key=lambda f: f.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        return result
+
+    return spoiled
+
+
+def edit_config(change: dict):
+    def spoiled(*arguments):
+        made = assets.export_assets(*arguments)
+        config = json.loads(made["config.json"])
+        config.pop("rope_parameters", None)
+        return {**made, "config.json": json.dumps({**config, **change}).encode()}
+
+    return spoiled
+
+
+def forget_the_end(*arguments):
+    return {**assets.export_assets(*arguments), "generation_config.json": b'{"eos_token_id": 5}'}
+
+
+def swap_tensors(folder: Path, kinds, blocks, shard):
+    """Every byte is there, under another name: two matrices of one shape."""
+    held: dict[str, list] = {}
+    for name, row, rows in blocks:
+        held.setdefault(name, []).append((row, rows))
+    a, b = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
+    held[a], held[b] = held[b], held[a]
+    return hf_io.write_hf(folder, kinds, ((n, r, t) for n in kinds for r, t in held[n]), shard)
+
+
+@pytest.mark.parametrize(
+    ("target", "broken", "reason"),
+    [
+        ("write_hf", flip_after(hf_io.write_hf), "1 tensors are not what was read"),
+        ("write_hf", swap_tensors, "2 tensors are not what was read"),
+        ("export_assets", edit_config({"rope_theta": 5e5}), "logits differ from ours"),
+        ("export_assets", edit_config({"rope_theta": 1e4, "tie_word_embeddings": False}), "not tied"),
+        ("export_assets", edit_config({"rope_theta": 1e4, "num_hidden_layers": 2}), "cannot load it"),
+        ("export_assets", forget_the_end, "does not stop at"),
+    ],
+)
+def test_an_export_that_is_not_the_model_is_no_export(
+    target: str, broken, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = with_tokenizer(folder_of(tmp_path / "hf"))
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(convert, target, broken)
+    with pytest.raises(SaveError, match=reason):
+        convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "out" / "hf")
+    assert nothing_in(tmp_path / "out")
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "out" / "hf", verify="off")  # it was the gate
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    convert.to_dcp(open_source(folder_of(tmp_path / "hf")), tmp_path / "dcp")
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"damaged checkpoint: .*__0_0.distcp"):
+        convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "out" / "hf", verify="off")
+    assert nothing_in(tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+def test_a_full_disk_leaves_nothing(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(folder_of(tmp_path / "hf"))
+    (tmp_path / "out").mkdir()
+    sync, count = os.fsync, iter(range(100))
+
+    def full(descriptor: int) -> None:
+        if next(count) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        getattr(convert, f"to_{to}")(source, tmp_path / "out" / to, verify="bytes")
+    monkeypatch.undo()
+    assert nothing_in(tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 10))
+    with pytest.raises(UserError, match="are free"):
+        getattr(convert, f"to_{to}")(source, tmp_path / "out" / to)
+    assert nothing_in(tmp_path / "out")
+
+
+def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = folder_of(tmp_path / "hf", "untied"), tmp_path / "out"
+    out.mkdir()
+    slow = (
+        "import sys, time; from titan_mi100 import convert, weights; from titan_mi100.model_source import open_source\n"
+        "from pathlib import Path; read = convert._read\n"
+        "def slowly(*a):\n"
+        "    for block in read(*a):\n"
+        "        print('block', flush=True); time.sleep(0.02); yield block\n"
+        "convert._read = slowly\n"
+        "convert.to_hf(open_source(sys.argv[1]), Path(sys.argv[2]), verify='bytes')\n"
+    )
+    for blocks in (1, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
+        environment = {**os.environ, "PYTHONPATH": str(REPO)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", slow, str(source), str(out / "hf")], stdout=subprocess.PIPE, env=environment
+        )
+        assert process.stdout is not None
+        for _ in range(blocks):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        left = os.listdir(out)
+        assert len(left) == 1 and left[0].startswith(".hf.") and left[0].endswith(".incomplete")
+    convert.to_hf(open_source(source), out / "hf", verify="bytes")
+    assert os.listdir(out) == ["hf"] and same(tensors(source), tensors(out / "hf"))
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
+    with durable.appearing_folder(tmp_path / "x") as aside:
+        (aside / "half").write_text("half")
+        with pytest.raises(UserError), durable.appearing_folder(tmp_path / "x"):
+            raise UserError("the second one fails")
+        assert (aside / "half").exists()
+    assert (tmp_path / "x" / "half").exists()
+
+
+DEBUG = ("--job.config_file", str(REPO / "train_configs" / "debug.toml"), "--metrics.enable_tensorboard", "false")
+
+
+def train(folder: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
+    run = ("-m", "titan_mi100.train", *DEBUG, "--job.run_folder", str(folder), *arguments)
+    return torchrun(*run, processes=processes)
+
+
+PP2 = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
+TP2 = ("--parallelism.tensor_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
+
+
+def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the_same_bytes(tmp_path: Path) -> None:
+    """Two steps under FSDP2; then one without learning under FSDP2, a pipeline, tensor parallel: the same weights."""
+    run = tmp_path / "run"
+    train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
+    assert sorted(os.listdir(run / "hf-step-2")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    again = train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
+    assert "was reached before" in again.stdout and "logits" not in again.stdout  # it is there
+    exports = {}
+    for name, layout in (("fsdp2", ()), ("pp2", PP2), ("tp2", TP2)):
+        shutil.copytree(run, tmp_path / name)
+        still = ("--training.steps", "3", "--optimizer.lr", "0")
+        train(tmp_path / name, *still, *layout)
+        layouts = json.loads((tmp_path / name / "checkpoint" / "step-3" / "manifest.json").read_text())["layout"]
+        assert layouts["pp"] == (2 if name == "pp2" else 1) and layouts["tp"] == (2 if name == "tp2" else 1)
+        output = tmp_path / f"{name}-hf"
+        convert.to_hf(open_source(tmp_path / name / "checkpoint" / "step-3"), output, verify="bytes")
+        exports[name] = {file.name: file.read_bytes() for file in output.iterdir()}
+    assert exports["fsdp2"] == exports["pp2"] == exports["tp2"]
+    assert exports["fsdp2"]["model.safetensors"] == (run / "hf-step-2" / "model.safetensors").read_bytes()
+    assert not any("optimizer" in name or "exp_avg" in name for name in tensors(tmp_path / "pp2-hf"))
+    stock = {n: torch.empty(t.shape) for n, t in tensors(run / "hf-step-2").items()}
+    dcp.load(stock, checkpoint_id=run / "checkpoint" / "step-2")
+    assert same(stock, tensors(run / "hf-step-2"))
+
+
+def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
+    from titan_mi100 import distributed
+    from titan_mi100 import train as trainer
+    from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
+
+    source = with_tokenizer(folder_of(tmp_path / "hf"))
+    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
+    found = []
+    for path in (source, tmp_path / "dcp", tmp_path / "torch" / "model.pt"):
+        config = Config(
+            model=ModelConfig(attention_backend="eager"), checkpoint=CheckpointConfig(initial_load_path=str(path))
+        )
+        mesh = distributed.build_mesh(config.layout(1), world.device)
+        model = trainer.build_model(config, config.spec(), mesh, world, 0.5)
+        trainer.load_weights(model, config, config.spec(), None)
+        found.append({name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()})
+    expected = {name: tensor.float() for name, tensor in tensors(source).items()}
+    assert all(same(expected, held) for held in found)
+
+
+def test_a_damaged_dcp_folder_does_not_start_a_run(tmp_path: Path) -> None:
+    convert.to_dcp(open_source(with_tokenizer(folder_of(tmp_path / "hf"))), tmp_path / "dcp", verify="bytes")
+    manifest = tmp_path / "dcp" / sealed.MANIFEST
+    manifest.write_text(manifest.read_text().replace("step", "stop"))
+    with pytest.raises(UserError, match="damaged checkpoint"):
+        open_source(tmp_path / "dcp")
+
+
+def test_a_run_is_no_model_but_its_checkpoints_are(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint" / "step-7").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"name one of its checkpoints, such as .*step-7"):
+        open_weights(tmp_path / "run")
+
+
+def test_inspect_lists_and_compares(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "hf")
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
+    shown = json.loads(tool("inspect_dcp", tmp_path / "dcp", "--json", "--verify").stdout)
+    assert shown["sealed"] and shown["verified"] and shown["step"] == 0
+    assert shown["tensors"]["model.norm.weight"] == {"shape": [64], "dtype": "bfloat16"}
+    assert shown["model_values"] == sum(t.numel() for t in tensors(source).values())
+    text = tool("inspect_dcp", tmp_path / "dcp").stdout
+    assert "step 0" in text and "model.layers.2.mlp.down_proj.weight" in text and "(64, 96)" in text
+    assert "35 tensors are bit-identical, 0 have other" in tool("inspect_dcp", source, tmp_path / "dcp").stdout
+    held = tensors(source)
+    held["model.norm.weight"][3] += 0.5
+    del held["model.layers.0.mlp.up_proj.weight"]
+    held["model.layers.1.mlp.up_proj.weight"] = held["model.layers.1.mlp.up_proj.weight"].float()
+    save_file(held, source / hf_io.SINGLE)
+    result = tool("inspect_dcp", source, tmp_path / "dcp", check=False)
+    assert result.returncode == 1
+    assert f"only in {tmp_path / 'dcp'}: model.layers.0.mlp.up_proj.weight" in result.stdout
+    assert "model.norm.weight: values differ by up to 0.5" in result.stdout
+    assert "model.layers.1.mlp.up_proj.weight: (96, 64) float32, (96, 64) bfloat16" in result.stdout
+    assert tool("inspect_dcp", tmp_path / "nowhere", check=False).returncode == 2
