@@ -33,7 +33,7 @@ class HFWeights:
         for file, promised in self._files().items():
             path = self.folder / file
             try:
-                handle = _open(path)
+                handle = open_safetensors(path)
             except UserError:
                 raise
             except FileNotFoundError:
@@ -118,7 +118,7 @@ class HFWeights:
         )
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """The file, mapped. What the library checks itself: that tensors neither overlap nor leave the file."""
     path = plain_path(path)
     with path.open("rb") as file:
