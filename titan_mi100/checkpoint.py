@@ -233,10 +233,10 @@ class Checkpointer:
         return trainer_state
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that this rank holds, by its name in the checkpoint, which is the same in every layout."""
-        for name, parameter in self._model.named_parameters():
+        """Every tensor of the checkpoint that this rank holds, by its name there, which is the same in every layout."""
+        for name, parameter in self._model.trained_parameters():
             yield name, parameter.detach()
-        for name, tensor in named_state(self._model.named_parameters(), self._optimizer):
+        for name, tensor in named_state(self._model.trained_parameters(), self._optimizer):
             yield f"optimizer.{name}", tensor
 
     def _communication_state(self) -> dict[str, Tensor]:

@@ -22,21 +22,24 @@ from titan_mi100.parallelize import (
     ParallelModel,
     apply_activation_checkpointing,
     apply_compile,
-    master_dtype,
+    prepare,
     reduce_dtype,
 )
 from titan_mi100.settings import Config, ParallelismConfig
 
 
 class ReplicatedModel(ParallelModel):
-    """DDP with its own mixed precision: fp32 weights, cast where they are used (qwen3.held); gradients in fp32."""
+    """DDP with its own mixed precision: fp32 weights, cast where they are used (qwen3.held); gradients in fp32.
+
+    Frozen weights are in the compute dtype.
+    """
 
     def __init__(self, model: Qwen3, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
         """Wrap a model that is on the meta device."""
-        model.to(master_dtype(config.training))
+        prepare(model, config)
         model.model.dtype = getattr(torch, config.training.mixed_precision_param)
         apply_compile(model, config.compile)
-        apply_activation_checkpointing(model, config.activation_checkpoint.mode)
+        apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=config.lora.dropout > 0)
         model.to_empty(device=device)
         self.parts, self.device = [model], device
         self._world_size, self._step = mesh.size(), 0
@@ -50,12 +53,12 @@ class ReplicatedModel(ParallelModel):
         self.has_memory = config.parallelism.powersgd_rank > 0
         self._compression: PowerSGD | None = None
         if self.has_memory:
-            self._compression = PowerSGD(model.named_parameters(), group, config.parallelism)
+            self._compression = PowerSGD(self.trained_parameters(), group, config.parallelism)
         self._in_bf16 = reduce_dtype(config.training) == torch.bfloat16
         if self.has_memory or self._in_bf16:
             self._ddp.register_comm_hook(group, self._reduce)
         # until a step is compressed, each gradient is sent once
-        self.gradient_bytes = sum(2 * p.numel() if self._in_bf16 else p.nbytes for p in model.parameters())
+        self.gradient_bytes = sum(2 * p.numel() if self._in_bf16 else p.nbytes for _, p in self.trained_parameters())
 
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
         self._step += 1

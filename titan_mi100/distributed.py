@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +88,20 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators alike on every rank. Training draws nothing; what a library may draw is then repeatable."""
+    """Seed all generators alike on every rank. Of training only dropout draws, from seed_dropout's; what a library may
+    draw is then repeatable.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
+    """Seed torch for a step's dropout: each data-parallel rank and pipeline stage draws its own, tensor-parallel ranks
+    the same. A pure function of these, so that a resumed run goes on as if it had not stopped.
+    """
+    where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank('pp')}"
+    torch.manual_seed(zlib.crc32(where.encode()))
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

@@ -50,7 +50,7 @@ class HFWeights(Weights):
         for file, promised in self._files().items():
             path = self.source / file
             try:
-                plain, kinds = _look_into(path)
+                kinds = _kinds_in(path)
             except UserError:
                 raise
             except FileNotFoundError:
@@ -62,7 +62,7 @@ class HFWeights(Weights):
             if promised is not None and (unlisted := sorted(kinds.keys() - promised)):
                 raise UserError(f"{path}: holds {some(unlisted)}, which the index does not name; mend the index")
             self.kinds |= kinds
-            self._path_of |= dict.fromkeys(kinds, plain)
+            self._path_of |= dict.fromkeys(kinds, plain_path(path))
 
     def _files(self) -> dict[str, set[str] | None]:
         """Each file and the tensors the index says it holds (None without an index)."""
@@ -99,24 +99,28 @@ class HFWeights(Weights):
         ]
 
 
-def _look_into(path: Path) -> tuple[Path, dict[str, Kind]]:
-    """Where the file is, and its tensors. What the library checks: that they neither overlap nor leave the file."""
-    plain = plain_path(path)
-    with plain.open("rb") as file:
+def open_safetensors(path: Path) -> Any:
+    """The file, mapped. What the library checks itself: that tensors neither overlap nor leave the file."""
+    path = plain_path(path)
+    with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     if header > _LARGEST_HEADER:
         raise UserError(f"{path}: claims a header of {header:,} bytes; not a safetensors file, download it again")
-    handle: Any = safe_open(plain, framework="pt")
-    names = handle.keys()
-    if len(names) > _MOST_TENSORS:
-        raise UserError(f"{path}: holds {len(names):,} tensors, which no model does; download it again")
+    handle = safe_open(path, framework="pt")
+    if (count := len(handle.keys())) > _MOST_TENSORS:
+        raise UserError(f"{path}: holds {count:,} tensors, which no model does; download it again")
+    return handle
+
+
+def _kinds_in(path: Path) -> dict[str, Kind]:
+    handle = open_safetensors(path)
     kinds = {}
-    for name in names:
+    for name in handle.keys():  # noqa: SIM118  # no mapping
         part = handle.get_slice(name)
         if (dtype := _DTYPES.get(part.get_dtype())) is None:
             raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, which is not supported; use bfloat16")
         kinds[name] = Kind(tuple(part.get_shape()), dtype)
-    return plain, kinds
+    return kinds
 
 
 def shard_plan(kinds: Mapping[str, Kind], shard_bytes: int) -> dict[str, list[str]]:

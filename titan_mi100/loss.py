@@ -87,7 +87,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
         scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # not of a frozen head
         rows = torch.arange(len(labels), device=labels.device)
         for start, stop in _blocks(len(labels), len(weight)):
             block = weight[start:stop]
@@ -97,5 +97,6 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             delta.index_put_((rows, column), -inside.to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale).to(hidden.dtype)
             grad_hidden += delta @ block
-            grad_weight[start:stop] = delta.t() @ hidden
+            if grad_weight is not None:
+                grad_weight[start:stop] = delta.t() @ hidden
         return grad_hidden.to(hidden.dtype), grad_weight, None, None

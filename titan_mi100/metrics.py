@@ -92,6 +92,7 @@ class Reporter:
         spec: ModelSpec,
         peak_flops: float | None,
         dtype: str,
+        adapter_values: int = 0,
     ) -> None:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
@@ -100,9 +101,10 @@ class Reporter:
             validation_due: its validation is still to come.
             peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
             dtype: the compute dtype, for the printed line.
+            adapter_values: as for train_flops.
         """
         self._config, self._steps = config, steps
-        self._spec, self._peak_flops, self._dtype = spec, peak_flops, dtype
+        self._spec, self._peak_flops, self._dtype, self._adapter_values = spec, peak_flops, dtype, adapter_values
         path = folder / "metrics.jsonl"
         _drop_after(path, last_step, validation_due)
         self._file = path.open("a", encoding="utf-8")
@@ -117,7 +119,8 @@ class Reporter:
         )
 
     def step(self, step: int, epoch: float, lr: float, result: StepResult) -> None:
-        flops = train_flops(self._spec, result.tokens, result.supervised, result.attention_pairs)
+        counts = result.tokens, result.supervised, result.attention_pairs
+        flops = train_flops(self._spec, *counts, self._adapter_values)
         metrics = StepMetrics(
             step=step,
             epoch=epoch,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,21 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+# The linear layers of a block, in the order of the computation: those that LoRA can adapt.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every LoRA matrix beside the linear layers of these names (of LINEARS)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(spec).items():
+        module = name.removesuffix(".weight")
+        if module.rsplit(".", 1)[-1] in targets:
+            shapes[f"{module}.lora_A.weight"] = (rank, shape[1])
+            shapes[f"{module}.lora_B.weight"] = (shape[0], rank)
+    return shapes
+
+
 def parameter_count(spec: ModelSpec) -> int:
     """Number of trained values, a tied weight counted once."""
     return sum(math.prod(shape) for shape in parameter_shapes(spec).values())
@@ -194,7 +209,12 @@ _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides
 
 
 def end_costs(
-    spec: ModelSpec, local_batch_size: int, seq_len: int, supervised_share: float, recompute: bool
+    spec: ModelSpec,
+    local_batch_size: int,
+    seq_len: int,
+    supervised_share: float,
+    recompute: bool,
+    frozen: bool = False,
 ) -> tuple[float, float]:
     """What a microbatch costs in the embedding and in the head, in blocks' costs; each has a (vocab, hidden) weight.
 
@@ -205,20 +225,23 @@ def end_costs(
 
     Args:
         supervised_share: supervised tokens per token.
+        frozen: no gradients of these weights: one product less for each, and no traffic at the ends.
     """
     tokens = local_batch_size * seq_len
     shapes = [shape for name, shape in parameter_shapes(spec).items() if name.startswith("model.layers.0.")]
     block = 2 * tokens * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     block += 4 * spec.num_attention_heads * spec.head_dim * tokens * (seq_len + 1) // 2
-    block *= 4 if recompute else 3
+    block *= 3 + recompute - frozen
     weight = spec.vocab_size * spec.hidden_size
-    moved = 12 * weight * _FLOP_PER_BYTE  # bf16 gradient written and read, fp32 sum read and written
+    moved = 0 if frozen else 12 * weight * _FLOP_PER_BYTE  # bf16 gradient written and read, fp32 sum read and written
     supervised = tokens * supervised_share
-    head = 4 * 2 * weight * supervised + _BYTES_PER_LOGIT * _FLOP_PER_BYTE * spec.vocab_size * supervised
+    head = (4 - frozen) * 2 * weight * supervised + _BYTES_PER_LOGIT * _FLOP_PER_BYTE * spec.vocab_size * supervised
     return moved / block, (moved + head) / block
 
 
-def train_flops(spec: ModelSpec, tokens: int, supervised_tokens: int, attention_pairs: int) -> int:
+def train_flops(
+    spec: ModelSpec, tokens: int, supervised_tokens: int, attention_pairs: int, adapter_values: int = 0
+) -> int:
     """FLOPs that one forward and backward need, for model FLOPs utilisation (MFU).
 
     Only work that the loss depends on is counted: real tokens (no padding), the head on supervised tokens, attention
@@ -229,9 +252,10 @@ def train_flops(spec: ModelSpec, tokens: int, supervised_tokens: int, attention_
         tokens: real tokens.
         supervised_tokens: tokens with a label.
         attention_pairs: (query, key) pairs inside documents with key <= query: n * (n + 1) / 2 for one of n tokens.
+        adapter_values: of LoRA's matrices, which alone are trained; 0: the whole model is.
 
-    A matrix product of a weight with one token is 2 FLOPs per weight; backward costs twice the forward; attention is
-    two products (scores, values) of 2 * head_dim FLOPs per pair and head.
+    A matrix product of a weight with one token is 2 FLOPs per weight; backward costs twice the forward, and once
+    where the weight is frozen; attention is two products (scores, values) of 2 * head_dim FLOPs per pair and head.
     """
     matrices = sum(
         math.prod(shape)
@@ -240,4 +264,5 @@ def train_flops(spec: ModelSpec, tokens: int, supervised_tokens: int, attention_
     )
     head = spec.vocab_size * spec.hidden_size
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * attention_pairs
-    return 3 * (2 * matrices * tokens + 2 * head * supervised_tokens + attention)
+    products = 2 * matrices * tokens + 2 * head * supervised_tokens
+    return (2 if adapter_values else 3) * products + 3 * (2 * adapter_values * tokens + attention)

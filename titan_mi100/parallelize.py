@@ -8,6 +8,7 @@ reads the weights, the recomputation included. No wrapper changes a parameter's 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.layout import Layout
+from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.settings import CompileConfig, Config, TrainingConfig
 from titan_mi100.tensor_parallel import apply_tensor_parallel, sum_replicated_gradients
@@ -53,8 +55,9 @@ class ParallelModel(ABC):
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
         """The loss summed over the microbatches, (1,) fp64, without gradients; where forward_backward has losses."""
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for microbatch in microbatches:
-            loss_sum += self.parts[0](**self._on_device(microbatch))
+        with without_dropout(self.parts):
+            for microbatch in microbatches:
+                loss_sum += self.parts[0](**self._on_device(microbatch))
         free_gathered(self.parts)
         return loss_sum
 
@@ -62,6 +65,10 @@ class ParallelModel(ABC):
         """Every parameter that this rank holds, by its HF name."""
         for part in self.parts:
             yield from part.named_parameters()
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of them that are not frozen: of the optimizer, the gradient norm and the checkpoints."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     def communication_state(self) -> dict[str, Tensor]:
         """What the reduction of gradients carries from step to step, by name: this rank's own, for the checkpoint."""
@@ -112,13 +119,21 @@ class ShardedModel(ParallelModel):
 
 def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None:
     """Wrap a model, or a pipeline stage of one, that is on the meta device, in place."""
-    master = master_dtype(config.training)
-    model.to(master)
+    prepare(model, config)
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
     apply_compile(model, config.compile)
-    apply_activation_checkpointing(model, config.activation_checkpoint.mode)
+    apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=config.lora.dropout > 0)
     apply_fsdp(model, mesh, config.training, layout)
+
+
+def prepare(model: Qwen3, config: Config) -> None:
+    """Add LoRA's adapters, and give what is trained the masters' dtype, what is frozen the computation's."""
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+    for parameter in model.parameters():
+        frozen = getattr(torch, config.training.mixed_precision_param)
+        parameter.data = parameter.data.to(master_dtype(config.training) if parameter.requires_grad else frozen)
 
 
 def master_dtype(training: TrainingConfig) -> torch.dtype:
@@ -134,13 +149,17 @@ def apply_compile(model: Qwen3, config: CompileConfig) -> None:
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
 
-def apply_activation_checkpointing(model: Qwen3, mode: str) -> None:
-    """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention."""
+def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool) -> None:
+    """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention.
+
+    Args:
+        is_random: there is dropout, and the second run must draw what the first did.
+    """
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
-            # nothing in a block is random, so no RNG state needs to be kept for the second run
-            again = functools.partial(checkpoint, getattr(layer, name), use_reentrant=False, preserve_rng_state=False)
+            plain = getattr(layer, name)
+            again = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=is_random)
             setattr(layer, name, again)
 
 
@@ -189,3 +208,14 @@ def free_gathered(parts: Sequence[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+@contextmanager
+def without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.train()

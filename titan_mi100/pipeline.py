@@ -18,7 +18,7 @@ from titan_mi100.data.loader import Microbatch
 from titan_mi100.layout import SCHEDULES, Layout, split_layers, stages_of, stages_on
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import ModelSpec, end_costs
-from titan_mi100.parallelize import ParallelModel, free_gathered, wrap
+from titan_mi100.parallelize import ParallelModel, free_gathered, without_dropout, wrap
 from titan_mi100.settings import Config
 from titan_mi100.tensor_parallel import sum_replicated_gradients
 
@@ -35,7 +35,9 @@ def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share:
     stages = pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
     recompute = config.activation_checkpoint.mode != "none"
     training = config.training
-    first, last = end_costs(spec, training.local_batch_size, training.seq_len, supervised_share, recompute)
+    first, last = end_costs(
+        spec, training.local_batch_size, training.seq_len, supervised_share, recompute, config.lora.rank > 0
+    )
     return tuple(split_layers(spec.num_hidden_layers, stages, first, last))
 
 
@@ -71,7 +73,7 @@ class PipelinedModel(ParallelModel):
                 part = Qwen3(spec, backend, cuts[index])
             wrap(part, mesh, config, layout)
             self.parts.append(part.to_empty(device=device))
-        self._tied = spec.tie_word_embeddings
+        self._tied = spec.tie_word_embeddings and not config.lora.rank  # a frozen copy stays as it is
         self._ends = self._make_ends(mesh) if self._tied else None
 
         dtype = getattr(torch, training.mixed_precision_param)
@@ -160,20 +162,21 @@ class PipelinedModel(ParallelModel):
         """Each microbatch through the stages in turn; while it is in the next stage, this one has the next."""
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
         ranks, group = dist.get_process_group_ranks(self._pp.get_group()), self._pp.get_group()
-        for microbatch in map(self._on_device, microbatches):
-            ids = microbatch.pop("input_ids")
-            x = ids
-            for index, part in zip(self._mine, self.parts, strict=True):
-                before, after = self._rank_of(index - 1), self._rank_of(index + 1)
-                here = self._pp.get_local_rank()
-                if index > 0 and before != here:
-                    x = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
-                    dist.recv(x, ranks[before], group)
-                x = part(x, **microbatch)
-                if index == self._stages - 1:
-                    loss_sum += x
-                elif after != here:
-                    dist.send(x.contiguous(), ranks[after], group)
+        with without_dropout(self.parts):
+            for microbatch in map(self._on_device, microbatches):
+                ids = microbatch.pop("input_ids")
+                x = ids
+                for index, part in zip(self._mine, self.parts, strict=True):
+                    before, after = self._rank_of(index - 1), self._rank_of(index + 1)
+                    here = self._pp.get_local_rank()
+                    if index > 0 and before != here:
+                        x = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
+                        dist.recv(x, ranks[before], group)
+                    x = part(x, **microbatch)
+                    if index == self._stages - 1:
+                        loss_sum += x
+                    elif after != here:
+                        dist.send(x.contiguous(), ranks[after], group)
         free_gathered(self.parts)
         return loss_sum
 

@@ -9,7 +9,7 @@ from titan_mi100 import assets, model_spec
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.layout import SCHEDULES, Batch, Layout, check_schedule, resolve_batch, resolve_layout
 
-FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size")  # what a run stays, from start to end
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")  # what a run stays
 
 
 def _key(default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, path: bool = False) -> Any:
@@ -174,6 +174,15 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    rank: int = _key(0, "train only adapters, W + alpha / rank * B A with A and B of this rank (LoRA); 0: all weights")
+    alpha: float = _key(16.0, "scale of the adapters, times rank")
+    dropout: float = _key(0.0, "share of the adapters' inputs that training leaves out")
+    target_modules: tuple[str, ...] = _key(model_spec.LINEARS, "linear layers of each block that get an adapter")
+    initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     initial_load_path: str = _key(
         "",
@@ -221,6 +230,7 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -274,6 +284,12 @@ class Config:
         )
 
 
+def fingerprint(lora: LoRAConfig) -> dict[str, Any]:
+    """What of the adapters a run stays, from start to end, as JSON has it."""
+    targets = [name for name in model_spec.LINEARS if name in lora.target_modules]
+    return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}
+
+
 def check(config: Config, world_size: int | None) -> list[str]:
     """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
     errors = _check_paths(config)
@@ -295,12 +311,13 @@ def check(config: Config, world_size: int | None) -> list[str]:
         ("optimizer", "beta1"),
         ("optimizer", "beta2"),
         ("data", "validation_fraction"),
+        ("lora", "dropout"),
     ):
         value = getattr(getattr(config, section), key)
         below_one = key not in ("decay_ratio", "min_lr_factor")
         if value > 1 or (below_one and value == 1):
             errors.append(f"[{section}] {key} = {value} must be {'less than' if below_one else 'at most'} 1")
-    errors += _check_data(data)
+    errors += _check_data(data) + _check_lora(config.lora)
     if config.validation.freq and not (data.validation_path or data.validation_fraction):
         errors.append(
             f"[validation] freq = {config.validation.freq} needs [data] validation_path or validation_fraction"
@@ -308,6 +325,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
     if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
         errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
     known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(model_spec.ModelSpec))]
+    known += [f"lora.{name}" for name in fingerprint(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             errors.append(
@@ -440,4 +458,23 @@ def _check_data(data: DataConfig) -> list[str]:
         errors.append("[data] weights and repeats are both set; keep one")
     if data.validation_path and data.validation_fraction:
         errors.append("[data] validation_path and validation_fraction are both set; keep one")
+    return errors
+
+
+def _check_lora(lora: LoRAConfig) -> list[str]:
+    errors = []
+    for name in lora.target_modules:
+        if name not in model_spec.LINEARS:
+            errors.append(
+                f"[lora] target_modules names {name!r}, which is none of {', '.join(model_spec.LINEARS)}"
+                f"{did_you_mean(name, model_spec.LINEARS)}"
+            )
+    if lora.rank and not lora.target_modules:
+        errors.append(f"[lora] target_modules is empty, but rank = {lora.rank}; name some, or set rank to 0")
+    if lora.rank and not lora.alpha:
+        errors.append("[lora] alpha = 0 switches the adapters off: nothing would be learned; the usual is 2 x rank")
+    if lora.initial_load_path and not lora.rank:
+        errors.append("[lora] initial_load_path needs rank; set it to the adapter's")
+    if lora.initial_load_path and not os.path.isdir(lora.initial_load_path):
+        errors.append(f"[lora] initial_load_path = {lora.initial_load_path!r} is not a folder")
     return errors

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_mi100.loss import head_loss
+from titan_mi100.model.lora import LoRALinear
 from titan_mi100.model.qwen3 import Qwen3, held
 
 # the names of torch 2.13, which warns of those before
@@ -37,6 +38,9 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
         for name in _COLUMNS + _ROWS:
             linear = getattr(layer.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else layer.mlp, name)
             _distribute(linear, mesh, Shard(0) if name in _COLUMNS else Shard(1))
+            if isinstance(linear, LoRALinear):
+                _distribute(linear.lora_A, mesh, Replicate() if name in _COLUMNS else Shard(1))
+                _distribute(linear.lora_B, mesh, Shard(0) if name in _COLUMNS else Replicate())
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             _distribute(norm, mesh, Replicate())
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -57,18 +61,21 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
 
 
 def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
-    """Sum the norms' gradients over the tp axis, in place: each rank's are of its part of the sequence or the heads.
+    """Sum the gradients of replicated weights over the tp axis, in place: each rank's are a part of the sum.
 
-    Once per step, after the last backward, in one collective.
+    A norm's are of the rank's part of the sequence or the heads; so are those of LoRA's A before the split outputs of a
+    matrix, and of B behind its split inputs. Once per step, after the last backward, in one collective.
     """
     if mesh.size() == 1:
         return
     gradients = []
-    for parameter in (parameter for part in parts for parameter in part.parameters()):
+    for parameter in (p for part in parts for p in part.parameters() if p.requires_grad):
         assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
         assert parameter.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[index]
         if parameter.placements[-1].is_replicate():
             gradients.append(parameter.grad.to_local())
+    if not gradients:
+        return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mesh.get_group())
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -78,7 +85,8 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
     assert isinstance(module.weight, Tensor)
     assert isinstance(placement, Replicate) or module.weight.shape[placement.dim] % mesh.size() == 0, "uneven parts"
-    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [placement]))
+    whole = module.weight
+    module.weight = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
 
 
 def _gather_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -54,15 +54,17 @@ from titan_mi100.logging import log, setup_logging
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
 from titan_mi100.model import attention
+from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.model_source import open_source, open_weights, verify_files
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import ParallelModel, ShardedModel
+from titan_mi100.peft_io import open_adapter
 from titan_mi100.pipeline import PipelinedModel, layers_per_stage
 from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.run_folder import RunFolder, RunState, launcher_is_told, write_run_state
 from titan_mi100.sealed import list_checkpoints
-from titan_mi100.settings import Config, check
+from titan_mi100.settings import Config, check, fingerprint
 
 
 class Preempted(Exception):
@@ -140,6 +142,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
     about = _about(config, spec, data, layout, batch)
+    adapters = model_spec.adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
     stream = RowStream(data.train, batch, 0, config.training.seed)
@@ -156,7 +159,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
     model = build_model(config, spec, mesh, world, supervised_share)
     load_weights(model, config, spec, found.path if found else None)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer((p for _, p in model.trained_parameters()), config.optimizer, world.device)
     load_path = config.checkpoint.initial_load_path
     checkpointer = Checkpointer(
         folder / "checkpoint",
@@ -186,7 +189,15 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
             ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
             _write_explanation(folder, config, progress.step, ran)
             reporter = Reporter(
-                folder, config.metrics, progress.step, progress.validation_due, steps, spec, peak, dtype
+                folder,
+                config.metrics,
+                progress.step,
+                progress.validation_due,
+                steps,
+                spec,
+                peak,
+                dtype,
+                adapter_values=sum(map(math.prod, adapters.values())),
             )
 
     def told_to_stop() -> bool:
@@ -216,6 +227,8 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         progress.step += 1
         lr = config.optimizer.lr * lr_factor(config.lr_scheduler, progress.step, steps)
         set_lr(optimizer, lr)
+        if config.lora.dropout:
+            distributed.seed_dropout(config.training.seed, progress.step, mesh)
         result = trainer.step()
         if reporter is not None:
             reporter.step(progress.step, stream.rows_consumed / epoch_rows, lr, result)
@@ -279,8 +292,11 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
 
 
 def _about(config: Config, spec: model_spec.ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
-    """What the run is made of, for the manifests of its checkpoints."""
+    """What the run is made of, for the manifests of its checkpoints. A collective."""
+    lora = {"lora": fingerprint(config.lora), "base": _base(config, spec)} if config.lora.rank else {}
+    source = config.checkpoint.initial_load_path
     return {
+        **({"lora": {**fingerprint(config.lora), "base": source}} if lora else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts["made_of"],
         "rows": len(data.train),
@@ -290,8 +306,23 @@ def _about(config: Config, spec: model_spec.ModelSpec, data: Prepared, layout: L
             "data": data.facts["fingerprint"],
             "seed": config.training.seed,
             "global_batch_size": batch.global_batch_size,
+            **lora,
         },
     }
+
+
+def _base(config: Config, spec: model_spec.ModelSpec) -> str:
+    """What the frozen weights of a LoRA run are known by: no checkpoint of it holds them. A collective."""
+    source, shapes = config.checkpoint.initial_load_path, model_spec.parameter_shapes(spec)
+    if not source:
+        return f"random weights, seed {config.training.seed}"
+
+    def read() -> str:
+        weights = open_weights(source)
+        weights.check(shapes)
+        return base_fingerprint(weights.read, shapes)
+
+    return distributed.from_rank_zero(read)
 
 
 def _go_on(found: Found | None, stream: RowStream, data: Prepared) -> Progress:
@@ -342,22 +373,47 @@ def build_model(
 
 
 def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
-    """Each rank fills its own parts, from what the config names or at random, unless a checkpoint will."""
+    """Each rank fills its own parts, from what the config names or at random, unless a checkpoint will: a LoRA run's
+    holds the adapters only.
+    """
     source = config.checkpoint.initial_load_path
+    needed = checkpoint is None or config.lora.rank > 0
     read: distributed.Read = partial(initial_values, spec, config.training.seed)
     origin = f"random weights, seed {config.training.seed}"
-    if source and checkpoint is None:
+    if source and needed:
         with raise_together():
             weights = open_weights(source)
             weights.check(model_spec.parameter_shapes(spec))
             verify_files(Path(source), dist.get_rank(), dist.get_world_size())
         read, origin = weights.read, f"weights from {source}"
-    if checkpoint is None:
-        distributed.fill_parameters(model.named_parameters(), read)
+    if needed:
+        distributed.fill_parameters(((name, p) for name, p in model.named_parameters() if not is_adapter(name)), read)
     else:
         origin = f"resumed from {checkpoint}"
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
+    if config.lora.rank:
+        _load_adapter(model, config, spec, checkpoint)
+
+
+def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+    """As load_weights, LoRA's matrices."""
+    lora = config.lora
+    shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
+    origin = f"resumed from {checkpoint}"
+    if checkpoint is None:
+        read: distributed.Read = partial(lora_values, config.training.seed)
+        origin = f"fresh, seed {config.training.seed}"
+        if lora.initial_load_path:
+            with raise_together():
+                read, origin = open_adapter(lora, shapes), f"from {lora.initial_load_path}"
+        distributed.fill_parameters(model.trained_parameters(), read)
+    trained = sum(map(math.prod, shapes.values()))
+    everything = model_spec.parameter_count(spec) + trained
+    log.info(
+        f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), of rank "
+        f"{lora.rank} and alpha {lora.alpha:g} beside {', '.join(lora.target_modules)}; {origin}"
+    )
 
 
 class Trainer:
@@ -389,7 +445,7 @@ class Trainer:
         counts = sum_over_ranks(_counts(microbatches), device)
         tokens, supervised, pairs = (round(count / (tp * pp)) for count in counts)  # these ranks read the same rows
         losses = self._model.forward_backward(microbatches, supervised).tolist()
-        parameters = [parameter for _, parameter in self._model.named_parameters()]
+        parameters = [parameter for _, parameter in self._model.trained_parameters()]
         gradients = measure_gradients(parameters, self._model.copies())
         # One sum for the norm, the loss and the flag: the ranks cannot come to different ends.
         mine = [gradients.squares, sum(losses) / tp, float(not gradients.finite)]

@@ -19,6 +19,7 @@ from titan_mi100.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
     Config,
+    LoRAConfig,
     ModelConfig,
     ParallelismConfig,
     TrainingConfig,
@@ -32,7 +33,7 @@ class CatchGradients:
         self.model, self.gradients = model, []
 
     def step(self) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.trained_parameters():
             gradient = parameter.grad
             assert gradient is not None, name
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
@@ -57,6 +58,7 @@ def config_of(case: dict, split: dict) -> Config:
         parallelism=ParallelismConfig(**split.get("parallelism", {})),
         activation_checkpoint=ActivationCheckpointConfig(mode=split.get("checkpointing", "none")),
         compile=CompileConfig(enable=split.get("compile", False), backend="aot_eager"),
+        lora=LoRAConfig(**split.get("lora", {})),
     )
 
 

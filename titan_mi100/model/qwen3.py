@@ -233,6 +233,19 @@ def initial_values(
     """
     if len(shape) == 1:
         return torch.ones(size)
+    std = spec.initializer_range
+    return draw(seed, name, shape, offset, size, lambda rows, by: rows.normal_(0.0, std, generator=by))
+
+
+def draw(
+    seed: int,
+    name: str,
+    shape: torch.Size,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    fill: Callable[[Tensor, torch.Generator], Tensor],
+) -> Tensor:
+    """A part of a random matrix, as initial_values; `fill(rows, generator)` draws whole rows in place."""
     values = torch.empty(size)
     row, stop = offset[0], offset[0] + size[0]
     while row < stop:
@@ -240,7 +253,7 @@ def initial_values(
         rows = torch.empty(min(_INIT_ROWS, shape[0] - block * _INIT_ROWS), shape[1])
         # hashed into 32 bits: torch's CPU generator ignores the seed's upper half
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
-        rows.normal_(0.0, spec.initializer_range, generator=generator)
+        fill(rows, generator)
         end = min(stop, (block + 1) * _INIT_ROWS)
         columns = slice(offset[1], offset[1] + size[1])
         values[row - offset[0] : end - offset[0]] = rows[row - block * _INIT_ROWS : end - block * _INIT_ROWS, columns]

@@ -1,0 +1,589 @@
+"""LoRA: in every layout the loss and the gradients of peft on transformers in fp64; only adapters are trained, saved
+and sent; folders that peft reads and writes."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from conftest import ASSETS, REPO, torchrun
+from gloo.job_parity import build, config_of, run_split
+from safetensors.torch import load_file, save_file
+from test_model import SPECS, reference
+from test_parity import ROWS, SEQ_LEN, documents, is_pipeline, pipeline
+from test_train import checkpoint_tensors, losses, metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from titan_mi100 import loss
+from titan_mi100.distributed import World
+from titan_mi100.errors import UserError
+from titan_mi100.layout import check_schedule
+from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
+from titan_mi100.model.qwen3 import Linear, Qwen3
+from titan_mi100.model_spec import (
+    LINEARS,
+    PRESETS,
+    ModelSpec,
+    adapter_shapes,
+    parameter_shapes,
+    to_hf_config,
+    train_flops,
+)
+from titan_mi100.parallelize import without_dropout
+from titan_mi100.peft_io import CONFIG, WEIGHTS, open_adapter, read_adapter, write_adapter
+from titan_mi100.resume import Found, check_same_run
+from titan_mi100.settings import Config, LoRAConfig, check, fingerprint
+
+# an even vocabulary, and layers for two stages per rank
+MODELS = {name: dataclasses.replace(SPECS[name], vocab_size=312, num_hidden_layers=4) for name in ("tied", "untied")}
+LORA = LoRAConfig(rank=4, alpha=6.0)
+FP64 = {"lora": dataclasses.asdict(LORA), "param": "float64"}
+SOME = {**FP64, "lora": {"rank": 4, "alpha": 6.0, "target_modules": ("q_proj", "v_proj", "down_proj")}}
+
+
+def adapter_values(spec: ModelSpec, lora: LoRAConfig = LORA) -> dict[str, torch.Tensor]:
+    """Both matrices random: from B = 0, A would have no gradient."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = adapter_shapes(spec, lora.rank, lora.target_modules)
+    return {name: 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def exact_reference(spec: ModelSpec) -> Qwen3ForCausalLM:
+    """transformers' model in fp64 throughout: its norms and its eager softmax compute in fp32, whatever they get."""
+    model = reference(spec).double()
+    model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        if isinstance(module, Qwen3RMSNorm):
+            module.forward = partial(exact_norm, module)  # type: ignore[method-assign]
+    return model
+
+
+def exact_norm(norm: Qwen3RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def in_peft(spec: ModelSpec, lora: LoRAConfig = LORA) -> peft.PeftModel:
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=int(lora.alpha), target_modules=list(lora.target_modules), task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(exact_reference(spec), config, autocast_adapter_dtype=False)
+    values = adapter_values(spec, lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(values.pop(ours_of(name)))
+    assert not values
+    return model
+
+
+def ours_of(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default", "")
+
+
+def make_case(name: str) -> dict:
+    spec = MODELS[name]
+    weights = {k: v.double() for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
+    return {"spec": spec, "weights": weights | adapter_values(spec), "documents": documents(), "seq_len": SEQ_LEN}
+
+
+def peft_reference(spec: ModelSpec, lora: LoRAConfig = LORA) -> dict:
+    model, total, count = in_peft(spec, lora), torch.zeros((), dtype=torch.float64), 0
+    for ids, supervised in documents():
+        logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+        labels = torch.from_numpy(np.where(supervised[1:], ids[1:], -100).astype(np.int64))
+        total = total + torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
+        count += int(supervised[1:].sum())
+    (total / count).backward()
+    gradients = {ours_of(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": (total / count).item(), "gradients": gradients}
+
+
+def assert_equals_peft(result: dict, expected: dict, what: object) -> None:
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-12), what
+    norm = torch.sqrt(sum(g.square().sum() for g in expected["gradients"].values())).item()
+    assert result["grad_norm"] == pytest.approx(norm, rel=1e-12), what
+    assert {name for name, _ in result["gradients"]} == expected["gradients"].keys(), what
+    for name, gradient in result["gradients"]:
+        exact = expected["gradients"][name]
+        assert (gradient - exact).norm() <= 1e-12 * exact.norm(), (what, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> None:
+    case, expected = make_case(name), peft_reference(MODELS[name])
+    half = {**FP64, "local_batch_size": 4, "accumulation": 2}
+    for option in (
+        {},
+        {"parallelism": {"zero_stage": 0}},
+        {"parallelism": {"zero_stage": 1}, "checkpointing": "full"},
+        {"checkpointing": "selective", "backend": "sdpa_mask"},
+    ):
+        assert_equals_peft(run_split(world, case, {**half, **option}), expected, option)
+    some = LoRAConfig(**SOME["lora"])
+    case["weights"] |= adapter_values(MODELS[name], some)
+    assert_equals_peft(run_split(world, case, {**half, **SOME}), peft_reference(MODELS[name], some), "some modules")
+
+
+def run_processes(processes: int, options: list[dict], runs: dict[str, dict], folder: Path) -> list[dict]:
+    """Checks the splits against peft; each rank's records of the runs."""
+    cases = {name: make_case(name) for name in MODELS}
+    splits = []
+    for option in options:
+        degrees = option.get("parallelism", {})
+        ranks = processes // max(degrees.get("pipeline_parallel_degree", 1), 1)
+        ranks //= degrees.get("tensor_parallel_degree", 1)
+        splits.append({"local_batch_size": ROWS // (2 * ranks), "accumulation": 2, **FP64, **option})
+    torch.save({"cases": cases, "splits": splits, "runs": runs}, folder / "job.pt")
+    torchrun(str(REPO / "tests/gloo/job_lora.py"), str(folder / "job.pt"), str(folder), processes=processes)
+    by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
+    expected = {name: peft_reference(spec) for name, spec in MODELS.items()}
+    for number, split in enumerate(splits):
+        records = [rank["splits"][number] for rank in by_rank]
+        for record in records:
+            held = [pair for other in records for pair in other["gradients"]] if is_pipeline(split) else None
+            assert_equals_peft({**record, "gradients": held or record["gradients"]}, expected[split["case"]], split)
+    return [rank["runs"] for rank in by_rank]
+
+
+TP2 = {"tensor_parallel_degree": 2}
+
+
+def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_only(tmp_path: Path) -> None:
+    options: list[dict] = [
+        {"case": "tied"},
+        {"case": "untied", "checkpointing": "full"},
+        {"case": "untied", "parallelism": {"zero_stage": 2}, "checkpointing": "selective"},
+        {"case": "tied", "parallelism": {"zero_stage": 1}},
+        {"case": "tied", "parallelism": {"zero_stage": 0}},
+        {"case": "tied", "parallelism": TP2},
+        {"case": "untied", "parallelism": TP2, "checkpointing": "full"},
+        {"case": "tied", "parallelism": pipeline()},
+        {"case": "untied", "parallelism": pipeline(), "checkpointing": "full"},
+        {"case": "tied", "parallelism": pipeline("GPipe"), "checkpointing": "selective"},
+        {"case": "untied", "parallelism": pipeline("Interleaved1F1B")},
+        {"case": "tied", "parallelism": TP2, "compile": True},
+        {"case": "untied", "compile": True, "checkpointing": "selective"},
+    ]
+    if not check_schedule("ZBVZeroBubble", 2, 2):  # with an old torch
+        options += [{"case": name, "parallelism": pipeline("ZBVZeroBubble")} for name in MODELS]
+    one = {"case": "tied", "local_batch_size": 2, "accumulation": 2, **FP64}
+    whole = {**one, "local_batch_size": 4}
+    random = {**one, "lora": {**FP64["lora"], "dropout": 0.2}, "param": "bfloat16", "checkpointing": "full"}
+    powersgd = {"zero_stage": 0, "powersgd_rank": 1, "powersgd_start_step": 2}
+    runs = {
+        "straight": {**one, "stop": 4},
+        "half": {**one, "stop": 2, "save": "half"},
+        "same": {**one, "stop": 4, "resume": "half", "from": 2},
+        "DDP": {**one, "stop": 4, "resume": "half", "from": 2, "parallelism": {"zero_stage": 0}},
+        "TP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": TP2},
+        "PP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": pipeline(), "save": "pp"},
+        "PP2 to ZeRO-2": {**one, "stop": 5, "resume": "pp", "from": 4, "parallelism": {"zero_stage": 2}},
+        "random": {**random, "stop": 4},
+        "random half": {**random, "stop": 2, "save": "random"},
+        "random same": {**random, "stop": 4, "resume": "random", "from": 2},
+        "random TP2": {**random, "local_batch_size": 4, "stop": 2, "parallelism": TP2},
+        "random PP2": {**random, "local_batch_size": 4, "stop": 2, "parallelism": pipeline()},
+        "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
+    }
+    ranks = run_processes(2, options, runs, tmp_path)
+    shapes = adapter_shapes(MODELS["tied"], LORA.rank, LINEARS)
+    for rank in ranks:
+        for name, record in rank.items():
+            dtype = torch.float64 if runs[name]["param"] == "float64" else torch.float32
+            base = torch.float64 if runs[name]["param"] == "float64" else torch.bfloat16
+            assert all(is_adapter(changed) for changed in record["changed"]), name
+            assert {dtype} == {record["dtypes"][weight] for weight in record["weights"]}, name
+            assert {base} == {d for weight, d in record["dtypes"].items() if weight not in record["weights"]}, name
+            assert record["copies"] == 0 and not record["validation_drew"], name
+            assert record["validation"][0] == record["validation"][1], name
+        assert rank["straight"]["changed"] == shapes.keys()
+        for name in ("same", "DDP", "TP2", "PP2"):
+            assert rank[name]["losses"] == pytest.approx(rank["straight"]["losses"][2:], rel=1e-10), name
+            assert rank[name]["validation"] == pytest.approx(rank["straight"]["validation"], rel=1e-10), name
+            for weight, tensor in rank[name]["weights"].items():
+                exact = rank["straight"]["weights"][weight]
+                assert (tensor - exact).norm() <= 1e-9 * exact.norm(), (name, weight)
+        assert len(rank["PP2 to ZeRO-2"]["losses"]) == 1
+        for before, after in (("straight", "same"), ("random", "random same")):
+            assert rank[after]["losses"] == rank[before]["losses"][2:]
+            assert all(torch.equal(t, rank[before]["weights"][n]) for n, t in rank[after]["weights"].items())
+        adapters = 4 * sum(np.prod(shape) for shape in shapes.values())
+        assert rank["PowerSGD"]["sent"][0] == adapters and 0 < rank["PowerSGD"]["sent"][-1] < adapters
+        assert rank["DDP"]["sent"] == [2 * adapters] * 2
+    # what each rank would drop: data-parallel ranks and stages each their own, tensor-parallel ranks the same
+    assert ranks[0]["random"]["draw"] != ranks[1]["random"]["draw"]
+    assert ranks[0]["random PP2"]["draw"] != ranks[1]["random PP2"]["draw"]
+    assert ranks[0]["random TP2"]["draw"] == ranks[1]["random TP2"]["draw"]
+    for folder in ("half/step-2", "pp/step-4", "random/step-2"):
+        saved = checkpoint_tensors(tmp_path / folder)
+        state = {f"optimizer.{name}.{key}" for name in shapes for key in ("step", "exp_avg", "exp_avg_sq")}
+        assert saved.keys() == shapes.keys() | state
+        assert all(tuple(saved[name].shape) == shape for name, shape in shapes.items())
+
+
+def test_layouts_of_two_axes_have_pefts_gradients(tmp_path: Path) -> None:
+    replicas = {"data_parallel_replicate_degree": 2}
+    run_processes(
+        4,
+        [
+            {"case": "tied", "parallelism": replicas},
+            {"case": "untied", "parallelism": replicas, "checkpointing": "full"},
+            {"case": "tied", "parallelism": pipeline()},
+            {"case": "untied", "parallelism": pipeline(**replicas)},
+            {"case": "untied", "parallelism": TP2},
+            {"case": "tied", "parallelism": pipeline(**TP2), "checkpointing": "selective"},
+        ],
+        {},
+        tmp_path,
+    )
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_a_function_of_seed_and_name() -> None:
+    def draw(seed: int, name: str, offset: tuple[int, int] = (0, 0), size: tuple[int, int] = (4, 64)) -> torch.Tensor:
+        return lora_values(seed, name, torch.Size((4, 64)), offset, size)
+
+    name = "model.layers.0.mlp.up_proj.lora_A.weight"
+    assert torch.equal(draw(1, name), draw(1, name)) and torch.equal(
+        draw(1, name)[2:, 8:], draw(1, name, (2, 8), (2, 56))
+    )
+    assert not torch.equal(draw(1, name), draw(2, name)) and not torch.equal(draw(1, name), draw(1, f"other.{name}"))
+    assert 0.11 < draw(1, name).abs().max() <= 1 / 8 and abs(draw(1, name).mean()) < 0.02
+    linear = torch.nn.Linear(64, 4)
+    torch.nn.init.kaiming_uniform_(linear.weight, a=5**0.5)  # as peft
+    assert linear.weight.std().item() == pytest.approx(draw(1, name).std().item(), rel=0.15)
+    assert not draw(1, name.replace("lora_A", "lora_B")).any()
+
+
+def test_dropout_keeps_the_mean_and_is_off_in_validation() -> None:
+    torch.manual_seed(0)
+    linear = LoRALinear(Linear(16, 8), LoRAConfig(rank=2, alpha=2.0, dropout=0.25))
+    x = torch.randn(1, 16)
+    plain = linear.weight @ x[0] + linear.lora_B.weight @ linear.lora_A.weight @ x[0]
+    drawn = torch.stack([linear(x)[0] for _ in range(4000)])
+    assert drawn.std(dim=0).max() > 0.05
+    torch.testing.assert_close(drawn.mean(dim=0), plain, atol=0.02, rtol=0)
+    with without_dropout([linear]):
+        torch.testing.assert_close(linear(x)[0], plain)
+    assert linear.training
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputation_drops_what_the_forward_dropped(compiled: bool, world: World) -> None:
+    lora = {**FP64["lora"], "dropout": 0.3}
+    split = {**FP64, "lora": lora, "local_batch_size": 8, "accumulation": 1, "compile": compiled}
+    case, found = make_case("tied"), []
+    for mode in ("none", "selective") if compiled else ("none", "selective", "full"):
+        torch.manual_seed(3)
+        found.append(run_split(world, case, {**split, "checkpointing": mode}))
+    for other in found[1:]:
+        assert other["loss"] == found[0]["loss"] and other["grad_norm"] == pytest.approx(found[0]["grad_norm"], 1e-12)
+    torch.manual_seed(4)
+    assert run_split(world, case, split)["loss"] != found[0]["loss"]
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shapes of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "_BLOCK_ELEMENTS", 1)
+    case = make_case("untied")
+    config = config_of(case, {**FP64, "param": "bfloat16", "local_batch_size": 8, "accumulation": 1})
+    model, _ = build(world, case, config)
+    kinds = {(is_adapter(name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    assert kinds == {(True, True, torch.float32), (False, False, torch.bfloat16)}
+    assert [name for name, _ in model.trained_parameters()] == [n for n, _ in model.named_parameters() if is_adapter(n)]
+    hidden, labels = torch.randn(1, 4, 64, requires_grad=True), torch.arange(4)[None]
+    for frozen in (True, False):
+        weight = torch.randn(2000, 64, requires_grad=not frozen)  # more than one block of the loss
+        summed = loss.head_loss(hidden, weight, labels)
+        with Shapes() as shapes:
+            summed.sum().backward()
+        assert (tuple(weight.shape) in shapes.found) is not frozen and hidden.grad is not None
+
+
+def test_flops_without_the_weights_gradients() -> None:
+    spec = PRESETS["0.6B"]
+    values = sum(np.prod(shape) for shape in adapter_shapes(spec, 8, LINEARS).values())
+    matrices = sum(np.prod(s) for n, s in parameter_shapes(spec).items() if "layers" in n and len(s) == 2)
+    assert train_flops(spec, 1000, 0, 0, values) == 4 * matrices * 1000 + 6 * values * 1000
+    assert train_flops(spec, 0, 10, 0, values) == 4 * 151936 * 1024 * 10
+    assert train_flops(spec, 0, 0, 1, values) == train_flops(spec, 0, 0, 1)
+
+
+# PEFT's folders
+
+
+def with_adapter(spec: ModelSpec, tensors: dict[str, torch.Tensor], lora: LoRAConfig) -> Qwen3:
+    with torch.device("meta"):
+        model = Qwen3(spec, "sdpa_mask")
+    apply_lora(model, lora)
+    weights = {k: v for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
+    model.load_state_dict({**weights, **tensors}, assign=True)
+    return model.double()
+
+
+@pytest.mark.parametrize("targets", [LINEARS, ("v_proj", "up_proj")])
+def test_peft_reads_what_we_write_and_we_what_peft_writes(targets: tuple[str, ...], tmp_path: Path) -> None:
+    spec, lora = MODELS["tied"], dataclasses.replace(LORA, target_modules=targets)
+    ids = torch.arange(24)[None]
+    values = adapter_values(spec, lora)
+    write_adapter(tmp_path / "ours", values, lora, "some/base")
+    loaded = peft.PeftModel.from_pretrained(exact_reference(spec), tmp_path / "ours", autocast_adapter_dtype=False)
+    assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
+    expected = with_adapter(spec, values, lora)(ids)
+    torch.testing.assert_close(loaded.double()(ids).logits, expected, atol=1e-12, rtol=1e-12)
+    plain = exact_reference(spec)(ids).logits
+    assert (plain - expected).abs().max() > 1e-3
+
+    in_peft(spec, lora).save_pretrained(tmp_path / "theirs")
+    found, tensors = read_adapter(tmp_path / "theirs")
+    assert found == lora
+    torch.testing.assert_close(with_adapter(spec, tensors, found)(ids), expected, atol=1e-12, rtol=1e-12)
+    assert read_adapter(tmp_path / "ours")[0] == lora
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "adapter", adapter_values(MODELS["tied"]), LORA, "")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
+        ({"peft_type": ["LORA"]}, "only LORA"),
+        ({"use_dora": True}, "use_dora = True is not supported; merge the adapter"),
+        ({"use_rslora": True}, "use_rslora scales by alpha / sqrt"),
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow = 1 is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the base"),
+        ({"r": 8}, "which is not of rank r = 8"),
+        ({"r": True}, "r = True is not a rank"),
+        ({"r": 10**30}, "is not a rank"),
+        ({"lora_alpha": 0}, "lora_alpha = 0"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"lora_dropout": 1.0}, "lora_dropout = 1.0"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map asks for Python code"),
+    ],
+)
+def test_settings_that_we_cannot_express_are_refused(change: dict, message: str, adapter: Path) -> None:
+    config = json.loads((adapter / CONFIG).read_text()) | change
+    (adapter / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message.replace("(", r"\(")) as caught:
+        read_adapter(adapter)
+    assert str(adapter) in str(caught.value)
+
+
+def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            read_adapter(adapter)
+
+    good, config = load_file(adapter / WEIGHTS), (adapter / CONFIG).read_bytes()
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    for tensors, message in (
+        (
+            {**good, "base_model.model.lm_head.weight": torch.zeros(2, 2)},
+            "holds base_model.model.lm_head.weight, which",
+        ),
+        ({**good, first.removeprefix("base_model.model."): good[first].clone()}, "is no LoRA matrix"),
+        ({k: v for k, v in good.items() if k != first}, "without .*q_proj.lora_A"),
+        ({**good, first: good[first][:2].clone()}, "not of rank r = 4"),
+        ({**good, first: good[first].flatten()}, "not of rank"),
+        ({**good, first: good[first].int()}, "cannot be trained"),
+        ({}, "holds no tensors"),
+    ):
+        save_file(tensors, adapter / WEIGHTS)
+        refused(message)
+    save_file(good, adapter / WEIGHTS)
+    read_adapter(adapter)
+    for content, message in ((b"[1]", "one JSON object"), (b"{", "cannot be read as JSON"), (b"[" * 99999, "as JSON")):
+        (adapter / CONFIG).write_bytes(content)
+        refused(message)
+    (adapter / CONFIG).unlink()
+    refused("no such file; a PEFT adapter folder has one")
+    (adapter / CONFIG).write_bytes(config)
+    (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-9])
+    refused("not a whole safetensors file")
+    (adapter / WEIGHTS).write_bytes((1 << 40).to_bytes(8, "little"))
+    refused("claims a header")
+    (adapter / WEIGHTS).rename(tmp_path / "elsewhere")
+    refused("no adapter is there")
+    (adapter / "adapter_model.bin").write_bytes(b"a pickle")
+    refused("adapter_model.bin is pickled")
+    (adapter / WEIGHTS).symlink_to(tmp_path / "elsewhere")
+    refused("is a link to")
+
+
+def test_an_adapter_that_does_not_fit_the_run_is_refused(adapter: Path) -> None:
+    start = dataclasses.replace(LORA, initial_load_path=str(adapter))
+    shapes = adapter_shapes(MODELS["tied"], 4, LINEARS)
+    read = open_adapter(dataclasses.replace(start, dropout=0.5), shapes)
+    name = "model.layers.1.mlp.up_proj.lora_B.weight"
+    assert torch.equal(read(name, torch.Size((96, 4)), (8, 1), (3, 2)), adapter_values(MODELS["tied"])[name][8:11, 1:3])
+    for change, message in (
+        ({"rank": 8}, r"initial_load_path = .* has rank = 4, not 8; set \[lora\]"),
+        ({"alpha": 7.0}, "alpha = 6.0, not 7.0"),
+        ({"target_modules": ("q_proj",)}, "target_modules = "),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_adapter(dataclasses.replace(start, **change), shapes)
+    for spec, message in (
+        (SPECS["tied"], "holds model.layers.3.*which this model has not and 13 more"),
+        (dataclasses.replace(MODELS["tied"], num_hidden_layers=5), "lacks model.layers.4"),
+        (dataclasses.replace(MODELS["tied"], intermediate_size=98), r"has shape \(96, 4\), the model's is \(98, 4\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_adapter(start, adapter_shapes(spec, 4, LINEARS))
+
+
+# The trainer as a user runs it
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=2)
+    for name, seed in (("base", 1), ("other", 2)):
+        (folder / name).mkdir()
+        torch.manual_seed(seed)
+        weights = {key: torch.randn(shape) * 0.05 for key, shape in parameter_shapes(spec).items()}
+        save_file({key: value.bfloat16() for key, value in weights.items()}, folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    path = folder / "small.toml"
+    path.write_text(
+        f"""
+[model]
+tokenizer_path = "{ASSETS / "tokenizer"}"
+[data]
+path = "{ASSETS / "arithmetic.jsonl"}"
+validation_fraction = 0.1
+[training]
+seq_len = 128
+steps = 6
+[optimizer]
+lr = 2e-3
+[lora]
+rank = 4
+dropout = 0.1
+[activation_checkpoint]
+mode = "full"
+[metrics]
+enable_tensorboard = false
+[checkpoint]
+initial_load_path = "base"
+interval = 3
+"""
+    )
+    return path
+
+
+def train(config: Path, run_folder: Path, *arguments: str, code: int = 0) -> str:
+    command = ["-m", "titan_mi100.train", "--job.config_file", str(config), "--job.run_folder", str(run_folder)]
+    result = subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, cwd=REPO, timeout=300
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_a_run_resumes_bit_identically_on_its_own_base_only(config: Path, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    output = train(config, whole)
+    shapes = adapter_shapes(dataclasses.replace(PRESETS["debug"], num_hidden_layers=2), 4, LINEARS)
+    trained = sum(int(np.prod(shape)) for shape in shapes.values())
+    assert f"LoRA: {trained:,} of " in output and "fresh, seed 42" in output and "weights from" in output
+    assert losses(whole)[-1] < losses(whole)[0]
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoint" / "step-6")
+    manifest = json.loads((resumed / "checkpoint" / "step-3" / "manifest.json").read_text())
+    assert manifest["lora"] == {
+        "rank": 4, "alpha": 16.0, "target_modules": list(LINEARS), "dropout": 0.1, "base": str(config.parent / "base")
+    }  # fmt: skip
+    other = ("--checkpoint.initial_load_path", str(config.parent / "other"))
+    assert "was made with another base (" in train(config, resumed, *other, code=2)
+    output = train(config, resumed)
+    assert "weights from" in output and f"resumed from {resumed / 'checkpoint' / 'step-3'}" in output
+    assert [e.get("validation_loss") for e in metrics(resumed)] == [e.get("validation_loss") for e in metrics(whole)]
+    assert losses(resumed) == losses(whole)
+    expected = checkpoint_tensors(whole / "checkpoint" / "step-6")
+    found = checkpoint_tensors(resumed / "checkpoint" / "step-6")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert {name for name in found if not name.startswith("optimizer.")} == shapes.keys()
+
+
+def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
+    def about(lora: LoRAConfig | None) -> dict:
+        prints = {"lora": fingerprint(lora), "base": "ab"} if lora else {}
+        return json.loads(json.dumps({"fingerprints": {"seed": 1, **prints}, "data": {}}))
+
+    with_lora = Found(Path("step-1"), about(LORA), {})
+    check_same_run(with_lora, about(LORA), ())
+    check_same_run(Found(Path("step-1"), about(None), {}), about(None), ())
+    for now, message in (
+        (dataclasses.replace(LORA, rank=8), r"another lora.rank \(4, now 8\);"),
+        (dataclasses.replace(LORA, dropout=0.5), r"another lora.dropout \(0.0, now 0.5\);"),
+        (dataclasses.replace(LORA, target_modules=("q_proj",)), "another lora.target_modules"),
+        (None, r"lora.rank \(4, now None\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_same_run(with_lora, about(now), ("base",))
+        check_same_run(with_lora, about(now), ("lora", "base"))
+    with pytest.raises(UserError, match=r"lora.rank \(None, now 4\)"):
+        check_same_run(Found(Path("step-1"), about(None), {}), about(LORA), ())
+
+
+def test_a_run_starts_from_an_adapter(config: Path, tmp_path: Path) -> None:
+    lora, spec = LoRAConfig(4, 16.0), dataclasses.replace(PRESETS["debug"], num_hidden_layers=2)
+    values = {name: tensor.float() for name, tensor in adapter_values(spec, lora).items()}
+    write_adapter(tmp_path / "adapter", values, lora, "")
+    start = ("--lora.initial_load_path", str(tmp_path / "adapter"), "--optimizer.lr", "0", "--training.steps", "1")
+    assert f"from {tmp_path / 'adapter'}" in train(config, tmp_path / "run", *start)
+    saved = checkpoint_tensors(tmp_path / "run" / "checkpoint" / "step-1")
+    assert all(torch.equal(saved[name], value) for name, value in values.items())
+
+
+def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
+    def said(**lora: object) -> list[str]:
+        return [error for error in check(Config(lora=LoRAConfig(**lora)), None) if "lora" in error]  # type: ignore[arg-type]
+
+    assert said() == said(rank=8, target_modules=("q_proj",)) == []
+    assert "did you mean q_proj?" in said(rank=8, target_modules=("q_prj",))[0]
+    assert said(rank=8, target_modules=()) == [
+        "[lora] target_modules is empty, but rank = 8; name some, or set rank to 0"
+    ]
+    assert said(rank=8, alpha=0.0)[0].startswith("[lora] alpha = 0")
+    assert said(rank=8, dropout=1.0) == ["[lora] dropout = 1.0 must be less than 1"]
+    assert said(initial_load_path=str(tmp_path)) == ["[lora] initial_load_path needs rank; set it to the adapter's"]
+    assert "is not a folder" in said(rank=8, initial_load_path=str(tmp_path / "no"))[0]

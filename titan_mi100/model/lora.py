@@ -1,0 +1,76 @@
+"""LoRA (Hu et al., 2021): beside frozen matrices W, small trained ones: y = W x + (alpha / rank) B A dropout(x).
+
+Names are HF's with PEFT's ending: `<module>.lora_A.weight`, (rank, inputs), and `<module>.lora_B.weight`, (outputs,
+rank); W keeps its own.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_mi100.distributed import Read
+from titan_mi100.model.qwen3 import Linear, Qwen3, draw
+from titan_mi100.settings import LoRAConfig
+
+_SAMPLE = 4096  # bytes of each tensor that its base is known by
+
+
+class LoRALinear(Linear):
+    def __init__(self, base: Linear, config: LoRAConfig) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.weight = base.weight
+        self.lora_A = Linear(base.in_features, config.rank)
+        self.lora_B = Linear(config.rank, base.out_features)
+        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(kept))
+
+
+def apply_lora(model: Qwen3, config: LoRAConfig) -> None:
+    """Freeze a model, or a pipeline stage of one, on the meta device, and put adapters beside its linear layers."""
+    model.requires_grad_(False)
+    for layer in model.model.blocks():
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if name in config.target_modules:
+                    assert isinstance(child, Linear)
+                    with torch.device("meta"):
+                        setattr(parent, name, LoRALinear(child, config))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of a LoRA matrix."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """A part of an adapter's initial value, as qwen3.initial_values; the adapter changes nothing at first.
+
+    As PEFT: A by kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(inputs); B zero.
+    """
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(size)
+    bound = 1 / math.sqrt(shape[1])
+    return draw(seed, name, shape, offset, size, lambda rows, by: rows.uniform_(-bound, bound, generator=by))
+
+
+def base_fingerprint(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What a base's weights are known by: a digest of each tensor's name, shape, dtype and first bytes.
+
+    Args:
+        read: as for distributed.fill_parameters.
+        shapes: of every parameter.
+    """
+    digest = hashlib.sha256()
+    for name, shape in sorted(shapes.items()):
+        rows = min(shape[0], -(-_SAMPLE // math.prod(shape[1:])))  # enough of them, at a byte per value
+        part = read(name, torch.Size(shape), (0,) * len(shape), (rows, *shape[1:])).contiguous()
+        sample = part.flatten().view(torch.uint8)[:_SAMPLE].numpy().tobytes()
+        digest.update(f"{name} {tuple(shape)} {part.dtype} {hashlib.sha256(sample).hexdigest()}\n".encode())
+    return digest.hexdigest()
