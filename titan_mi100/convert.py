@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from titan_mi100 import sealed
-from titan_mi100.assets import Assets, config_dtype, export_assets
+from titan_mi100 import peft_io, sealed
+from titan_mi100.adapter import adapter_tensors, lora_of, merged
+from titan_mi100.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets
 from titan_mi100.dcp_io import DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
-from titan_mi100.durable import appearing_folder
+from titan_mi100.durable import appearing_folder, sync
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hf_io import HFWeights, write_hf
 from titan_mi100.logging import ByteProgress, log
-from titan_mi100.model_source import ModelSource, verify_files
-from titan_mi100.model_spec import ModelSpec
+from titan_mi100.model_source import ModelSource, open_source, verify_files
+from titan_mi100.model_spec import ModelSpec, parameter_count
+from titan_mi100.settings import LoRAConfig, fingerprint
 from titan_mi100.tokenizer import Tokenizer
 from titan_mi100.weights import Kind, Weights, in_words, row_blocks, some
 
@@ -68,7 +71,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
 
 
 def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
-    """Write the weights as an HF folder that transformers and vLLM load.
+    """Write the weights as an HF folder that transformers and vLLM load; of a LoRA run's checkpoint, as a PEFT folder.
 
     Args:
         dtype: of DTYPES; or auto: of a run's checkpoint, whose weights are in fp32, the dtype that its config.json
@@ -77,6 +80,9 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     Raises:
         UserError, VerificationError: as to_dcp; or nothing says the model's shape.
     """
+    if (lora := lora_of(source)) is not None:
+        _to_peft(source, lora, output, verify)
+        return
     if source.spec is None:
         raise UserError(
             f"{source.path}: has no config.json, which an HF folder needs; name a folder with one by --hf_assets_path"
@@ -98,6 +104,38 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         if verify == "logits":
             _compare_logits(aside, source.weights, kinds, source.spec, texts=True)
     log.info(f"{output}: {_words(kinds)}, {_VERIFIED[verify]}")
+
+
+def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, verify: str) -> None:
+    """Write an adapter that peft loads, with the tokenizer's files.
+
+    It is compared as it is read again; and, on its base, by peft with what our merge computes.
+    """
+    assert source.manifest is not None and source.spec is not None
+    base, tensors = source.manifest["lora"]["base"], adapter_tensors(source, lora)
+    tokenizer = {name: content for name, content in source.assets.items() if name not in (CONFIG, GENERATION)}
+    can_compare = bool(base) and (Path(base) / CONFIG).exists() and not (Path(base) / ".metadata").exists()
+    if verify == "auto":
+        small = 4 * parameter_count(source.spec) < 2 * _LOGITS_BELOW  # as in bf16
+        verify = "logits" if can_compare and small and _installed("transformers", "peft") else "bytes"
+    if verify == "logits" and not can_compare:
+        raise UserError(f"--verify logits needs the HF folder that the adapter was trained on ({base or 'none'})")
+    with appearing_folder(output, sum(tensor.nbytes for tensor in tensors.values())) as aside:
+        peft_io.write_adapter(aside, tensors, lora, base)
+        for file in aside.iterdir():
+            sync(file)
+        _write_assets(aside, tokenizer)
+        if verify != "off":
+            again, found = peft_io.read_adapter(aside)
+            if fingerprint(again) != fingerprint(lora) or found.keys() != tensors.keys():
+                raise VerificationError("the adapter's settings or names are not what was written")
+            if wrong := [name for name, tensor in tensors.items() if not torch.equal(tensor, found[name])]:
+                raise VerificationError(f"{len(wrong)} tensors are not what was written: {some(wrong)}")
+        if verify == "logits":
+            whole = merged(open_source(base), aside)
+            kinds = {name: Kind(whole.weights.kinds[name].shape, torch.float32) for name in whole.names()}
+            _compare_logits(Path(base), whole.weights, kinds, source.spec, texts=False, adapter=aside)
+    log.info(f"{output}: LoRA adapter of rank {lora.rank}, {len(tensors)} tensors, {_VERIFIED[verify]}")
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
@@ -148,7 +186,7 @@ _VERIFIED = {
 
 def _resolve_verify(verify: str, source: ModelSource, kinds: Kinds, can_compare: bool = True) -> str:
     """What `auto` stands for."""
-    installed = importlib.util.find_spec("transformers") is not None
+    installed = _installed("transformers")
     if verify == "auto":
         can_compare = can_compare and source.spec is not None and _total(kinds) < _LOGITS_BELOW
         if can_compare and not installed:
@@ -162,6 +200,10 @@ def _resolve_verify(verify: str, source: ModelSource, kinds: Kinds, can_compare:
                 "--verify logits needs transformers: pip install 'titan_mi100[eval]'; or use --verify bytes"
             )
     return verify
+
+
+def _installed(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in names)
 
 
 def _stream(weights: Weights, kinds: Kinds, digests: dict[str, str], advance: Callable[[int], None]) -> Iterator[Block]:
@@ -219,11 +261,15 @@ def _verify_bytes(verify: str, written: Weights, kinds: Kinds, digests: Mapping[
         raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
 
 
-def _compare_logits(folder: Path, weights: Weights, kinds: Kinds, spec: ModelSpec | None, texts: bool) -> None:
+def _compare_logits(
+    folder: Path, weights: Weights, kinds: Kinds, spec: ModelSpec | None, texts: bool, adapter: Path | None = None
+) -> None:
     from titan_mi100.verify_logits import compare  # here: importing transformers takes seconds
 
     assert spec is not None
-    problems, difference = compare(folder, weights, kinds, spec, texts)
+    with warnings.catch_warnings():  # transformers and peft warn each other of what will be renamed
+        warnings.simplefilter("ignore")
+        problems, difference = compare(folder, weights, kinds, spec, texts, adapter)
     if problems:
         raise VerificationError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
     log.info(f"logits of transformers and ours, in fp32: largest difference {difference:.1e}")

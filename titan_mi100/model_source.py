@@ -31,7 +31,9 @@ def open_weights(path: str | Path) -> Weights:
         raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
     if not path.exists():
         raise UserError(f"{path}: no such folder or file")
-    if not path.is_dir() or not any((path / name).exists() for name in (SINGLE, INDEX, asset_files.CONFIG)):
+    if path.is_file():
+        raise UserError(f"{path}: name its folder, which has to hold config.json as well")
+    if not any((path / name).exists() for name in (SINGLE, INDEX, asset_files.CONFIG)):
         raise UserError(
             f"{path}: holds no model: neither safetensors ({SINGLE} or {INDEX}) nor a DCP checkpoint (.metadata)"
         )

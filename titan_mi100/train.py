@@ -553,7 +553,8 @@ def _say_where(folder: Path, config: Config, progress: Progress) -> None:
     log.info(f"done. Everything is in {folder}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.checkpoint.export_hf:
-        log.info(f"  hf-step-{progress.step}/   for transformers, vLLM: --model {folder / f'hf-step-{progress.step}'}")
+        what = "adapter, for peft and checkpoint_tools/merge_lora.py" if config.lora.rank else "for transformers, vLLM"
+        log.info(f"  hf-step-{progress.step}/   {what}")
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
     log.info("  ledger.csv (every row of the data), metrics.jsonl, train.log")

@@ -37,13 +37,14 @@ _MESSAGES = (
 
 @torch.no_grad()
 def compare(
-    folder: Path, weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec, texts: bool
+    folder: Path, weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec, texts: bool, adapter: Path | None = None
 ) -> tuple[list[str], float]:
     """Load the folder with transformers, on CPU in fp32, run no code of its own, and compare with `weights`.
 
     Args:
         weights: cast to the dtypes of `kinds` before they are used, as those of the folder are.
         texts: also compare tokenizer, chat template and what ends a turn.
+        adapter: a PEFT folder to load onto theirs, with peft; `weights` are then merged already.
 
     Returns:
         What is wrong, and the largest difference of logits.
@@ -64,6 +65,10 @@ def compare(
     for name, parameter in theirs.named_parameters():
         if name in kinds:
             parameter.copy_(parameter.to(kinds[name].dtype))
+    if adapter is not None:
+        import peft  # here: only this needs it
+
+        theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     prompts = _prompts(folder, spec.vocab_size)
     expected = [theirs(ids).logits for ids in prompts]
     del theirs

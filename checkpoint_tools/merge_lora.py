@@ -1,0 +1,31 @@
+"""Writes a base with a LoRA adapter merged into it as an HF folder: W + (alpha / rank) B A, summed in fp32."""
+
+import argparse
+from pathlib import Path
+
+from titan_mi100 import convert, tool
+from titan_mi100.adapter import merged
+from titan_mi100.model_source import open_source
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="the model that the adapter was trained on")
+    parser.add_argument(
+        "--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500"
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to make; must not be there yet")
+    parser.add_argument(
+        "--dtype", choices=convert.DTYPES, default="keep", help="of the written weights (default: the base's)"
+    )
+    parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
+    options = parser.parse_args()
+    tool.run(
+        lambda: convert.to_hf(
+            merged(open_source(options.base), options.adapter), options.output_dir, options.dtype, options.verify
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

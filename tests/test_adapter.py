@@ -1,0 +1,137 @@
+"""A trained adapter leaves as a PEFT folder and comes back merged; peft itself is the reference."""
+
+import json
+import os
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from conftest import ASSETS
+from safetensors.torch import load_file
+from test_convert import folder_of, nothing_in, same, tensors, tool
+from test_model import SPECS
+from transformers import AutoModelForCausalLM
+
+from titan_mi100 import convert, peft_io
+from titan_mi100.adapter import merged
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.model_source import open_source
+from titan_mi100.model_spec import PRESETS, adapter_shapes, to_hf_config
+from titan_mi100.settings import LoRAConfig
+
+IDS = torch.arange(40)[None] * 7 % 311
+
+
+def random_adapter(folder: Path, lora: LoRAConfig, base: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    shapes = adapter_shapes(SPECS["tied"], lora.rank, lora.target_modules)
+    peft_io.write_adapter(
+        folder, {n: torch.randn(s, generator=generator) * 0.1 for n, s in shapes.items()}, lora, str(base)
+    )
+    return folder
+
+
+@torch.no_grad()
+def logits(folder: Path, adapter: Path | None = None, ids: torch.Tensor = IDS) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    return model.eval()(ids).logits
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), LoRAConfig().target_modules], ids=["two", "all"])
+def test_merged_is_base_and_adapter(targets: tuple[str, ...], tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base", dtype=torch.float32)
+    adapter = random_adapter(tmp_path / "adapter", LoRAConfig(4, 12.0, 0.0, targets), base)
+    tool("merge_lora", "--base", base, "--adapter", adapter, "--output_dir", tmp_path / "merged")
+    expected = logits(base, adapter)
+    assert (logits(tmp_path / "merged") - expected).abs().max() <= 1e-5
+    assert (logits(base) - expected).abs().max() > 0.1  # the adapter does something
+    own = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    for name, tensor in tensors(tmp_path / "merged").items():
+        assert (tensor - own.state_dict()[name]).abs().max() <= 1e-6, name
+
+
+def test_a_bf16_base_is_rounded_once(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base")
+    lora = LoRAConfig(4, 12.0, 0.0, ("o_proj",))
+    adapter = random_adapter(tmp_path / "adapter", lora, base)
+    convert.to_hf(merged(open_source(base), adapter), tmp_path / "merged")
+    held, delta = tensors(base), load_file(adapter / peft_io.WEIGHTS)
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.o_proj"
+        a, b = (delta[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        held[f"{name}.weight"] = (held[f"{name}.weight"].float() + 3.0 * (b @ a)).bfloat16()
+    assert same(held, tensors(tmp_path / "merged"))
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA run on a base of random weights, with its export."""
+    from test_convert import train
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(3)
+    settings = {k: v for k, v in to_hf_config(PRESETS["debug"]).items() if k not in ("architectures", "model_type")}
+    Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(folder / "base")
+    lora = ("--lora.rank", "4", "--lora.alpha", "8", "--optimizer.lr", "1e-2", "--model.flavor", "")
+    base = ("--checkpoint.initial_load_path", str(folder / "base"), "--model.tokenizer_path", str(ASSETS / "tokenizer"))
+    train(folder / "run", "--training.steps", "3", "--checkpoint.export_hf", "true", *base, *lora)
+    return folder
+
+
+def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: Path) -> None:
+    exported, base = lora_run / "run" / "hf-step-3", lora_run / "base"
+    assert sorted(os.listdir(exported)) == [
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    checkpoint = lora_run / "run" / "checkpoint" / "step-3"
+    for name, adapter in (("by peft", exported), ("by checkpoint", checkpoint)):
+        convert.to_hf(merged(open_source(base), adapter), tmp_path / name)
+    assert same(tensors(tmp_path / "by peft"), tensors(tmp_path / "by checkpoint"))
+    expected = logits(base, exported)
+    assert (logits(tmp_path / "by peft") - expected).abs().max() <= 1e-5
+    assert (logits(base) - expected).abs().max() > 1e-3
+
+
+def test_another_base_is_refused(lora_run: Path, tmp_path: Path) -> None:
+    held = tensors(lora_run / "base")
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(lora_run / "base")
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    model.save_pretrained(other)
+    assert not same(held, tensors(other))
+    checkpoint = lora_run / "run" / "checkpoint" / "step-3"
+    with pytest.raises(UserError, match="was trained on other weights"):
+        merged(open_source(other), checkpoint)
+    with pytest.raises(UserError, match="is of another model"):
+        merged(open_source(folder_of(tmp_path / "small")), lora_run / "run" / "hf-step-3")
+    with pytest.raises(UserError, match="is an adapter; name the base"):
+        merged(open_source(checkpoint), checkpoint)
+    with pytest.raises(UserError, match="neither a PEFT folder"):
+        merged(open_source(lora_run / "base"), lora_run / "base")
+
+
+def test_an_adapter_that_peft_reads_as_another_is_no_export(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = peft_io.write_adapter
+
+    def unscaled(folder, tensors, lora, base) -> None:
+        write(folder, tensors, lora, base)
+        config = json.loads((folder / peft_io.CONFIG).read_text())
+        (folder / peft_io.CONFIG).write_text(json.dumps({**config, "lora_alpha": 4}))
+
+    def swapped(folder, tensors, lora, base) -> None:
+        names = sorted(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
+        write(folder, {**tensors, names[0]: tensors[names[1]].clone()}, lora, base)
+
+    source = open_source(lora_run / "run" / "checkpoint" / "step-3")
+    for broken, reason in ((unscaled, "settings"), (swapped, "1 tensors are not")):
+        monkeypatch.setattr(peft_io, "write_adapter", broken)
+        with pytest.raises(SaveError, match=reason):
+            convert.to_hf(source, tmp_path / "adapter")
+        assert nothing_in(tmp_path)
