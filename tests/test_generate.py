@@ -283,6 +283,7 @@ def test_an_interrupted_output_goes_on_where_it_was(
     assert summary == {"output": str(whole), "rows": 7, "stopped_by_length": cut} and cut
     for changed, expected in (
         (["--seed", "1"], "whole.jsonl:1: was made with another seed"),
+        (["--dtype", "float64", "--top_k", "3"], "whole.jsonl:1: was made with another dtype, top_k"),
         (["--system", "Be brief."], "whole.jsonl:1: answers another prompt"),
     ):
         assert generate.main([*arguments, "--output", str(whole), *changed]) == 2
@@ -358,6 +359,43 @@ def test_bad_input_is_refused_before_the_weights_are_read(
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(folder: Path) -> None:
     done = command("generate", "--model", folder, "--prompt", "x", "--top_p", "2")
     assert done.returncode == 2 and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_without_a_template_the_text_itself_goes_on_and_nothing_else_is_promised(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    arguments = ["--prompt", "2 + 2", "--max_new_tokens", "5", "--device", "cpu", "--json"]
+    assert generate.main(["--model", str(copy), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "has no chat template: the model goes on with the text itself" in err
+    assert generate.main(["--model", str(folder), *arguments, "--raw"]) == 0
+    assert json.loads(capsys.readouterr().out)["output"] == json.loads(out)["output"]
+    assert generate.main(["--model", str(copy), *arguments, "--system", "x"]) == 2
+    assert "no chat template; leave out --system" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_with_the_files_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(generate.os, "fsync", full)
+    arguments = [
+        "--model",
+        str(folder),
+        "--prompt",
+        "x",
+        "--max_new_tokens",
+        "2",
+        "--output",
+        str(tmp_path / "o.jsonl"),
+    ]
+    assert generate.main(arguments) == 2
+    assert "o.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ number after its last `####`, or else its last number; right is what is the same
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from titan_mi100.generate import (
     exit_code,
     load_answer,
     load_model,
+    made_with,
     read_rows,
 )
 
@@ -65,12 +65,10 @@ def _run(options: argparse.Namespace) -> None:
     speak = Speaker(model, False, options.system, options.enable_thinking)
     requests = [speak(where, question) for where, (question, _) in rows]
     check_requests(model.spec, requests, options.max_new_tokens)
-    path = os.path.abspath(options.model)
-    settings = {"model": path, "engine": options.engine, "max_new_tokens": options.max_new_tokens}
-    file = RowFile(options.output, requests, settings)
+    file = RowFile(options.output, requests, {**made_with(options, dtype), "engine": options.engine})
     load = partial(load_answer, model, Sampling(), 0, options.max_new_tokens)
     if options.engine == "transformers":
-        load = partial(load_transformers, path, model, device, dtype, options.max_new_tokens)
+        load = partial(load_transformers, options.model, model, device, dtype, options.max_new_tokens)
 
     def judged(number: int, output: str) -> dict[str, Any]:
         question, gold = rows[number][1]

@@ -53,6 +53,9 @@ def exit_code(program: Callable[[], None]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except torch.OutOfMemoryError:
+        print("the device's memory is full; lower --batch_size or --max_new_tokens", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -118,15 +121,15 @@ def _run(options: argparse.Namespace) -> None:
     if chats and (options.output or options.json):
         problems.append("--output and --json are for --prompt or --input, not for a chat")
     check_options(options, problems)
-    model = load_model(options.model, options.tokenizer_path, *device_and_dtype(options))
+    device, dtype = device_and_dtype(options)
+    model = load_model(options.model, options.tokenizer_path, device, dtype)
     speak = Speaker(model, options.raw, options.system, options.enable_thinking)
     if chats:
         _chat(model, speak, options, sampling)
         return
     requests = _requests(options, speak)
     check_requests(model.spec, requests, options.max_new_tokens)
-    settings = {**asdict(sampling), "seed": options.seed, "max_new_tokens": options.max_new_tokens}
-    file = RowFile(options.output, requests, {"model": os.path.abspath(options.model), **settings})
+    file = RowFile(options.output, requests, {**made_with(options, dtype), **asdict(sampling), "seed": options.seed})
     load = partial(load_answer, model, sampling, options.seed, options.max_new_tokens)
     rows = answer_all(requests, load, model.tokenizer, options.batch_size, file, lambda number, output: {})
     if options.output:
@@ -171,6 +174,12 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
     if not here:
         raise UserError(f"--device {name}: not here; use cpu, or one of the {torch.cuda.device_count()} GPU(s)")
     return device, getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+
+
+def made_with(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """What every command's rows depend on besides the prompts, for the rows to name."""
+    name = str(dtype).removeprefix("torch.")
+    return {"model": os.path.abspath(options.model), "dtype": name, "max_new_tokens": options.max_new_tokens}
 
 
 # --- the model ---
@@ -220,7 +229,7 @@ def _template(path: str, eos_token: str) -> ChatTemplate | None:
     """The tokenizer's chat template; None where it has none."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     config = folder / "tokenizer_config.json"
-    has_one = (folder / "chat_template.jinja").is_file() or (config.is_file() and "chat_template" in _json_of(config))
+    has_one = (folder / "chat_template.jinja").is_file() or (config.is_file() and _json_of(config).get("chat_template"))
     return ChatTemplate.from_folder(path, eos_token=eos_token) if has_one else None
 
 
@@ -370,7 +379,7 @@ def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int
 class RowFile:
     """The rows of an --output file, a line each, in the prompts' order; a later start goes on behind the last.
 
-    A batch's lines are one write. What a kill may leave of a line is cut off.
+    A batch's lines are written at once. What a kill or a full disk leaves of a line is cut off.
     """
 
     def __init__(self, path: str, requests: Sequence[Request], settings: dict[str, Any]) -> None:
@@ -410,10 +419,17 @@ class RowFile:
     def add(self, rows: list[dict[str, Any]]) -> None:
         rows = [{**row, "settings": self._settings} for row in rows]
         self.rows += rows
-        if self.path:
-            with open(self.path, "ab", buffering=0) as file:
+        if not self.path:
+            return
+        try:
+            with open(self.path, "ab") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+                file.flush()
                 os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); mend that and start again: it goes on there"
+            ) from None
 
 
 def answer_all(
