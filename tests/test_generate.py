@@ -140,17 +140,17 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.9), Sampling(0.8, 20, 0.5), Sampling(2.0, 0, 1e-6)],
+    [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.9), Sampling(0.8, 20, 0.5), Sampling(2.0, 0, 1e-9)],
 )
 def test_sampling_is_from_transformers_filtered_distribution(sampling: Sampling) -> None:
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3)) * 3
-    logits[3] = logits[3].round()  # ties, also where top-k and top-p cut
+    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(3)) * 3
+    logits[3::2] = logits[3::2].round()  # ties, also where top-k and top-p cut
     filters = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         filters.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         filters.append(TopPLogitsWarper(sampling.top_p))
-    expected = filters(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
+    expected = filters(torch.zeros(400, 1, dtype=torch.long), logits).softmax(-1)
     torch.testing.assert_close(decode.probabilities(logits, sampling), expected, atol=1e-7, rtol=0)
     # evenly spread draws meet each token as often as it is probable
     count = 20_000
@@ -158,7 +158,7 @@ def test_sampling_is_from_transformers_filtered_distribution(sampling: Sampling)
     for row in range(4):
         found = decode.choose(logits[row].expand(count, -1), sampling, draws).bincount(minlength=50) / count
         torch.testing.assert_close(found, expected[row], atol=2 / count, rtol=0)
-    last = decode.choose(logits, sampling, torch.ones(4, dtype=torch.float64))  # as a draw may be rounded to
+    last = decode.choose(logits, sampling, torch.ones(400, dtype=torch.float64))  # as a draw may be rounded to
     assert (expected.gather(1, last[:, None]) > 0).all()
 
 
@@ -245,6 +245,17 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
         generate.load_model(str(copy), "", cpu, fp32)
 
 
+def test_a_conversations_own_system_message_counts(folder: Path) -> None:
+    model = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32)
+    speak = generate.Speaker(model, False, "From the command line.", None)
+    asked = {"role": "user", "content": "x"}
+    assert speak("here", [asked]).text.startswith("<|im_start|>system\nFrom the command line.<|im_end|>")
+    own = speak("here", [{"role": "system", "content": "Its own."}, asked]).text
+    assert own.startswith("<|im_start|>system\nIts own.<|im_end|>") and "command line" not in own
+    with pytest.raises(UserError, match=r"here: .* refuses this conversation"):
+        speak("here", [{"role": "teacher", "content": "x"}])
+
+
 def test_an_interrupted_output_goes_on_where_it_was(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,10 +279,11 @@ def test_an_interrupted_output_goes_on_where_it_was(
     monkeypatch.setattr(generate, "generate", interrupted)
     assert generate.main([*arguments, "--output", str(output)]) == 130
     assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(True)[:4])
-    output.write_bytes(whole.read_bytes()[:-20])  # a line cut off, as a full disk may leave it
-    assert generate.main([*arguments, "--output", str(output)]) == 0
+    lines_there = whole.read_bytes().splitlines(True)
+    output.write_bytes(b"".join(lines_there[:3]) + lines_there[3][:20])  # a line cut off, as a full disk may leave it
+    assert generate.main([*arguments, "--output", str(output), "--batch_size", "3"]) == 0
     assert output.read_bytes() == whole.read_bytes()
-    assert calls == [2, 2, 2, 1]  # what was there is not made again
+    assert calls == [2, 2, 2, 3, 1]  # what was there is not made again
 
     def never(*_: Any) -> None:
         raise AssertionError("the weights are read")
