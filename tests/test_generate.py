@@ -449,14 +449,16 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
             raise EOFError
         return text
 
-    def stream(_: Any, prompts: list[list[int]], *__: Any) -> Any:
+    def stream(_: Any, prompts: list[list[int]], *options: Any) -> Any:
         heard.append(tokenizer.decode(prompts[0]))
+        seeds.extend(options[3])
         for token in ids:
             before = capsys.readouterr().out
             pieces.append(before)
             yield [token]
 
     pieces: list[str] = []
+    seeds: list[str] = []
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr(generate, "stream", stream)
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
@@ -465,3 +467,4 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
     assert "".join(pieces) == "né 日本 🙂!\n" * 2 and not any("\ufffd" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > 8  # not all at once
     assert "second" in heard[1] and "né 日本 🙂!" in heard[1]  # the conversation so far
+    assert seeds == ["42/0", "42/1"]  # the same question twice need not have the same answer

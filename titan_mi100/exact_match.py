@@ -35,8 +35,8 @@ from titan_mi100.generate import (
     read_rows,
 )
 
-# 1,234.5 is one number and 1,2 are two; in 5-3 the minus is an operator.
-_NUMBER = re.compile(r"(?<![0-9.])-?\s?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
+# 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.
+_NUMBER = re.compile(r"(?<![0-9.])-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +110,7 @@ def normalise(number: str) -> str:
     Args:
         number: such as "-$01,234.50", as `extract` finds it.
     """
-    value = Decimal(re.sub(r"[\s,$]", "", number))
+    value = Decimal(re.sub(r"[,$]", "", number))
     text = f"{value:f}"
     text = (text.rstrip("0").rstrip(".") if "." in text else text).lstrip("-")
     return f"-{text}" if value < 0 else text
