@@ -305,6 +305,12 @@ def test_an_interrupted_output_goes_on_where_it_was(
     assert "whole.jsonl:2: answers another prompt" in capsys.readouterr().err
     assert generate.main([*arguments, "--output", str(prompts)]) == 2
     assert "prompts.jsonl:1: was not written by this command" in capsys.readouterr().err
+    foreign = tmp_path / "notes.txt"
+    for content in ("a line without an end", '{"a": 1}'):
+        foreign.write_text(content)
+        assert generate.main([*arguments, "--output", str(foreign)]) == 2
+        assert "notes.txt:1: was not written by this command" in capsys.readouterr().err
+        assert foreign.read_text() == content
 
 
 BAD = {
@@ -328,6 +334,7 @@ BAD = {
     "bad JSON": (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:2: not JSON"),
     "no key": (["--input", "{tmp}/key.jsonl"], "key.jsonl:2: not one prompt"),
     "two keys": (["--input", "{tmp}/two.jsonl"], "two.jsonl:1: not one prompt"),
+    "long element": (["--input", "{tmp}/array.json"], "array.json:1, element 1: "),
     "answered": (["--input", "{tmp}/answered.jsonl"], "answered.jsonl:1: nothing to answer"),
     "long row": (["--input", "{tmp}/long.jsonl"], "long.jsonl:2: "),
     "raw messages": (["--raw", "--input", "{tmp}/messages.jsonl"], "messages.jsonl:1: a conversation needs a chat"),
@@ -344,13 +351,14 @@ def test_bad_input_is_refused_before_the_weights_are_read(
 ) -> None:
     hello, hi = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
     for name, content in {
-        "blank.txt": b"one\n\ntwo\n",
+        "blank.txt": "one\u2028still one\n\ntwo\n".encode(),
         "empty.txt": b"",
         "latin.txt": b"Gr\xfc\n",
         "bad.jsonl": b'{"prompt": "x"}\n{"prompt": \n',
         "key.jsonl": b'{"prompt": "x"}\n{"text": "x"}\n',
         "two.jsonl": b'{"prompt": "x", "question": "y"}\n',
         "long.jsonl": b'{"prompt": "x"}\n' + json.dumps({"prompt": "x" * 600}).encode() + b"\n",
+        "array.json": json.dumps([{"prompt": "x" * 600}, {"prompt": "x"}]).encode(),
         "messages.jsonl": json.dumps({"messages": [hello]}).encode() + b"\n",
         "answered.jsonl": json.dumps({"messages": [hello, hi]}).encode() + b"\n",
     }.items():

@@ -37,6 +37,7 @@ _DTYPES = ("float32", "bfloat16", "float64")
 _SAY_EVERY = 10  # seconds between lines where no bar can be drawn
 _PROMPT_KEYS = ("messages", "prompt", "question")
 _LARGEST_OUTPUT = 1 << 34  # bytes
+_ROW_BEGINS = b'{"prompt": "'
 T = TypeVar("T")
 
 
@@ -314,12 +315,12 @@ def _requests(options: argparse.Namespace, speak: Speaker) -> list[Request]:
 def _lines(path: str) -> list[tuple[str, str]]:
     """The lines of a text, each with its file:line; raises UserError for one that is blank."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start + 1}; convert it with iconv") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if not lines:
+    if lines == [""]:
         raise UserError(f"{path}: is empty; write a prompt on each line")
     if blank := [number for number, line in enumerate(lines, 1) if not line.strip()]:
         raise UserError(f"{path}:{blank[0]}: blank line: delete it")
@@ -334,7 +335,7 @@ def read_rows(path: str, read: Callable[[dict[str, Any]], T]) -> list[tuple[str,
     """
     rows = []
     for record in read_records(path):
-        where = f"{path}:{record.number}"
+        where = f"{path}:{record.number}" + (f", element {record.element}" if record.element else "")
         try:
             if record.problem:
                 raise BadRow(record.problem)
@@ -395,11 +396,12 @@ class RowFile:
         if not path or not os.path.lexists(path):
             return
         content = read_plain(Path(path), _LARGEST_OUTPUT)
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            self.rows.append(self._checked(number, line, requests))
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
+        *whole, cut = content.split(b"\n")
+        self.rows += [self._checked(number, line, requests) for number, line in enumerate(whole, 1)]
+        if cut[: len(_ROW_BEGINS)] != _ROW_BEGINS[: len(cut)]:  # somebody else's file, of one line without an end
+            raise UserError(f"{path}:{len(whole) + 1}: was not written by this command; name another --output")
+        if cut:
+            os.truncate(path, len(content) - len(cut))
 
     def _checked(self, number: int, line: bytes, requests: Sequence[Request]) -> dict[str, Any]:
         where = f"{self.path}:{number}"

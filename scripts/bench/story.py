@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps; default 1000")
     parser.add_argument("--export", type=Path, default=EXPORT, help="script that makes the HF folder")
     options = parser.parse_args()
+    if not options.export.is_file():
+        parser.error(f"--export {options.export}: no such file")  # said before the training, not after
     if options.output is None:
         with tempfile.TemporaryDirectory() as folder:
             return 0 if tell(Path(folder), options.steps, options.export) else 1
