@@ -117,6 +117,23 @@ def _sdpa_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Te
     return torch.cat(outputs, dim=1).view(q.shape)
 
 
+def cached(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Attention of one new token per row to the keys and values kept of those before it, and its own.
+
+    Args:
+        q: (batch, 1, heads, head_dim). keys, values: (batch, kv_heads, length, head_dim).
+        visible: (batch, length), False for padding.
+
+    Returns:
+        (batch, 1, heads, head_dim).
+
+    The query heads of a group stand where SDPA has the queries, so K and V are read in place, once for all of them.
+    """
+    grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])  # (batch, kv_heads, groups, head_dim)
+    mask = visible[:, None, None].expand(-1, -1, grouped.shape[2], -1)
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(q.shape)
+
+
 _BACKENDS = {"eager": _eager, "sdpa_mask": _sdpa_mask, "sdpa_documents": _sdpa_documents}
 
 

@@ -144,12 +144,16 @@ class Decoder(nn.Module):
         cos, sin = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
         documents = attention.prepare(self.backend, document_ids)
         if self.stage.first:
-            assert self.embed_tokens is not None
-            x = self.embed_tokens(x)  # (batch, seq, hidden)
-            x = x if self.dtype is None else x.to(self.dtype)
+            x = self.embed(x)
         for layer in self.blocks():
             x = layer(x, cos, sin, documents)
         return x if self.norm is None else self.norm(x)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(batch, seq) -> (batch, seq, hidden)."""
+        assert self.embed_tokens is not None
+        x = self.embed_tokens(input_ids)
+        return x if self.dtype is None else x.to(self.dtype)
 
 
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, the head's weight, labels -> (1,); see loss.head_loss
@@ -209,8 +213,10 @@ class Qwen3(nn.Module):
         if document_ids is None:
             document_ids = torch.zeros_like(input_ids)
         hidden = self.model(input_ids, positions, document_ids)
-        if not self.model.stage.last:
-            return hidden
+        return self.head(hidden, labels) if self.model.stage.last else hidden
+
+    def head(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits of the last stage's hidden states, or with labels the summed loss."""
         if self.lm_head is not None:
             return self.lm_head(hidden, labels, self.head_loss)
         assert self.model.embed_tokens is not None

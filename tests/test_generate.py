@@ -1,0 +1,478 @@
+"""Generation against transformers' own, and the command as its users meet it."""
+
+import io
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ASSETS, REPO
+from test_model import ours
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from titan_mi100 import decode, generate
+from titan_mi100.decode import Generated, KVCache, Sampling
+from titan_mi100.errors import UserError
+from titan_mi100.model import attention
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model_spec import ModelSpec, to_hf_config
+
+SPECS = {
+    "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
+    "untied": ModelSpec(720, 48, 80, 2, 6, 1, 8, False, rope_theta=1e6, max_position_embeddings=512),
+    "files": ModelSpec(709, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),  # the tokenizer's
+}
+LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 55, 4, 7, 11, 18, 29, 47, 6, 10, 16, 26, 42]
+
+
+def reference(spec: ModelSpec) -> Qwen3ForCausalLM:
+    """transformers' model with weights so large that what it says varies."""
+    settings = {k: v for k, v in to_hf_config(spec).items() if k not in ("architectures", "model_type")}
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.ndim == 2 else parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 720, (length,), generator=generator).tolist() for length in lengths]
+
+
+def said_by_transformers(
+    hf: Qwen3ForCausalLM, prompt: list[int], new: int, stop: int | list[int] | None = None
+) -> list[int]:
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0, "eos_token_id": stop}
+    return hf.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def write_folder(path: Path) -> Path:
+    """An HF folder as transformers writes it, with the debug tokenizer."""
+    reference(SPECS["files"]).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "tokenizer" / name, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("hf"))
+
+
+def command(module: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", f"titan_mi100.{module}", *map(str, arguments)]
+    options = {"stdin": subprocess.DEVNULL, **options}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+# --- the library ---
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str) -> None:
+    hf = reference(SPECS[name])
+    model = ours(SPECS[name], hf, "sdpa_documents")
+    prompts = random_prompts(LENGTHS)
+    expected = [Generated(said_by_transformers(hf, prompt, 64), False) for prompt in prompts]
+    assert sum(len(set(said.ids)) for said in expected) > 20 * 20, "what the model says varies"
+    assert decode.generate(model, prompts, Sampling(), (), 64) == expected
+    assert [decode.generate(model, [prompt], Sampling(), (), 64)[0] for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bar", "backend"),
+    [
+        (torch.float32, 1e-5, "eager"),
+        (torch.float32, 1e-5, "sdpa_mask"),
+        (torch.float32, 1e-5, "sdpa_documents"),
+        (torch.float64, 1e-12, "sdpa_mask"),
+        (torch.float64, 1e-12, "sdpa_documents"),
+    ],
+)
+@torch.no_grad()
+def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar: float, backend: str) -> None:
+    for spec in (SPECS["tied"], SPECS["untied"]):
+        hf = reference(spec)
+        for parameter in hf.parameters():
+            parameter.mul_(0.5)  # logits of about 1, where an absolute bar means something
+        model = ours(spec, hf, backend).to(dtype)
+        rows = random_prompts([31, 12, 20])
+        prompts = [row[:-10] for row in rows]
+        cache = KVCache(model, prompts, 10)
+        logits = [decode.prefill(model, prompts, cache)]
+        for place in range(-10, 0):
+            logits.append(decode.step(model, torch.tensor([row[place] for row in rows]), cache))
+        for number, row in enumerate(rows):
+            whole = model(torch.tensor([row]))[0, -11:]
+            torch.testing.assert_close(torch.stack(logits)[:, number], whole, atol=bar, rtol=0)
+
+
+def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, seen, read = SPECS["tied"], [], []
+    model = ours(spec, reference(spec), "sdpa_documents")
+    head, sdpa = Qwen3.head, torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(Qwen3, "head", lambda *a: seen.append(tuple(a[1].shape)) or head(*a))
+    prompts = random_prompts([9, 4])
+    cache = KVCache(model, prompts, 2)
+    decode.prefill(model, prompts, cache)
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
+        read.extend((tensor.shape[1], tensor.untyped_storage().data_ptr(), 0 in tensor.stride()) for tensor in (k, v))
+        return sdpa(q, k, v, **mask)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    decode.step(model, torch.tensor([1, 2]), cache)
+    assert seen == [(2, 1, 64)] * 2
+    kept = [tensor.untyped_storage().data_ptr() for tensor in (cache._keys, cache._values)]
+    assert read == [(2, pointer, False) for _ in range(3) for pointer in kept]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.9), Sampling(0.8, 20, 0.5), Sampling(2.0, 0, 1e-9)],
+)
+def test_sampling_is_from_transformers_filtered_distribution(sampling: Sampling) -> None:
+    logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(3)) * 3
+    logits[3::2] = logits[3::2].round()  # ties, also where top-k and top-p cut
+    filters = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        filters.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(TopPLogitsWarper(sampling.top_p))
+    expected = filters(torch.zeros(400, 1, dtype=torch.long), logits).softmax(-1)
+    torch.testing.assert_close(decode.probabilities(logits, sampling), expected, atol=1e-7, rtol=0)
+    # evenly spread draws meet each token as often as it is probable
+    count = 20_000
+    draws = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    for row in range(4):
+        found = decode.choose(logits[row].expand(count, -1), sampling, draws).bincount(minlength=50) / count
+        torch.testing.assert_close(found, expected[row], atol=2 / count, rtol=0)
+    last = decode.choose(logits, sampling, torch.ones(400, dtype=torch.float64))  # as a draw may be rounded to
+    assert (expected.gather(1, last[:, None]) > 0).all()
+
+
+def test_what_is_drawn_depends_on_the_seed_alone() -> None:
+    spec = SPECS["tied"]
+    model, prompts = ours(spec, reference(spec), "sdpa_documents"), random_prompts([9, 4, 9])
+    prompts[2] = prompts[0]
+    hot = Sampling(1.0, 50)
+    first = decode.generate(model, prompts, hot, (), 24, ["a", "b", "c"])
+    assert decode.generate(model, prompts, hot, (), 24, ["a", "b", "c"]) == first
+    assert decode.generate(model, prompts[1:2], hot, (), 24, ["b"]) == first[1:2]  # whatever the batch
+    assert first[0] != first[2]  # the same prompt under another seed
+    assert decode.generate(model, prompts, hot, (), 24, ["d", "e", "f"])[0] != first[0]
+    capped = decode.generate(model, prompts, Sampling(5.0), (), 24, vocabulary=30)
+    assert max(token for row in capped for token in row.ids) < 30
+
+
+def test_a_stop_token_ends_its_row_alone_and_is_not_part_of_it() -> None:
+    hf = reference(SPECS["tied"])
+    model, prompts = ours(SPECS["tied"], hf, "sdpa_documents"), random_prompts([5, 9, 3])
+    whole = decode.generate(model, prompts, Sampling(), (), 60)
+    others = {*whole[0].ids, *whole[2].ids}
+    place, stop = next(
+        (place, token)
+        for place, token in enumerate(whole[1].ids)
+        if place > 2 and token not in others and token not in whole[1].ids[:place]
+    )
+    stopped = decode.generate(model, prompts, Sampling(), {stop}, 60)
+    assert stopped == [whole[0], Generated(whole[1].ids[:place], True), whole[2]]
+    assert said_by_transformers(hf, prompts[1], 60, stop) == [*stopped[1].ids, stop]
+    # as the last of the tokens allowed it still counts as a stop; one token fewer, and the length was the end
+    assert decode.generate(model, prompts[1:2], Sampling(), {stop}, place + 1) == stopped[1:2]
+    assert decode.generate(model, prompts[1:2], Sampling(), {stop}, place) == [Generated(whole[1].ids[:place], False)]
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    spec = SPECS["tied"]
+    model = ours(spec, reference(spec), "eager")
+    assert len(decode.generate(model, [[1] * 510], Sampling(), (), 2)[0].ids) == 2
+    with pytest.raises(UserError, match=r"prompt 2: 511 tokens .* 512 positions .* lower max_new_tokens to 1"):
+        decode.generate(model, [[1], [1] * 511], Sampling(), (), 2)
+    with pytest.raises(UserError, match="prompt 1: is empty"):
+        decode.generate(model, [[]], Sampling(), (), 2)
+
+
+# --- the command ---
+
+
+def test_the_command_answers_as_transformers_does_through_the_template(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, hf = AutoTokenizer.from_pretrained(folder), Qwen3ForCausalLM.from_pretrained(folder)
+    questions, expected = ["Grüße! Wie viele?", "2 + 2", "Why?"], []
+    for question in questions:
+        messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        ids = said_by_transformers(hf, tokenizer(text).input_ids, 12, [700, 702])
+        finish = "stop" if ids[-1] in (700, 702) else "length"
+        expected.append((text, tokenizer.decode(ids[:-1] if finish == "stop" else ids), finish))
+    arguments = ["--model", folder, "--max_new_tokens", 12]
+    asked = [word for question in questions for word in ("--prompt", question)]
+    done = command("generate", *arguments, "--no_thinking", "--system", "Answer briefly.", "--json", *asked)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["prompt"], row["output"], row["finish"]) for row in rows] == expected
+    (text, output, _) = next(row for row in expected if row[2] == "length")
+    assert generate.main([*map(str, arguments), "--raw", "--prompt", text, "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert out == output + "\n" and "prompt 1: 1 stopped by length, after --max_new_tokens 12" in err
+
+
+def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    (copy / "generation_config.json").unlink()
+    assert generate.load_model(str(copy), "", cpu, fp32).stop_ids == {700, 702}
+    for given, expected in ((5, {5, 700, 702}), ([5, 6], {5, 6, 700, 702}), (None, {700, 702})):
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+        assert generate.load_model(str(copy), "", cpu, fp32).stop_ids == expected
+    (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id"):
+        generate.load_model(str(copy), "", cpu, fp32)
+
+
+def test_a_conversations_own_system_message_counts(folder: Path) -> None:
+    model = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32)
+    speak = generate.Speaker(model, False, "From the command line.", None)
+    asked = {"role": "user", "content": "x"}
+    assert speak("here", [asked]).text.startswith("<|im_start|>system\nFrom the command line.<|im_end|>")
+    own = speak("here", [{"role": "system", "content": "Its own."}, asked]).text
+    assert own.startswith("<|im_start|>system\nIts own.<|im_end|>") and "command line" not in own
+    with pytest.raises(UserError, match=r"here: .* refuses this conversation"):
+        speak("here", [{"role": "teacher", "content": "x"}])
+
+
+def test_an_interrupted_output_goes_on_where_it_was(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, whole, output = tmp_path / "prompts.jsonl", tmp_path / "whole.jsonl", tmp_path / "output.jsonl"
+    lines = [{"question": "one"}, {"prompt": "two"}, {"messages": [{"role": "user", "content": "three"}]}]
+    lines += [{"prompt": f"number {number}"} for number in range(4)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--model", str(folder), "--input", str(prompts), "--max_new_tokens", "6", "--batch_size", "2"]
+    arguments += ["--temperature", "1", "--device", "cpu"]
+    assert generate.main([*arguments, "--output", str(whole)]) == 0
+    assert whole.read_text().count("\n") == 7
+
+    calls, real = [], decode.generate
+
+    def interrupted(*given: Any) -> list[Generated]:
+        calls.append(len(given[1]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(generate, "generate", interrupted)
+    assert generate.main([*arguments, "--output", str(output)]) == 130
+    assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(True)[:4])
+    lines_there = whole.read_bytes().splitlines(True)
+    output.write_bytes(b"".join(lines_there[:3]) + lines_there[3][:20])  # a line cut off, as a full disk may leave it
+    assert generate.main([*arguments, "--output", str(output), "--batch_size", "3"]) == 0
+    assert output.read_bytes() == whole.read_bytes()
+    assert calls == [2, 2, 2, 3, 1]  # what was there is not made again
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(generate, "fill_parameters", never)
+    assert generate.main([*arguments, "--output", str(whole), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cut = whole.read_text().count('"finish": "length"')
+    assert summary == {"output": str(whole), "rows": 7, "stopped_by_length": cut} and cut
+    for changed, expected in (
+        (["--seed", "1"], "whole.jsonl:1: was made with another seed"),
+        (["--dtype", "float64", "--top_k", "3"], "whole.jsonl:1: was made with another dtype, top_k"),
+        (["--system", "Be brief."], "whole.jsonl:1: answers another prompt"),
+    ):
+        assert generate.main([*arguments, "--output", str(whole), *changed]) == 2
+        assert expected in capsys.readouterr().err
+    prompts.write_text(prompts.read_text().splitlines(True)[0])
+    assert generate.main([*arguments, "--output", str(whole)]) == 2
+    assert "whole.jsonl:2: answers another prompt" in capsys.readouterr().err
+    assert generate.main([*arguments, "--output", str(prompts)]) == 2
+    assert "prompts.jsonl:1: was not written by this command" in capsys.readouterr().err
+    foreign = tmp_path / "notes.txt"
+    for content in ("a line without an end", '{"a": 1}'):
+        foreign.write_text(content)
+        assert generate.main([*arguments, "--output", str(foreign)]) == 2
+        assert "notes.txt:1: was not written by this command" in capsys.readouterr().err
+        assert foreign.read_text() == content
+
+
+BAD = {
+    "no model": (["--model", "{tmp}/none", "--prompt", "x"], "config.json: no such file"),
+    "negative temperature": (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0 must be 0"),
+    "temperature nan": (["--prompt", "x", "--temperature", "nan"], "temperature = nan must be 0"),
+    "top_p 0": (["--prompt", "x", "--temperature", "1", "--top_p", "0"], "top_p = 0.0 must be above 0"),
+    "top_p 2": (["--prompt", "x", "--temperature", "1", "--top_p", "2"], "top_p = 2.0 must be above 0"),
+    "top_k": (["--prompt", "x", "--temperature", "1", "--top_k", "-1"], "top_k = -1 must be 0 (off) or more"),
+    "filters at 0": (["--prompt", "x", "--top_k", "5"], "top_k and top_p change nothing at temperature 0"),
+    "no new tokens": (["--prompt", "x", "--max_new_tokens", "0"], "max_new_tokens = 0 must be at least 1"),
+    "no batch": (["--prompt", "x", "--batch_size", "0"], "batch_size = 0 must be at least 1"),
+    "no prompt": ([], "nothing to do: give --prompt or --input"),
+    "empty raw prompt": (["--raw", "--prompt", ""], "prompt 1: is empty"),
+    "long": (["--prompt", "x" * 600], "tokens and max_new_tokens = 9 are more than the 512 positions"),
+    "no file": (["--input", "{tmp}/none.jsonl"], "none.jsonl: cannot be read: No such file"),
+    "no text": (["--input", "{tmp}/none.txt"], "none.txt: cannot be read: No such file"),
+    "blank line": (["--input", "{tmp}/blank.txt"], "blank.txt:2: blank line"),
+    "empty text": (["--input", "{tmp}/empty.txt"], "empty.txt: is empty"),
+    "not UTF-8": (["--input", "{tmp}/latin.txt"], "latin.txt: not UTF-8 at byte 3"),
+    "bad JSON": (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:2: not JSON"),
+    "no key": (["--input", "{tmp}/key.jsonl"], "key.jsonl:2: not one prompt"),
+    "two keys": (["--input", "{tmp}/two.jsonl"], "two.jsonl:1: not one prompt"),
+    "long element": (["--input", "{tmp}/array.json"], "array.json:1, element 1: "),
+    "answered": (["--input", "{tmp}/answered.jsonl"], "answered.jsonl:1: nothing to answer"),
+    "long row": (["--input", "{tmp}/long.jsonl"], "long.jsonl:2: "),
+    "raw messages": (["--raw", "--input", "{tmp}/messages.jsonl"], "messages.jsonl:1: a conversation needs a chat"),
+    "raw system": (["--raw", "--system", "x", "--prompt", "x"], "--raw uses no template"),
+    "no device": (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: not here"),
+    "nonsense device": (["--prompt", "x", "--device", "gpu"], "--device gpu: not here"),
+    "no output folder": (["--prompt", "x", "--output", "{tmp}/none/o.jsonl"], "does not exist; make it first"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_the_weights_are_read(
+    case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hello, hi = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
+    for name, content in {
+        "blank.txt": "one\u2028still one\n\ntwo\n".encode(),
+        "empty.txt": b"",
+        "latin.txt": b"Gr\xfc\n",
+        "bad.jsonl": b'{"prompt": "x"}\n{"prompt": \n',
+        "key.jsonl": b'{"prompt": "x"}\n{"text": "x"}\n',
+        "two.jsonl": b'{"prompt": "x", "question": "y"}\n',
+        "long.jsonl": b'{"prompt": "x"}\n' + json.dumps({"prompt": "x" * 600}).encode() + b"\n",
+        "array.json": json.dumps([{"prompt": "x" * 600}, {"prompt": "x"}]).encode(),
+        "messages.jsonl": json.dumps({"messages": [hello]}).encode() + b"\n",
+        "answered.jsonl": json.dumps({"messages": [hello, hi]}).encode() + b"\n",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(generate, "fill_parameters", never)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    given, expected = BAD[case]
+    arguments = ["--model", str(folder), "--max_new_tokens", "9", *(word.format(tmp=tmp_path) for word in given)]
+    assert generate.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert expected in err and not out
+
+
+def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(folder: Path) -> None:
+    done = command("generate", "--model", folder, "--prompt", "x", "--top_p", "2")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_without_a_template_the_text_itself_goes_on_and_nothing_else_is_promised(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    arguments = ["--prompt", "2 + 2", "--max_new_tokens", "5", "--device", "cpu", "--json"]
+    assert generate.main(["--model", str(copy), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "has no chat template: the model goes on with the text itself" in err
+    assert generate.main(["--model", str(folder), *arguments, "--raw"]) == 0
+    assert json.loads(capsys.readouterr().out)["output"] == json.loads(out)["output"]
+    assert generate.main(["--model", str(copy), *arguments, "--system", "x"]) == 2
+    assert "no chat template; leave out --system" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_with_the_files_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(generate.os, "fsync", full)
+    arguments = [
+        "--model",
+        str(folder),
+        "--prompt",
+        "x",
+        "--max_new_tokens",
+        "2",
+        "--output",
+        str(tmp_path / "o.jsonl"),
+    ]
+    assert generate.main(arguments) == 2
+    assert "o.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 700}))
+    small = reference(ModelSpec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4))
+    small.save_pretrained(copy)
+    with pytest.raises(UserError, match=r"ids up to 708, the model only 700"):
+        generate.load_model(str(copy), "", torch.device("cpu"), torch.float32)
+
+
+def test_a_chat_streams_on_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(folder), "--prompt", "2 + 2", "--max_new_tokens", "10", "--device", "cpu"]
+    assert generate.main(arguments) == 0
+    expected = capsys.readouterr().out
+    mine, terminal = pty.openpty()
+    try:
+        os.write(mine, b"2 + 2\n\n2 + 2\n\x04")
+        done = command("generate", "--model", folder, "--max_new_tokens", 10, stdin=terminal)
+    finally:
+        os.close(mine)
+        os.close(terminal)
+    assert done.returncode == 0, done.stderr
+    # the empty line between the two starts anew, so the second answer is the first
+    assert done.stdout.count(expected) == 2
+
+
+def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32).tokenizer
+    ids = tokenizer.encode("né 日本 🙂!")
+    assert len(ids) > len("né 日本 🙂!")
+    lines, heard = iter(["first", "second"]), []
+
+    def line(_: str) -> str:
+        if (text := next(lines, None)) is None:
+            raise EOFError
+        return text
+
+    def stream(_: Any, prompts: list[list[int]], *options: Any) -> Any:
+        heard.append(tokenizer.decode(prompts[0]))
+        seeds.extend(options[3])
+        for token in ids:
+            before = capsys.readouterr().out
+            pieces.append(before)
+            yield [token]
+
+    pieces: list[str] = []
+    seeds: list[str] = []
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(generate, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    assert generate.main(["--model", str(folder)]) == 0
+    pieces.append(capsys.readouterr().out)
+    assert "".join(pieces) == "né 日本 🙂!\n" * 2 and not any("\ufffd" in piece for piece in pieces)
+    assert len([piece for piece in pieces if piece]) > 8  # not all at once
+    assert "second" in heard[1] and "né 日本 🙂!" in heard[1]  # the conversation so far
+    assert seeds == ["42/0", "42/1"]  # the same question twice need not have the same answer
