@@ -194,7 +194,7 @@ class CheckpointConfig:
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
     keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
     allow_changed: tuple[str, ...] = _key(
-        (), "what may differ from the run so far: model, tokenizer, data, seed, global_batch_size; or model.rope_theta"
+        (), f"what may differ from the run so far: {', '.join(FINGERPRINTS)}; or a field, model.rope_theta"
     )
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
 
