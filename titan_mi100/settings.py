@@ -199,7 +199,7 @@ class CheckpointConfig:
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
     keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
     allow_changed: tuple[str, ...] = _key(
-        (), "what may differ from the run so far: model, tokenizer, data, seed, global_batch_size; or model.rope_theta"
+        (), f"what may differ from the run so far: {', '.join(FINGERPRINTS)}; or a field, model.rope_theta"
     )
     export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf/ in the run folder")
     export_dtype: str = _key(
