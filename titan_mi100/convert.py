@@ -58,11 +58,13 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     """
     kinds = _kinds(source, dtype)
     verify = _resolve_verify(verify, source, kinds, can_compare=isinstance(source.weights, HFWeights))
-    with appearing_folder(output, _total(kinds)) as aside:
+    with appearing_folder(output, _total(kinds)) as aside, ThreadPoolExecutor(1) as beside:
+        intact = beside.submit(verify_files, source.path)  # meanwhile: the disk is busy with writing
         digests: dict[str, str] = {}
         with ByteProgress("writing", _total(kinds)) as progress:
             written = write_dcp(aside, kinds, _stream(source.weights, kinds, digests, progress.advance))
         written |= _write_assets(aside, source.assets)
+        intact.result()
         _verify_bytes(verify, DCPWeights(aside), kinds, digests)
         if verify == "logits":
             _compare_logits(source.path, DCPWeights(aside), kinds, source.spec, texts=False)
@@ -93,7 +95,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     kinds = _kinds(source, dtype)
     verify = _resolve_verify(verify, source, kinds)
     with appearing_folder(output, _total(kinds)) as aside, ThreadPoolExecutor(1) as beside:
-        intact = beside.submit(verify_files, source.path)  # meanwhile: the disk is busy with writing
+        intact = beside.submit(verify_files, source.path)
         _write_assets(aside, source.assets)
         _write_assets(aside, _assets_of_export(source, kinds, aside))
         digests: dict[str, str] = {}
