@@ -10,6 +10,7 @@ from conftest import ASSETS, REPO
 from test_generate import write_folder
 
 from titan_mi100 import exact_match, generate
+from titan_mi100.answers import Answer
 from titan_mi100.decode import Generated
 
 
@@ -55,7 +56,7 @@ def test_exact_match_counts_and_goes_on(
     answers = ["It is 2.", "#### 4", "1999 + 1 = 2000\n#### 2000.0", "none"]
     asked: list[int] = []
 
-    def load_answer(*_: Any) -> generate.Answer:
+    def load_answer(*_: Any) -> Answer:
         def answer(prompts: Any, numbers: Any) -> list[Generated]:
             asked.extend(numbers)
             return [Generated(model.tokenizer.encode(answers[number]), number != 3) for number in numbers]
