@@ -58,7 +58,7 @@ interval = 0
 
 
 def problem(draw: random.Random) -> tuple[tuple[int, str, int], dict[str, str]]:
-    """What is to be computed, and the row. Of three-digit numbers there are 405,450 sums (2 + 1 is 1 + 2) and differences."""
+    """What is to be computed, and the row. There are 405,450 sums (2 + 1 is 1 + 2) and as many differences."""
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     a, b = draw.randint(100, 999), draw.randint(100, 999)
     if sums := draw.random() < 0.5:
@@ -145,7 +145,8 @@ def tell(folder: Path, steps: int, export_script: Path) -> bool:
     (ours, said), (theirs, said_there) = (score(folder, export, engine) for engine in ("titan", "transformers"))
     same = sum(a == b for a, b in zip(said, said_there, strict=True))
     good, equal = ours["score"] > BAR, ours["score"] == theirs["score"] and same == len(said)
-    print(f"score {ours['score']:.1%} here, {theirs['score']:.1%} by transformers; {same} of {len(said)} answers are")
+    print(f"score {ours['score']:.1%} here, {theirs['score']:.1%} by transformers;", end=" ")
+    print(f"{same} of {len(said)} answers are", end=" ")
     print(f"the same text. {'Equal' if equal else 'NOT EQUAL'}, and {'above' if good else 'NOT ABOVE'} {BAR:.0%}.")
     print(f"{time.perf_counter() - started:.0f} s in all")
     return good and equal
