@@ -403,7 +403,7 @@ def test_a_full_disk_ends_with_the_files_name(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(generate.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     arguments = [
         "--model",
         str(folder),

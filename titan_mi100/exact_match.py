@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
+from titan_mi100.answers import Answer, RowFile, answer_all, read_rows
 from titan_mi100.data.strict_json import BadRow
 from titan_mi100.decode import Generated, Sampling
 from titan_mi100.generate import (
-    Answer,
     Model,
-    RowFile,
     Speaker,
     add_options,
-    answer_all,
     check_options,
     check_requests,
     device_and_dtype,
@@ -32,7 +30,6 @@ from titan_mi100.generate import (
     load_answer,
     load_model,
     made_with,
-    read_rows,
 )
 
 # 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.

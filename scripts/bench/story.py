@@ -5,7 +5,7 @@
 A made-up set of additions and subtractions in GSM8K's format, digit by digit with carries; a small model trained on it
 from random weights by ./run_train.sh on two processes; the checkpoint as an HF folder; problems that it never saw,
 answered through that folder by both. Exit code 1 if the score is 90% or less, or if the two differ. About ten minutes
-on two cores.
+on two free cores.
 """
 
 import argparse
@@ -58,7 +58,7 @@ interval = 0
 
 
 def problem(draw: random.Random) -> tuple[tuple[int, str, int], dict[str, str]]:
-    """What is to be computed, and the row: 405,450 different sums of three-digit numbers and 405,450 differences."""
+    """What is to be computed, and the row. There are 405,450 sums (2 + 1 is 1 + 2) and as many differences."""
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     a, b = draw.randint(100, 999), draw.randint(100, 999)
     if sums := draw.random() < 0.5:
@@ -73,7 +73,10 @@ def problem(draw: random.Random) -> tuple[tuple[int, str, int], dict[str, str]]:
         carry = int(value > 9 if sums else value < 0)
         steps.append(f"{step}, write {value % 10}, {moved} {carry}.")
     question = f"{name} has {a} {things} and {verb} {b}. How many {things} does {name} have now?"
-    return (a, sign, b), {"question": question, "answer": f"{a} {sign} {b}. {' '.join(steps)}\n#### {result}"}
+    return (max(a, b), sign, min(a, b)), {
+        "question": question,
+        "answer": f"{a} {sign} {b}. {' '.join(steps)}\n#### {result}",
+    }
 
 
 def _digits(number: int) -> list[int]:
@@ -142,7 +145,8 @@ def tell(folder: Path, steps: int, export_script: Path) -> bool:
     (ours, said), (theirs, said_there) = (score(folder, export, engine) for engine in ("titan", "transformers"))
     same = sum(a == b for a, b in zip(said, said_there, strict=True))
     good, equal = ours["score"] > BAR, ours["score"] == theirs["score"] and same == len(said)
-    print(f"score {ours['score']:.1%} here, {theirs['score']:.1%} by transformers; {same} of {len(said)} answers are")
+    print(f"score {ours['score']:.1%} here, {theirs['score']:.1%} by transformers;", end=" ")
+    print(f"{same} of {len(said)} answers are", end=" ")
     print(f"the same text. {'Equal' if equal else 'NOT EQUAL'}, and {'above' if good else 'NOT ABOVE'} {BAR:.0%}.")
     print(f"{time.perf_counter() - started:.0f} s in all")
     return good and equal
@@ -151,7 +155,7 @@ def tell(folder: Path, steps: int, export_script: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder to keep everything in; default: a temporary one")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps; default 1000")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps; default 1200")
     parser.add_argument("--export", type=Path, default=EXPORT, help="script that makes the HF folder")
     options = parser.parse_args()
     if not options.export.is_file():
