@@ -52,7 +52,7 @@ def test_exact_match_counts_and_goes_on(
     data, output = tmp_path / "data.jsonl", tmp_path / "output.jsonl"
     rows = [{"question": f"{n} and 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1:,}"} for n in (1, 2, 1999, 4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32)
+    model = generate.load_model(str(folder), "", "", torch.device("cpu"), torch.float32)
     answers = ["It is 2.", "#### 4", "1999 + 1 = 2000\n#### 2000.0", "none"]
     asked: list[int] = []
 

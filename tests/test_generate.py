@@ -236,17 +236,17 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     cpu, fp32 = torch.device("cpu"), torch.float32
     (copy / "generation_config.json").unlink()
-    assert generate.load_model(str(copy), "", cpu, fp32).stop_ids == {700, 702}
+    assert generate.load_model(str(copy), "", "", cpu, fp32).stop_ids == {700, 702}
     for given, expected in ((5, {5, 700, 702}), ([5, 6], {5, 6, 700, 702}), (None, {700, 702})):
         (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-        assert generate.load_model(str(copy), "", cpu, fp32).stop_ids == expected
+        assert generate.load_model(str(copy), "", "", cpu, fp32).stop_ids == expected
     (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id"):
-        generate.load_model(str(copy), "", cpu, fp32)
+        generate.load_model(str(copy), "", "", cpu, fp32)
 
 
 def test_a_conversations_own_system_message_counts(folder: Path) -> None:
-    model = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32)
+    model = generate.load_model(str(folder), "", "", torch.device("cpu"), torch.float32)
     speak = generate.Speaker(model, False, "From the command line.", None)
     asked = {"role": "user", "content": "x"}
     assert speak("here", [asked]).text.startswith("<|im_start|>system\nFrom the command line.<|im_end|>")
@@ -425,7 +425,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
     small = reference(ModelSpec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4))
     small.save_pretrained(copy)
     with pytest.raises(UserError, match=r"ids up to 708, the model only 700"):
-        generate.load_model(str(copy), "", torch.device("cpu"), torch.float32)
+        generate.load_model(str(copy), "", "", torch.device("cpu"), torch.float32)
 
 
 def test_a_chat_streams_on_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,7 +447,7 @@ def test_a_chat_streams_on_a_terminal(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = generate.load_model(str(folder), "", torch.device("cpu"), torch.float32).tokenizer
+    tokenizer = generate.load_model(str(folder), "", "", torch.device("cpu"), torch.float32).tokenizer
     ids = tokenizer.encode("né 日本 🙂!")
     assert len(ids) > len("né 日本 🙂!")
     lines, heard = iter(["first", "second"]), []

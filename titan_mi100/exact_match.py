@@ -31,6 +31,7 @@ from titan_mi100.generate import (
     load_model,
     made_with,
 )
+from titan_mi100.hf_io import is_hf_folder
 
 # 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.
 _NUMBER = re.compile(r"(?<![0-9.])-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
@@ -55,10 +56,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    check_options(options, [f"limit = {options.limit} must be 0 (all) or more"] if options.limit < 0 else [])
+    problems = [f"limit = {options.limit} must be 0 (all) or more"] if options.limit < 0 else []
+    if options.engine == "transformers" and (options.adapter or not is_hf_folder(options.model)):
+        problems.append("--engine transformers reads HF folders only; export or merge first")
+    check_options(options, problems)
     device, dtype = device_and_dtype(options)
     rows = read_rows(options.data, _question_and_gold)[: options.limit or None]
-    model = load_model(options.model, options.tokenizer_path, device, dtype)
+    model = load_model(options.model, options.adapter, options.tokenizer_path, device, dtype)
     speak = Speaker(model, False, options.system, options.enable_thinking)
     requests = [speak(where, question) for where, (question, _) in rows]
     check_requests(model.spec, requests, options.max_new_tokens)

@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 
+from titan_mi100.adapter import lora_of, merged
 from titan_mi100.answers import Answer, Request, RowFile, answer_all, read_rows
+from titan_mi100.assets import folder_of
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
 from titan_mi100.data.strict_json import BadRow, listed, parse
 from titan_mi100.decode import Generated, Sampling, check_lengths, generate, stream
 from titan_mi100.distributed import fill_parameters
 from titan_mi100.errors import UserError
-from titan_mi100.hf_io import HFWeights
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import ModelSpec, parameter_shapes, read_hf_config
+from titan_mi100.model_source import open_source, verify_files
+from titan_mi100.model_spec import ModelSpec
 from titan_mi100.plain_file import LARGEST_CONFIG, read_plain
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
 
@@ -90,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that generates."""
-    parser.add_argument("--model", metavar="PATH", required=True, help="HF folder")
+    parser.add_argument(
+        "--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file"
+    )
+    parser.add_argument(
+        "--adapter", metavar="PATH", default="", help="LoRA adapter of it: a PEFT folder, or a LoRA run's checkpoint"
+    )
     parser.add_argument("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
     parser.add_argument("--output", metavar="FILE.jsonl", default="", help="a row each; rows already there are kept")
     parser.add_argument("--system", metavar="TEXT", help="system message, for conversations that have none")
@@ -117,7 +124,7 @@ def _run(options: argparse.Namespace) -> None:
         problems.append("--output and --json are for --prompt or --input, not for a chat")
     check_options(options, problems)
     device, dtype = device_and_dtype(options)
-    model = load_model(options.model, options.tokenizer_path, device, dtype)
+    model = load_model(options.model, options.adapter, options.tokenizer_path, device, dtype)
     speak = Speaker(model, options.raw, options.system, options.enable_thinking)
     if chats:
         _chat(model, speak, options, sampling)
@@ -174,7 +181,9 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
 def made_with(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """What every command's rows depend on besides the prompts, for the rows to name."""
     name = str(dtype).removeprefix("torch.")
-    return {"model": os.path.abspath(options.model), "dtype": name, "max_new_tokens": options.max_new_tokens}
+    adapter = {"adapter": os.path.abspath(options.adapter)} if options.adapter else {}
+    model = {"model": os.path.abspath(options.model), **adapter}
+    return {**model, "dtype": name, "max_new_tokens": options.max_new_tokens}
 
 
 # --- the model ---
@@ -191,38 +200,46 @@ class Model:
     load: Callable[[], Qwen3]
 
 
-def load_model(path: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> Model:
-    """Open an HF folder.
+def load_model(path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Open a model in whatever form.
 
     Args:
+        adapter: a LoRA adapter of it, see adapter.merged; "": none.
         tokenizer_path: of another tokenizer than the folder's own, and of its template; "": the folder's.
 
     Raises:
         UserError: there is no such model, it is damaged, or the tokenizer is not its own.
     """
-    spec, weights = read_hf_config(path), HFWeights(path)
-    weights.check(parameter_shapes(spec))
-    tokenizer = load_tokenizer(tokenizer_path or path)
+    source = open_source(path)
+    if lora_of(source) is not None:
+        raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
+    source = merged(source, adapter) if adapter else source
+    if (spec := source.spec) is None:
+        raise UserError(f"{path}: has no config.json beside it, so nothing says the model's shape; convert it first")
+    source.names()
+    folder = str(folder_of(path))
+    tokenizer = load_tokenizer(tokenizer_path or folder)
     if tokenizer.n_vocab > spec.vocab_size:
         raise UserError(
-            f"{tokenizer_path or path}: its tokenizer has ids up to {tokenizer.n_vocab - 1}, the model only "
+            f"{tokenizer_path or folder}: its tokenizer has ids up to {tokenizer.n_vocab - 1}, the model only "
             f"{spec.vocab_size}; name the model's own in --tokenizer_path"
         )
 
     def load() -> Qwen3:
+        verify_files(source.path)
         with torch.device("meta"):
             model = Qwen3(spec, attention.choose_backend("sdpa", device.type)).to(dtype)
         model = model.to_empty(device=device).requires_grad_(False)
-        fill_parameters(model.named_parameters(), weights.read)
+        fill_parameters(model.named_parameters(), source.weights.read)
         return model
 
-    template = _template(tokenizer_path or path, tokenizer.eos_token)
-    return Model(spec, tokenizer, template, _stop_ids(Path(path), tokenizer), load)
+    template = _template(tokenizer_path or folder, tokenizer.eos_token)
+    return Model(spec, tokenizer, template, _stop_ids(Path(folder), tokenizer), load)
 
 
 def _template(path: str, eos_token: str) -> ChatTemplate | None:
     """The tokenizer's chat template; None where it has none."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder = folder_of(path)
     config = folder / "tokenizer_config.json"
     has_one = (folder / "chat_template.jinja").is_file() or (config.is_file() and _json_of(config).get("chat_template"))
     return ChatTemplate.from_folder(path, eos_token=eos_token) if has_one else None

@@ -34,6 +34,11 @@ _DTYPES = {  # the format's names
 }
 
 
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether it holds safetensors under HF's names."""
+    return any(os.path.lexists(Path(path) / name) for name in (SINGLE, INDEX))
+
+
 class HFWeights(Weights):
     """The weights of an HF folder, one file or sharded with an index. Files are mapped, not read."""
 

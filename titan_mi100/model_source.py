@@ -10,7 +10,7 @@ from titan_mi100 import sealed
 from titan_mi100.assets import Assets
 from titan_mi100.dcp_io import DCPWeights, TorchWeights
 from titan_mi100.errors import UserError
-from titan_mi100.hf_io import INDEX, SINGLE, HFWeights
+from titan_mi100.hf_io import INDEX, SINGLE, HFWeights, is_hf_folder
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.weights import Weights
@@ -33,7 +33,7 @@ def open_weights(path: str | Path) -> Weights:
         raise UserError(f"{path}: no such folder or file")
     if path.is_file():
         raise UserError(f"{path}: name its folder, which has to hold config.json as well")
-    if not any((path / name).exists() for name in (SINGLE, INDEX, asset_files.CONFIG)):
+    if not is_hf_folder(path) and not (path / asset_files.CONFIG).exists():
         raise UserError(
             f"{path}: holds no model: neither safetensors ({SINGLE} or {INDEX}) nor a DCP checkpoint (.metadata)"
         )
