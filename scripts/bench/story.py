@@ -155,7 +155,7 @@ def tell(folder: Path, steps: int, export_script: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder to keep everything in; default: a temporary one")
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps; default 1200")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps; default 1000")
     parser.add_argument("--export", type=Path, default=EXPORT, help="script that makes the HF folder")
     options = parser.parse_args()
     if not options.export.is_file():
