@@ -1,5 +1,6 @@
 """Converters as gates: what comes out is what went in, bit for bit, or there is no output and a reason."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -19,10 +20,11 @@ from test_model import SPECS, reference
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titan_mi100 import assets, convert, durable, hf_io, sealed
+from titan_mi100 import assets, convert, decode, durable, generate, hf_io, sealed
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source, open_weights
+from titan_mi100.model_spec import PRESETS
 from titan_mi100.weights import Kind, row_blocks
 
 TOOLS = REPO / "checkpoint_tools"
@@ -126,6 +128,28 @@ def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> N
     assert after.generation_config.eos_token_id[0] == AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_checkpoint_and_its_export_say_the_same(tied: bool, tmp_path: Path) -> None:
+    """64 greedy tokens on 20 prompts: ours from the DCP folder, transformers from the HF folder made of it."""
+    model = reference(dataclasses.replace(PRESETS["debug"], tie_word_embeddings=tied))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)  # so that it says something
+    model.save_pretrained(tmp_path / "hf")
+    convert.to_dcp(open_source(with_tokenizer(tmp_path / "hf")), tmp_path / "dcp")
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "export")
+    found = generate.load_model(str(tmp_path / "dcp"), "", "", torch.device("cpu"), torch.float32)
+    draw = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 700, (3 + 2 * i,), generator=draw).tolist() for i in range(20)]
+    ours = [said.ids for said in decode.generate(found.load(), prompts, decode.Sampling(), frozenset(), 64)]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    theirs.generation_config.eos_token_id = None
+    for prompt, said in zip(prompts, ours, strict=True):
+        whole = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0)
+        assert whole[0, len(prompt) :].tolist() == said and len(said) == 64
+        assert len(set(said)) > 5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

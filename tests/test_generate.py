@@ -314,7 +314,7 @@ def test_an_interrupted_output_goes_on_where_it_was(
 
 
 BAD = {
-    "no model": (["--model", "{tmp}/none", "--prompt", "x"], "config.json: no such file"),
+    "no model": (["--model", "{tmp}/none", "--prompt", "x"], "none: no such folder"),
     "negative temperature": (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0 must be 0"),
     "temperature nan": (["--prompt", "x", "--temperature", "nan"], "temperature = nan must be 0"),
     "top_p 0": (["--prompt", "x", "--temperature", "1", "--top_p", "0"], "top_p = 0.0 must be above 0"),

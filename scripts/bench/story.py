@@ -124,7 +124,7 @@ def train(folder: Path, steps: int) -> Path:
 def score(folder: Path, export: Path, engine: str) -> tuple[dict[str, Any], list[str]]:
     """The summary, and what was said to each problem."""
     output = folder / f"{engine}.jsonl"
-    arguments = {"--model": export, "--tokenizer_path": TOKENIZER, "--data": folder / "held_out.jsonl"}
+    arguments = {"--model": export, "--data": folder / "held_out.jsonl"}
     arguments |= {"--engine": engine, "--output": output, "--max_new_tokens": MAX_NEW_TOKENS, "--batch_size": 50}
     words = [str(word) for argument in arguments.items() for word in argument]
     started = time.perf_counter()
@@ -134,14 +134,14 @@ def score(folder: Path, export: Path, engine: str) -> tuple[dict[str, Any], list
     return summary, said
 
 
-def tell(folder: Path, steps: int, export_script: Path) -> bool:
+def tell(folder: Path, steps: int) -> bool:
     """The story; whether it ends well."""
     started = time.perf_counter()
     write_data(folder)
     print(f"{TRAINING_ROWS:,} problems to train on, {HELD_OUT_ROWS} others held out; the first of these:")
     print(*json.loads((folder / "held_out.jsonl").open().readline()).values(), sep="\n", end="\n\n")
     checkpoint, export = train(folder, steps), folder / "hf"
-    run(sys.executable, export_script, "--input_dir", checkpoint, "--output_dir", export)
+    run(sys.executable, EXPORT, "--input_dir", checkpoint, "--output_dir", export)
     (ours, said), (theirs, said_there) = (score(folder, export, engine) for engine in ("titan", "transformers"))
     same = sum(a == b for a, b in zip(said, said_there, strict=True))
     good, equal = ours["score"] > BAR, ours["score"] == theirs["score"] and same == len(said)
@@ -156,15 +156,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder to keep everything in; default: a temporary one")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps; default 1000")
-    parser.add_argument("--export", type=Path, default=EXPORT, help="script that makes the HF folder")
     options = parser.parse_args()
-    if not options.export.is_file():
-        parser.error(f"--export {options.export}: no such file")  # said before the training, not after
     if options.output is None:
         with tempfile.TemporaryDirectory() as folder:
-            return 0 if tell(Path(folder), options.steps, options.export) else 1
+            return 0 if tell(Path(folder), options.steps) else 1
     options.output.mkdir(parents=True)  # an old story's files would be taken for this one's
-    return 0 if tell(options.output.resolve(), options.steps, options.export) else 1
+    return 0 if tell(options.output.resolve(), options.steps) else 1
 
 
 if __name__ == "__main__":
