@@ -184,6 +184,8 @@ def _explained(repo_id: str) -> Iterator[None]:
     """What a person can do about the library's errors: one line, a UserError where the same again would be refused."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         cause = error
         if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -214,7 +216,7 @@ def _explain(error: Exception, repo_id: str) -> Exception:
         return RuntimeError(
             f"{constants.ENDPOINT} cannot be reached ({error}); mend the network, the proxy or HF_ENDPOINT"
         )
-    return error
+    return RuntimeError(str(error)) if isinstance(error, ValueError) else error
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def run(hub: Hub | None, *arguments: object, **variables: str) -> subprocess.Com
     hidden = ("HF_", "HUGGING_FACE")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     environ |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(REPO), "NO_PROXY": "*"}
-    environ |= {"HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9", "HF_HOME": "/nonexistent/hf"}
+    environ |= {"HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9"}
     command = [sys.executable, str(REPO / "scripts" / "download_hf.py"), *map(str, arguments)]
     return subprocess.run(command, env=environ | variables, capture_output=True, text=True, timeout=120)
 
