@@ -1,4 +1,4 @@
-"""Writes tests/assets: a small tokenizer of Qwen3's kind and two small data sets. All text in them is written here.
+"""Writes tests/assets: a small tokenizer of Qwen3's kind and three small data sets. All text in them is written here.
 
 Usage: python scripts/make_debug_assets.py [output folder]
 
@@ -314,6 +314,10 @@ def main(folder: Path) -> None:
         (folder / "tokenizer" / name).write_text(text + "\n", encoding="utf-8")
     write_jsonl(folder / "arithmetic.jsonl", arithmetic)
     write_jsonl(folder / "chat.jsonl", chat)
+    (folder / "eval").mkdir(exist_ok=True)
+    trained = {row["question"] for row in arithmetic}
+    unseen = [row for row in arithmetic_rows(40, seed=2) if row["question"] not in trained]
+    write_jsonl(folder / "eval" / "word_problems.jsonl", unseen[:20])
 
 
 if __name__ == "__main__":

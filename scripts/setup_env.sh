@@ -36,7 +36,7 @@ else:
 _titan_modules() {
   case ",$1," in
     *,dev,*) printf 'torch\npytest\nhypothesis\nruff\nmypy\ntransformers\ntokenizers\n' ;;
-    *,eval,*) printf 'torch\ntransformers\n' ;;
+    *,eval,*) printf 'torch\ntransformers\nlm_eval\n' ;;
     *) printf 'torch\n' ;;
   esac
 }

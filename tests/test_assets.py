@@ -34,7 +34,7 @@ def test_the_script_makes_the_committed_files_byte_for_byte(tmp_path: Path) -> N
     pytest.importorskip("tokenizers")
     runpy.run_path(str(REPO / "scripts" / "make_debug_assets.py"))["main"](tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert len(made) == 4
+    assert len(made) == 5
     for name, content in made.items():
         assert (ASSETS / name).read_bytes() == content, name
     assert sum(map(len, made.values())) < 400_000

@@ -120,6 +120,29 @@ def test_text_and_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokeni
         load(unknown)
 
 
+def test_the_bytes_of_a_set_are_those_that_its_supervised_tokens_spell(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    chat = write(tmp_path / "chat.jsonl", say("ä", "größer 🙂"), say("b", "再见！<|im_end|>", "c", "été"))
+    counted = load(chat, repeats=(3.0,), validation_path=(str(chat),)).facts["sets"]
+    answers = len("größer 🙂再见！été".encode())
+    assert {name: count["supervised_bytes"] for name, count in counted.items()} == {
+        "train": 3 * answers,
+        "validation": answers,
+    }
+    end_only = write(tmp_path / "end.jsonl", {"input_ids": [5, tokenizer.eos_token_id, tokenizer.pad_token_id]})
+    assert load(end_only).facts["sets"]["train"]["supervised_bytes"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"overlong": "split"}], ids=["whole", "pieces that cut characters"])
+def test_what_has_no_loss_has_no_bytes(options: dict[str, str], tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write(tmp_path / "text.jsonl", *({"text": "再见！🌻" * n} for n in range(1, 40)))
+    data = load(path, seq_len=32 if options else 1024, **options)
+    labels = [label for i in range(len(data.train)) for label in data.train.row(i).labels.tolist() if label != IGNORE]
+    counted = data.facts["sets"]["train"]
+    assert counted["supervised"] == len(labels)
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert counted["supervised_bytes"] == sum(len(tokenizer.token_bytes(i)) for i in labels if i not in ends)
+
+
 LOSSES = {
     "assistant": ["ONE<|im_end|>TWO<|im_end|>"],
     "last": ["TWO<|im_end|>"],

@@ -106,7 +106,8 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
     assert [point.step for point in shown] == list(range(1, 21))
     assert [point.value for point in shown] == pytest.approx([entry["loss"] for entry in steps])
     assert {"train/grad_norm", "train/lr", "train/tokens_per_second", "train/peak_memory_gib", "train/data_wait",
-            "train/supervised_tokens_per_second", "validation/loss"} <= set(events.Tags()["scalars"])  # fmt: skip
+            "train/supervised_tokens_per_second", "validation/loss",
+            "validation/bits_per_byte"} <= set(events.Tags()["scalars"])  # fmt: skip
 
 
 def test_the_checkpoint_holds_hf_names_and_no_pickles(uninterrupted: Path) -> None:

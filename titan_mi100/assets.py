@@ -37,6 +37,15 @@ def read_assets(folder: Path) -> Assets:
     return read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
 
 
+def is_asset(name: str) -> bool:
+    """Whether a folder's file of this name is one of them."""
+    return name in (CONFIG, GENERATION) or is_tokenizer_file(name)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    return name in _TOKENIZER or ("/" not in name and name.endswith((".tiktoken", ".model")))
+
+
 def tokenizer_files(path: Path) -> Assets:
     """Those of a tokenizer that is named by its folder, or by one of the files that are not HF's."""
     if path.is_dir():

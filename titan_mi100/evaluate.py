@@ -1,6 +1,7 @@
 """Loss on held-out rows."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import Microbatch, validation_batches
@@ -44,3 +45,19 @@ def validation_loss(
     # every stage of a pipeline has read the same rows, and every tensor-parallel rank has the same loss
     loss, total = sum_over_ranks([loss / layout.tp, supervised / (layout.tp * layout.pp)], model.device)
     return loss / total
+
+
+def bits_per_byte(loss: float, counted: Mapping[str, int]) -> float | None:
+    """What the supervised text costs under the model, whatever the tokenizer: the tokens' summed loss in bits over the
+    UTF-8 bytes that they spell. Tokens that end a turn or a text have a loss and no bytes.
+
+    Args:
+        loss: mean per supervised token of a whole set.
+        counted: the set's facts, of `Prepared.facts`.
+
+    Returns:
+        None: they spell nothing.
+    """
+    if not counted["supervised_bytes"]:
+        return None
+    return loss * counted["supervised"] / math.log(2) / counted["supervised_bytes"]

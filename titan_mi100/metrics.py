@@ -143,11 +143,15 @@ class Reporter:
             log.info(metrics.line(self._steps, self._dtype))
         self._bar.update(1)
 
-    def validation(self, step: int, loss: float) -> None:
-        self._write(
-            step, {"step": step, "validation_loss": loss if math.isfinite(loss) else None}, prefix="validation/"
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Args: bits_per_byte: None: the supervised tokens spell nothing."""
+        found = {"validation_loss": loss, "bits_per_byte": bits_per_byte}
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
+        self._write(step, {"step": step, **finite}, prefix="validation/")
+        bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
+        log.info(
+            f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
         )
-        log.info(f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
         try:

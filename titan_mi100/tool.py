@@ -8,8 +8,12 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
 
 
-def run(main: Callable[[], object]) -> None:
-    """Run it, then exit: 0, 1 failed, 2 the user's input, 130 interrupted."""
+def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
+    """Run it, then exit: 0, 1 failed, 2 the user's input, 130 interrupted.
+
+    Args:
+        afterwards: how things stand when it has failed.
+    """
     setup_logging(0)
     try:
         main()
@@ -21,5 +25,5 @@ def run(main: Callable[[], object]) -> None:
         sys.exit(130)
     except (RuntimeError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        log.error(f"{error}{'; free some space' if full else ''}; nothing was left behind")
+        log.error(f"{error}{'; free some space' if full else ''}; {afterwards}")
         sys.exit(1)

@@ -47,7 +47,7 @@ from titan_mi100.distributed import (
     sum_over_ranks,
 )
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.evaluate import validation_loss
+from titan_mi100.evaluate import bits_per_byte, validation_loss
 from titan_mi100.faults import FILE, FaultWatch, NumericalError
 from titan_mi100.layout import IGNORE, Batch, Layout, accumulation_for
 from titan_mi100.logging import log, setup_logging
@@ -211,7 +211,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         if loss is None:
             return False
         if reporter is not None:
-            reporter.validation(progress.step, loss)
+            reporter.validation(progress.step, loss, bits_per_byte(loss, data.facts["sets"]["validation"]))
         is_best = math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss)
         if is_best:
             progress.best_step, progress.best_loss = progress.step, loss

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +27,12 @@ from titan_mi100.data.ledger import Ledger, label
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.rows import Format, choose_format
 from titan_mi100.data.sft import DUPLICATE, Encoder
-from titan_mi100.data.tokenise import Source, tokenise
+from titan_mi100.data.tokenise import Chunk, Source, tokenise
 from titan_mi100.durable import FolderLock, replace
 from titan_mi100.errors import UserError
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.settings import Config, DataConfig
-from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
+from titan_mi100.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = ("data/[!.]*.py", "chat_template.py", "traced.py", "[!.]*tokenizer*.py", "rank_file.py")
@@ -244,6 +245,7 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
     encoder = Encoder(tokenizer, template, config, seq_len)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, lengths = Ledger(sources), hashlib.sha256(), [np.zeros(1, dtype=np.int64)]
+    token_sizes, spelled = _token_sizes(tokenizer), [np.zeros(0, dtype=np.int64)]
     with (
         (folder / "tokens.bin").open("wb") as out,
         ByteProgress("preparing data", sum(source.bytes for source in sources)) as progress,
@@ -251,6 +253,7 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
         for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
+            spelled.append(_supervised_bytes(chunk, token_sizes))
             values = chunk.values.tobytes()
             out.write(values)
             if chunk.file < request.n_train_files():
@@ -282,7 +285,8 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
             digest.update(packing.starts.tobytes() + packing.documents.tobytes())
             if name == "train":
                 facts["fingerprint"] = digest.hexdigest()
-            facts["sets"][name] = _count(packing, starts, ledger.supervised @ times)
+            supervised_bytes = np.concatenate(spelled) @ times[document_rows]
+            facts["sets"][name] = _count(packing, starts, ledger.supervised @ times, supervised_bytes)
         facts["plan"] = digest.hexdigest()
         np.save(folder / "documents.npy", starts)
         np.save(folder / "document_rows.npy", document_rows)
@@ -373,10 +377,32 @@ def _nothing_left(request: _Request, ledger: Ledger, sets: dict[str, np.ndarray]
     return ""
 
 
-def _count(packing: Packing, starts: np.ndarray, supervised: int) -> dict[str, int]:
-    tokens = int(np.diff(starts)[packing.documents].sum())
-    rows = len(packing.starts) - 1
-    return {"documents": len(packing.documents), "tokens": tokens, "supervised": int(supervised), "rows": rows}
+def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes that each token spells, (n_vocab,) int64: none of one that ends a turn or a text, or does not exist."""
+    sizes = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token not in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            with suppress(UserError):  # ids need not be without gaps
+                sizes[token] = len(tokenizer.token_bytes(token))
+    return sizes
+
+
+def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
+    """Bytes that the supervised tokens of each document spell, (documents,) int64."""
+    starts = np.cumsum(chunk.lengths) - chunk.lengths
+    sizes = np.where(chunk.values & 1, token_sizes[chunk.values >> 1], 0)
+    sizes[starts] = 0  # nothing stands before a document's first token, so it has no loss
+    return np.add.reduceat(sizes, starts) if len(starts) else sizes
+
+
+def _count(packing: Packing, starts: np.ndarray, supervised: int, supervised_bytes: int) -> dict[str, int]:
+    return {
+        "documents": len(packing.documents),
+        "tokens": int(np.diff(starts)[packing.documents].sum()),
+        "supervised": int(supervised),
+        "supervised_bytes": int(supervised_bytes),
+        "rows": len(packing.starts) - 1,
+    }
 
 
 def _read_as(sources: Sequence[Source]) -> list[str]:
