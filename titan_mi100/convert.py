@@ -3,10 +3,10 @@
 import hashlib
 import importlib.util
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,11 +38,11 @@ AUTO_DTYPE_HELP = (
 MODEL_FILE = "model.pt"
 SHARD_BYTES = 5_000_000_000
 _TEXT_END = "<|endoftext|>"  # ends a text that is no conversation; beside the token that ends a turn
+_THREADS = 2  # that read and hash blocks, which is more work than writing them
 _LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
 
 Kinds = dict[str, Kind]
 Block = tuple[str, int, Tensor]  # name, first row, rows
-_T = TypeVar("_T")
 
 
 class VerificationError(SaveError):
@@ -209,13 +209,13 @@ def _installed(*names: str) -> bool:
 
 
 def _stream(weights: Weights, kinds: Kinds, digests: dict[str, str], advance: Callable[[int], None]) -> Iterator[Block]:
-    """Every tensor's rows, in the dtype of `kinds`; a thread reads ahead.
+    """Every tensor's rows, in the dtype of `kinds`.
 
     Args:
-        digests: gets each tensor's SHA-256.
+        digests: gets the SHA-256 of each tensor's blocks.
     """
     odd: list[str] = []
-    for block in _ahead(_read(weights, kinds, digests, odd)):
+    for block in _read(weights, kinds, digests, odd):
         yield block
         advance(block[2].nbytes)
     if odd:
@@ -223,27 +223,38 @@ def _stream(weights: Weights, kinds: Kinds, digests: dict[str, str], advance: Ca
 
 
 def _read(weights: Weights, kinds: Kinds, digests: dict[str, str], odd: list[str]) -> Iterator[Block]:
-    for name, kind in kinds.items():
-        digest = hashlib.sha256()
+    """Blocks in order, read and hashed by two threads, of which each is a block or two ahead."""
+    parts: dict[str, list[str]] = {}
+
+    def block(name: str, start: int, stop: int) -> tuple[Block, str, bool]:
+        rows = weights.rows(name, start, stop).to(kinds[name].dtype).contiguous()
         finite = True
-        for start, stop in row_blocks(kind):
-            rows = weights.rows(name, start, stop).to(kind.dtype).contiguous()
-            if rows.numel() and rows.dtype.is_floating_point:
-                finite &= all(torch.isfinite(extreme).item() for extreme in torch.aminmax(rows))  # NaN is both
-            digest.update(rows.flatten().view(torch.uint8).numpy().data)
-            yield name, start, rows
-        digests[name] = digest.hexdigest()
-        if not finite:
-            odd.append(name)
+        if rows.numel() and rows.dtype.is_floating_point:
+            finite = all(torch.isfinite(extreme).item() for extreme in torch.aminmax(rows))  # NaN is both
+        return (name, start, rows), hashlib.sha256(rows.flatten().view(torch.uint8).numpy().data).hexdigest(), finite
+
+    places = ((name, start, stop) for name, kind in kinds.items() for start, stop in row_blocks(kind))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        ahead: deque[Future[tuple[Block, str, bool]]] = deque()
+        try:
+            for place in places:
+                ahead.append(pool.submit(block, *place))
+                if len(ahead) <= _THREADS:
+                    continue
+                yield _next(ahead, parts, odd)
+            while ahead:
+                yield _next(ahead, parts, odd)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    digests |= {name: " ".join(hashes) for name, hashes in parts.items()}
 
 
-def _ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """The items, each made while the one before is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item
+def _next(ahead: "deque[Future[tuple[Block, str, bool]]]", parts: dict[str, list[str]], odd: list[str]) -> Block:
+    block, digest, finite = ahead.popleft().result()
+    parts.setdefault(block[0], []).append(digest)
+    if not finite and block[0] not in odd:
+        odd.append(block[0])
+    return block
 
 
 def _verify_bytes(verify: str, written: Weights, kinds: Kinds, digests: Mapping[str, str]) -> None:
@@ -257,7 +268,7 @@ def _verify_bytes(verify: str, written: Weights, kinds: Kinds, digests: Mapping[
         )
     again: dict[str, str] = {}
     with ByteProgress("verifying", _total(kinds)) as progress:
-        for _, _, rows in _ahead(_read(written, kinds, again, [])):
+        for _, _, rows in _read(written, kinds, again, []):
             progress.advance(rows.nbytes)
     if wrong := [name for name in kinds if again[name] != digests[name]]:
         raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")

@@ -98,10 +98,10 @@ class DCPWeights(Weights):
         return torch.empty(size, dtype=self.kinds[name].dtype) if whole is None else whole
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        if self._last is None or self._last[0] != index:
-            self._last = None  # not two of them at a time
-            self._last = index, self._reader.read_chunk(index)
-        return self._last[1]
+        last = self._last  # other threads read, too
+        if last is None or last[0] != index:
+            last = self._last = index, self._reader.read_chunk(index)
+        return last[1]
 
 
 class TorchWeights(Weights):
@@ -147,9 +147,7 @@ def write_dcp(folder: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[st
         for name, row, tensor in blocks:
             offsets = torch.Size((row, *[0] * (tensor.ndim - 1)) if tensor.ndim else ())
             begin = stream.tell()
-            # a view would take its whole storage along
-            whole = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-            torch.save(whole.contiguous(), stream)
+            torch.save(_alone(tensor.contiguous()), stream)
             places[MetadataIndex(name, offsets, len(chunks[name]))] = _StorageInfo(file, begin, stream.tell() - begin)
             chunks[name].append(ChunkStorageMetadata(offsets, tensor.shape))
     entries = {
@@ -160,6 +158,13 @@ def write_dcp(folder: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[st
     with files.create_stream(folder / ".metadata", "wb") as stream:
         pickle.dump(metadata, stream)
     return files.written
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own: torch.save would take along the whole storage of a view."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())  # type: ignore[arg-type]
 
 
 def write_torch(path: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[str, int, Tensor]]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -73,12 +74,20 @@ class HashingStream:
         self.error: OSError | None = None  # torch.save would only tell of what followed from it
 
     def write(self, data: bytes | memoryview) -> int:
+        # both let other threads run; a thread is worth its start for large writes only
+        hashing = threading.Thread(target=self._digest.update, args=(data,)) if len(data) > _BLOCK else None
+        if hashing is not None:
+            hashing.start()
         try:
             written = self._file.write(data)
         except OSError as error:
             self.error = error
             raise
-        self._digest.update(data)
+        finally:
+            if hashing is not None:
+                hashing.join()
+        if hashing is None:
+            self._digest.update(data)
         self.size += written
         return written
 

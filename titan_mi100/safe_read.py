@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from titan_mi100.plain_file import MIB, is_plain_name, plain_path, read_plain
 
 _LARGEST_METADATA = 128 * MIB  # 2,100 tensors in 64 shards each take 19
 _NONE = type(None)
+_LOADING = threading.Lock()  # what torch.load allows is the process's
 
 # The classes of a `.metadata` and the exact types of their fields; a field that may be None may be missing.
 _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
@@ -398,6 +400,11 @@ def _records(file: Any) -> list[int]:
 
 
 def _load_weights_only(file: Any, mmap: bool = False) -> Any:
+    with _LOADING:
+        return _load(file, mmap)
+
+
+def _load(file: Any, mmap: bool) -> Any:
     allowed = torch.serialization.get_safe_globals()  # what libraries added, such as classes that open process groups
     torch.serialization.clear_safe_globals()
     try:

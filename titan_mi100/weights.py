@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_BLOCK_BYTES = 128 << 20
+_BLOCK_BYTES = 16 << 20  # of larger ones malloc would give back the memory each time, and the kernel clear it
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -57,8 +57,8 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def timed(command: Sequence[str], source: Path) -> tuple[float, float, float]:
-    """Seconds of a command, seconds until the disk has all, and its peak memory in GiB."""
+def timed(command: Sequence[str], source: Path) -> tuple[float, float, float, float]:
+    """Seconds of a command, seconds until the disk has all, seconds of CPU, and its peak memory in GiB."""
     os.sync()
     forget(source)
     started = time.perf_counter()
@@ -68,31 +68,29 @@ def timed(command: Sequence[str], source: Path) -> tuple[float, float, float]:
     if status:
         sys.exit(f"failed: {' '.join(command)}")
     os.sync()
-    return ended - started, time.perf_counter() - started, usage.ru_maxrss / 2**20
+    cpu = usage.ru_utime + usage.ru_stime
+    return ended - started, time.perf_counter() - started, cpu, usage.ru_maxrss / 2**20
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor, by the safetensors library alone."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as names:
-            listed = list(names.keys())
-        for name in listed:
-            with safe_open(file, framework="pt") as handle:  # anew: a map's pages stay in memory
-                yield name, handle.get_tensor(name)
+def places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, by the safetensors library alone."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            found |= dict.fromkeys(handle.keys(), file)
+    return found
 
 
 def compare(before: Path, after: Path) -> int:
     """How many tensors are bit-identical; exits if one is not."""
-    count = 0
-    for (name, left), (other, right) in zip(tensors(before), tensors(after), strict=True):
-        if (
-            name != other
-            or left.dtype != right.dtype
-            or not torch.equal(left.view(torch.int16), right.view(torch.int16))
-        ):
+    left, right = places(before), places(after)
+    if left.keys() != right.keys():
+        sys.exit(f"other tensors than before: {sorted(left.keys() ^ right.keys())}")
+    for name in left:  # opened anew for each: a map's pages stay in memory
+        a, b = (safe_open(files[name], framework="pt").get_tensor(name) for files in (left, right))
+        if a.dtype != b.dtype or not torch.equal(a.view(torch.int16), b.view(torch.int16)):
             sys.exit(f"{name} is not what it was")
-        count += 1
-    return count
+    return len(left)
 
 
 def main() -> None:
@@ -117,11 +115,13 @@ def main() -> None:
             command = [sys.executable, str(TOOLS / f"{name}.py"), "--input_dir", str(begin), "--output_dir", str(end)]
             rows.append((f"{name} --verify {options.verify}", *timed([*command, "--verify", options.verify], begin)))
         shutil.rmtree(dcp)
-        print(f"{'command':<28} {'s':>7} {'s, synced':>10} {'GB/s':>6} {'of cp -r':>9} {'synced':>7} {'peak GiB':>9}")
-        for name, seconds, synced, peak in rows:
-            shares = rows[0][1] / seconds, rows[0][2] / synced
-            rate = size / seconds
-            print(f"{name:<28} {seconds:7.1f} {synced:10.1f} {rate:6.2f} {shares[0]:9.2f} {shares[1]:7.2f} {peak:9.2f}")
+        print(
+            f"{'command':<28} {'s':>7} {'synced':>7} {'CPU s':>6} {'GB/s':>6} {'of cp -r':>9} {'synced':>7} {'GiB':>6}"
+        )
+        for name, *times, peak in rows:
+            seconds, synced, cpu = times
+            shares = f"{rows[0][1] / seconds:9.2f} {rows[0][2] / synced:7.2f}"
+            print(f"{name:<28} {seconds:7.1f} {synced:7.1f} {cpu:6.1f} {size / seconds:6.2f} {shares} {peak:6.2f}")
         print(f"{compare(source, back)} tensors bit-identical")
     finally:
         shutil.rmtree(work)
