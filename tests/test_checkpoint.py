@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import checkpoint, distributed, resume, sealed, train
+from titan_mi100 import build, checkpoint, distributed, resume, sealed, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
@@ -33,8 +33,8 @@ class Job:
     def __init__(self, world: World, folder: Path, spec: ModelSpec = SPEC, seed: int = 0, **options: Any) -> None:
         config = Config(training=TrainingConfig(seq_len=8, seed=seed))
         mesh = distributed.build_mesh(config.layout(1), world.device)
-        self.model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
-        train.load_weights(self.model, config, spec, checkpoint=None)
+        self.model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
+        build.load_weights(self.model, config, spec, checkpoint=None)
         self.optimizer = build_optimizer((p for _, p in self.model.named_parameters()), config.optimizer, world.device)
         self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, **options)
         self.step()

@@ -512,8 +512,7 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
 
 
 def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
-    from titan_mi100 import distributed
-    from titan_mi100 import train as trainer
+    from titan_mi100 import build, distributed
     from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
 
     source = with_tokenizer(folder_of(tmp_path / "hf"))
@@ -525,8 +524,8 @@ def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) 
             model=ModelConfig(attention_backend="eager"), checkpoint=CheckpointConfig(initial_load_path=str(path))
         )
         mesh = distributed.build_mesh(config.layout(1), world.device)
-        model = trainer.build_model(config, config.spec(), mesh, world, 0.5)
-        trainer.load_weights(model, config, config.spec(), None)
+        model = build.build_model(config, config.spec(), mesh, world, 0.5)
+        build.load_weights(model, config, config.spec(), None)
         found.append({name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()})
     expected = {name: tensor.float() for name, tensor in tensors(source).items()}
     assert all(same(expected, held) for held in found)

@@ -13,7 +13,7 @@ import torch
 import torchrun_job
 from chaos import Case, Outcome
 
-from titan_mi100 import distributed, durable, train
+from titan_mi100 import build, distributed, durable, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.distributed import measure_gradients, sum_over_ranks
 from titan_mi100.layout import IGNORE, Batch
@@ -42,8 +42,8 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     config = Config(training=TrainingConfig(seq_len=SEQ_LEN, mixed_precision_param="float32"))
     layout, batch = config.layout(world.size), Batch(1, 1, world.size)
     mesh = distributed.build_mesh(layout, world.device)
-    model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
-    train.load_weights(model, config, spec, checkpoint=None)
+    model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
+    build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     ids = torch.arange(SEQ_LEN)[None]
     row = {"input_ids": ids, "labels": ids + 1, "positions": ids, "document_ids": torch.zeros_like(ids)}

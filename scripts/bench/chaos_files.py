@@ -20,7 +20,7 @@ from chaos import Case, Outcome
 from chaos_runs import Job, metrics
 from chaos_worker import switch_off
 
-from titan_mi100 import distributed, sealed, train
+from titan_mi100 import build, distributed, sealed
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError
@@ -176,8 +176,8 @@ def _child(
         world = World(rank, processes, torch.device("cpu"))
         config = Config(training=TrainingConfig(seq_len=8))
         mesh = distributed.build_mesh(config.layout(processes), world.device)
-        model = train.build_model(config, SPEC, mesh, world, supervised_share=0.5)
-        train.load_weights(model, config, SPEC, checkpoint=None)
+        model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
+        build.load_weights(model, config, SPEC, checkpoint=None)
         optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
         work(world, Checkpointer(folder, KEEP, model, optimizer, world, in_background))
     except BaseException as error:

@@ -25,7 +25,7 @@ import torchrun_job
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import distributed, train
+from titan_mi100 import build, distributed, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.loader import RowStream
@@ -151,9 +151,9 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     config, spec = config_of(cell), spec_of(cell.tied)
     layout, batch = config.layout(world.size), config.batch(world.size)
     mesh = distributed.build_mesh(layout, world.device)
-    model = train.build_model(config, spec, mesh, world, supervised_share=0.5)
+    model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
     if not cell.load_from:
-        train.load_weights(model, config, spec, checkpoint=None)
+        build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     gradients: list[tuple[str, Tensor]] = []
 

@@ -34,7 +34,7 @@ from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, bus
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from titan_mi100 import distributed, train
+from titan_mi100 import build, distributed, train
 from titan_mi100.config import load_config
 from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepare import prepare_run
@@ -157,8 +157,8 @@ def run_cell(cell: Cell, world: World, watch: Watch) -> list[RankStep]:
     """This rank's steps that count. A collective."""
     config, spec = config_of(cell), spec_of(cell)
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = train.build_model(config, spec, mesh, world, supervised_share=1.0)
-    train.load_weights(model, config, spec, checkpoint=None)
+    model = build.build_model(config, spec, mesh, world, supervised_share=1.0)
+    build.load_weights(model, config, spec, checkpoint=None)
     microbatches = random_rows(cell, spec.vocab_size)
     watch.steps.clear()
     for _ in range(WARMUP + cell.steps):
@@ -177,8 +177,8 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
     counted = data.facts["sets"]["train"]
     supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
     mesh = distributed.build_mesh(layout, world.device)
-    model = train.build_model(config, spec, mesh, world, supervised_share)
-    train.load_weights(model, config, spec, checkpoint=None)
+    model = build.build_model(config, spec, mesh, world, supervised_share)
+    build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     stream = RowStream(data.train, batch, distributed.data_parallel_rank(mesh), config.training.seed)
     trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))

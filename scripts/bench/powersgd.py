@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torchrun_job
 
-from titan_mi100 import distributed, train
+from titan_mi100 import build, distributed
 from titan_mi100.ddp import PowerSGD, in_words
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import PRESETS
@@ -37,8 +37,8 @@ def worker(flavor: str, rank: int, output: Path) -> None:
     )
     spec = PRESETS[flavor]
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = train.build_model(config, spec, mesh, world, supervised_share=1.0)
-    train.load_weights(model, config, spec, checkpoint=None)
+    model = build.build_model(config, spec, mesh, world, supervised_share=1.0)
+    build.load_weights(model, config, spec, checkpoint=None)
     ids = torch.randint(spec.vocab_size, (1, 16), generator=torch.Generator().manual_seed(world.rank))
     row = {"input_ids": ids, "positions": torch.arange(16)[None], "document_ids": torch.zeros_like(ids), "labels": ids}
     reduce, compressing = PowerSGD.reduce, []

@@ -22,7 +22,7 @@ from sweep import Row, config_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from titan_mi100 import distributed, train
+from titan_mi100 import build, distributed, train
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import Packing
@@ -48,8 +48,8 @@ def measure(row: Row, world: World) -> dict[str, Any]:
     distributed.seed_everything(config.training.seed)
     mesh = distributed.build_mesh(layout, world.device)
     data = made_up_rows(batch.global_batch_size, row.seq, spec.vocab_size, row.supervised)
-    model = train.build_model(config, spec, mesh, world, row.supervised)
-    train.load_weights(model, config, spec, checkpoint=None)
+    model = build.build_model(config, spec, mesh, world, row.supervised)
+    build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     stream = iter(RowStream(data, batch, distributed.data_parallel_rank(mesh), seed=0))
     # every step learns the same rows again, made before the first: no rank ever waits for another one's data

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import packed
 from torch import Tensor
 
-from titan_mi100 import distributed, train
+from titan_mi100 import build, distributed, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import World
@@ -78,8 +78,8 @@ def run(
     messages = Messages()
     log.addHandler(messages)
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = train.build_model(config, SPEC, mesh, world, supervised_share=0.5)
-    train.load_weights(model, config, SPEC, resume)
+    model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
+    build.load_weights(model, config, SPEC, resume)
     optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
     folder.mkdir(exist_ok=True)
     checkpointer = Checkpointer(folder, 0, model, optimizer, world)

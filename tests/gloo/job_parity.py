@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import distributed, train
+from titan_mi100.build import build_model
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import World
 from titan_mi100.parallelize import ParallelModel
@@ -65,7 +66,7 @@ def config_of(case: dict, split: dict) -> Config:
 def build(world: World, case: dict, config: Config) -> tuple[ParallelModel, int]:
     """The case's model in the config's layout, with the case's weights, and this rank's data-parallel rank."""
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = train.build_model(config, case["spec"], mesh, world, supervised_share=0.5)
+    model = build_model(config, case["spec"], mesh, world, supervised_share=0.5)
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

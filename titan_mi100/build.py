@@ -1,0 +1,106 @@
+"""The model of a run: built in its layout, and its weights, from wherever they come."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_mi100 import distributed, model_spec
+from titan_mi100.ddp import ReplicatedModel
+from titan_mi100.distributed import World, raise_together
+from titan_mi100.logging import log
+from titan_mi100.model import attention
+from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
+from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model_source import open_weights, verify_files
+from titan_mi100.parallelize import ParallelModel, ShardedModel
+from titan_mi100.peft_io import open_adapter
+from titan_mi100.pipeline import PipelinedModel, layers_per_stage
+from titan_mi100.settings import Config
+
+
+def build_model(
+    config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World, supervised_share: float
+) -> ParallelModel:
+    """The model in the config's layout, on this rank's device; its weights hold nothing yet.
+
+    Args:
+        supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
+    """
+    layout = config.layout(world.size)
+    backend = attention.choose_backend(config.model.attention_backend, world.device.type)
+    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
+    if layout.pp > 1:
+        layers = layers_per_stage(config, spec, layout.pp, supervised_share)
+        microbatches = config.batch(world.size).gradient_accumulation_steps
+        log.info(
+            f"pipeline: {config.parallelism.pipeline_parallel_schedule}, {microbatches} microbatches, "
+            f"layers per stage {', '.join(map(str, layers))}"
+        )
+        return PipelinedModel(spec, backend, layers, mesh, config, layout, microbatches, world.device)
+    with torch.device("meta"):
+        model = Qwen3(spec, backend)
+    if layout.zero_stage == 0:
+        return ReplicatedModel(model, mesh, config, world.device)
+    return ShardedModel(model, mesh, config, layout, world.device)
+
+
+def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+    """Each rank fills its own parts, from what the config names or at random, unless a checkpoint will: a LoRA run's
+    holds the adapters only.
+    """
+    source = config.checkpoint.initial_load_path
+    needed = checkpoint is None or config.lora.rank > 0
+    read: distributed.Read = partial(initial_values, spec, config.training.seed)
+    origin = f"random weights, seed {config.training.seed}"
+    if source and needed:
+        with raise_together():
+            weights = open_weights(source)
+            weights.check(model_spec.parameter_shapes(spec))
+            verify_files(Path(source), dist.get_rank(), dist.get_world_size())
+        read, origin = weights.read, f"weights from {source}"
+    if needed:
+        distributed.fill_parameters(((name, p) for name, p in model.named_parameters() if not is_adapter(name)), read)
+    else:
+        origin = f"resumed from {checkpoint}"
+    name = config.model.flavor or Path(source).name
+    log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
+    if config.lora.rank:
+        _load_adapter(model, config, spec, checkpoint)
+
+
+def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+    """As load_weights, LoRA's matrices."""
+    lora = config.lora
+    shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
+    origin = f"resumed from {checkpoint}"
+    if checkpoint is None:
+        read: distributed.Read = partial(lora_values, config.training.seed)
+        origin = f"fresh, seed {config.training.seed}"
+        if lora.initial_load_path:
+            with raise_together():
+                read, origin = open_adapter(lora, shapes), f"from {lora.initial_load_path}"
+        distributed.fill_parameters(model.trained_parameters(), read)
+    trained = sum(map(math.prod, shapes.values()))
+    everything = model_spec.parameter_count(spec) + trained
+    log.info(
+        f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), of rank "
+        f"{lora.rank} and alpha {lora.alpha:g} beside {', '.join(lora.target_modules)}; {origin}"
+    )
+
+
+def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
+    """What the frozen weights of a LoRA run are known by: no checkpoint of it holds them. A collective."""
+    source, shapes = config.checkpoint.initial_load_path, model_spec.parameter_shapes(spec)
+    if not source:
+        return f"random weights, seed {config.training.seed}"
+
+    def read() -> str:
+        weights = open_weights(source)
+        weights.check(shapes)
+        return base_fingerprint(weights.read, shapes)
+
+    return distributed.from_rank_zero(read)
