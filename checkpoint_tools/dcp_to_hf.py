@@ -1,30 +1,12 @@
 """Writes the weights of a DCP folder, such as a run's checkpoint, as an HF folder: transformers and vLLM load it."""
 
-import argparse
-from pathlib import Path
-
-from titan_mi100 import convert, tool
-from titan_mi100.model_source import open_source
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input_dir", type=Path, required=True, help="DCP folder, such as RUN/checkpoint/step-500")
-    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to make; must not be there yet")
-    parser.add_argument("--dtype", choices=("auto", *convert.DTYPES), default="auto", help=convert.AUTO_DTYPE_HELP)
-    parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
-    parser.add_argument(
-        "--hf_assets_path",
-        default="",
-        help="folder to take config.json and tokenizer files from (default: the input's own)",
-    )
-    options = parser.parse_args()
-    tool.run(
-        lambda: convert.to_hf(
-            open_source(options.input_dir, options.hf_assets_path), options.output_dir, options.dtype, options.verify
-        )
-    )
-
+from titan_mi100 import convert
 
 if __name__ == "__main__":
-    main()
+    convert.command(
+        str(__doc__),
+        "DCP folder, such as RUN/checkpoint/step-500",
+        "HF folder to make; must not be there yet",
+        convert.to_hf,
+        "auto",
+    )

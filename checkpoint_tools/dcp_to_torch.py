@@ -1,32 +1,11 @@
-"""Writes the weights of a DCP folder as one file of torch.save, OUTPUT_DIR/model.pt; optimizer state stays behind."""
+"""Writes the weights of a DCP folder as one file of torch.save, model.pt; optimizer state stays behind."""
 
-import argparse
-from pathlib import Path
-
-from titan_mi100 import convert, tool
-from titan_mi100.model_source import open_source
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input_dir", type=Path, required=True, help="DCP folder, such as RUN/checkpoint/step-500")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to make; must not be there yet")
-    parser.add_argument(
-        "--dtype", choices=convert.DTYPES, default="keep", help="of the written weights (default: keep)"
-    )
-    parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
-    parser.add_argument(
-        "--hf_assets_path",
-        default="",
-        help="folder to take config.json and tokenizer files from (default: the input's own)",
-    )
-    options = parser.parse_args()
-    tool.run(
-        lambda: convert.to_torch(
-            open_source(options.input_dir, options.hf_assets_path), options.output_dir, options.dtype, options.verify
-        )
-    )
-
+from titan_mi100 import convert
 
 if __name__ == "__main__":
-    main()
+    convert.command(
+        str(__doc__),
+        "DCP folder, such as RUN/checkpoint/step-500",
+        "folder to make; must not be there yet",
+        convert.to_torch,
+    )

@@ -59,6 +59,9 @@ hf_folder() {
     printf '%s\n' "$checkpoint"
     return
   fi
+  if [ -e "$checkpoint/adapter_config.json" ] || grep -qs '^ "lora": {' "$checkpoint/manifest.json"; then
+    refuse "$checkpoint: is a LoRA adapter; merge it first: python checkpoint_tools/merge_lora.py --help"
+  fi
   [ ! -d "$checkpoint" ] || made_of=$checkpoint/.metadata
   if [ -e "$export/config.json" ]; then
     [ ! "$made_of" -nt "$export/config.json" ] || refuse "$export is older than $checkpoint; remove it"

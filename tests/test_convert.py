@@ -229,12 +229,15 @@ def overlap(folder: Path) -> None:
 
 def point_outside(folder: Path) -> None:
     index = {"weight_map": dict.fromkeys(tensors(folder), "../x")}
+    (folder / hf_io.SINGLE).rename(folder.parent / "x")
     (folder / hf_io.INDEX).write_text(json.dumps(index))
 
 
 def lose_a_shard(folder: Path) -> None:
     names = list(tensors(folder))
-    weight_map = {**dict.fromkeys(names, hf_io.SINGLE), names[0]: "model-00002-of-00002.safetensors"}
+    first = "model-00001-of-00002.safetensors"
+    (folder / hf_io.SINGLE).rename(folder / first)
+    weight_map = {**dict.fromkeys(names, first), names[0]: "model-00002-of-00002.safetensors"}
     (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 

@@ -1,5 +1,6 @@
 """A LoRA adapter on its base: found in a PEFT folder or a run's checkpoint, and merged as the weights are read."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from titan_mi100 import peft_io
 from titan_mi100.errors import UserError
+from titan_mi100.logging import log
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model_source import ModelSource, open_source, verify_files
 from titan_mi100.model_spec import adapter_shapes, parameter_shapes
@@ -52,6 +54,9 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
     names = base.names()
     if (Path(adapter) / peft_io.CONFIG).exists():
         lora, tensors = peft_io.read_adapter(adapter)
+        named = json.loads((Path(adapter) / peft_io.CONFIG).read_bytes()).get("base_model_name_or_path")
+        if isinstance(named, str) and Path(named).is_dir() and not base.path.samefile(named):
+            log.warning(f"{adapter}: was trained on {named}, and is merged into {base.path}")
     else:
         source = open_source(adapter)
         found = lora_of(source)

@@ -96,15 +96,18 @@ def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list
         ends: ids of tokens that end a text, that of a turn first; empty: unknown.
     """
     config = _object(assets, CONFIG) or to_hf_config(spec)
+    config["architectures"] = to_hf_config(spec)["architectures"]
     if dtype is not None:
         known = [key for key in _DTYPE_KEYS if key in config]
         config |= dict.fromkeys(known or ["torch_dtype"], dtype)
     generation = _object(assets, GENERATION)
+    named = generation.get("eos_token_id")
+    stops = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(stop) is int for stop in stops):
+        raise UserError(f"{GENERATION}: eos_token_id = {named!r} must be a token id or a list of such")
     if ends:
         if config.get("eos_token_id") is None:
             config["eos_token_id"] = ends[0]
-        stops = generation.get("eos_token_id")
-        stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
     made = {CONFIG: _json(config)}

@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from titan_mi100.durable import HashingStream
 from titan_mi100.errors import UserError
 from titan_mi100.safe_read import SafeReader, read_torch_file
 from titan_mi100.sealed import Written
-from titan_mi100.weights import Kind, Weights
+from titan_mi100.weights import EMBEDDING, Kind, Weights
 
 NOT_WEIGHTS = ("optimizer.", "powersgd.")  # begin the names of a checkpoint's other tensors
+_WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
 _STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
 
 
@@ -55,6 +56,11 @@ class HashedFiles(FileSystem):
             stream.write(content)
 
 
+def wrapped_in(names: Collection[str]) -> str:
+    """What other trainers put before the names of all weights; empty: nothing."""
+    return next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in names), "")
+
+
 class DCPWeights(Weights):
     """The weights of a DCP folder, whoever wrote it; what else it holds is not looked at."""
 
@@ -71,14 +77,18 @@ class DCPWeights(Weights):
         self._reader = SafeReader(self.source)
         entries = self._reader.read_metadata().state_dict_metadata
         self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        self.kinds, self.others = {}, []
-        for name, entry in entries.items():
-            if isinstance(entry, TensorStorageMetadata) and not name.startswith(but_not):
+        self.kinds = {}
+        self._prefix = wrapped_in(entries)
+        for stored, entry in entries.items():
+            name = stored.removeprefix(self._prefix)
+            if (
+                isinstance(entry, TensorStorageMetadata)
+                and stored.startswith(self._prefix)
+                and not name.startswith(but_not)
+            ):
                 self.kinds[name] = Kind(tuple(entry.size), entry.properties.dtype)
                 self._chunks[name] = entry.chunks
-            else:
-                self.others.append(name)
-        self._last: tuple[MetadataIndex, Tensor] | None = None  # a block of rows may end inside a chunk
+        self._held: dict[MetadataIndex, Tensor] = {}  # a block of rows may end inside a chunk
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         whole: Tensor | None = None
@@ -88,7 +98,7 @@ class DCPWeights(Weights):
             stops = [min(a + n, b + m) for a, n, b, m in zip(offset, size, chunk.offsets, chunk.sizes, strict=True)]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            stored = self._chunk(MetadataIndex(name, chunk.offsets))
+            stored = self._chunk(name, chunk.offsets)
             inner = stored[tuple(slice(a - b, z - b) for a, z, b in zip(starts, stops, chunk.offsets, strict=True))]
             if inner.shape == size:
                 return inner
@@ -97,11 +107,15 @@ class DCPWeights(Weights):
             whole[tuple(slice(a - b, z - b) for a, z, b in zip(starts, stops, offset, strict=True))] = inner
         return torch.empty(size, dtype=self.kinds[name].dtype) if whole is None else whole
 
-    def _chunk(self, index: MetadataIndex) -> Tensor:
-        last = self._last  # other threads read, too
-        if last is None or last[0] != index:
-            last = self._last = index, self._reader.read_chunk(index)
-        return last[1]
+    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
+        index = MetadataIndex(self._prefix + name, offsets)
+        held = self._held  # other threads read, and replace it
+        if index not in held:
+            # of columns, each block of rows needs all: the tensor stays; of rows, the one that was read last
+            in_columns = any(place for chunk in self._chunks[name] for place in chunk.offsets[1:])
+            kept = {other: chunk for other, chunk in held.items() if in_columns and other.fqn == index.fqn}
+            held = self._held = {**kept, index: self._reader.read_chunk(index)}
+        return held[index]
 
 
 class TorchWeights(Weights):
@@ -116,14 +130,18 @@ class TorchWeights(Weights):
         self.source = Path(path)
         content = read_torch_file(self.source)
         inside = next((name for name in _STATE_DICTS if isinstance(content.get(name), dict)), None)
-        self.others = [str(name) for name in content if name != inside] if inside else []
-        self._tensors: dict[str, Tensor] = content if inside is None else content[inside]
-        for name, tensor in self._tensors.items():
+        found: dict[Any, Any] = content if inside is None else content[inside]
+        for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                what = f"a {type(tensor).__name__}" if isinstance(name, str) else "under a key that is no name"
                 raise UserError(
-                    f"{path}: {name!r} is no tensor but a {type(tensor).__name__}; name a file that holds a dict of "
-                    f"tensors, alone or under {', '.join(_STATE_DICTS)}"
+                    f"{path}: {name!r} is no tensor by its name but {what}; name a file that holds a dict of tensors, "
+                    f"alone or under {', '.join(_STATE_DICTS)}"
                 )
+        prefix = wrapped_in(found)
+        self._tensors: dict[str, Tensor] = {
+            name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)
+        }
         self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -175,7 +193,9 @@ def write_torch(path: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[st
     try:
         tensors, at = {}, 0
         for name, kind in kinds.items():
-            tensor = torch.empty(0, dtype=kind.dtype).set_(storage[at : at + kind.nbytes]).view(kind.shape)  # type: ignore[call-overload]
+            tensor = torch.empty(kind.shape, dtype=kind.dtype, device="meta")  # for its strides
+            part = storage[at : at + kind.nbytes]
+            tensor = torch.empty(0, dtype=kind.dtype).set_(part, 0, tensor.shape, tensor.stride())  # type: ignore[arg-type]
             tensors[name] = tensor
             at += -(-kind.nbytes // 64) * 64
         for name, row, rows in blocks:

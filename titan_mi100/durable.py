@@ -147,7 +147,7 @@ def appearing_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         for left in final.parent.glob(f".{final.name}.*{_INCOMPLETE}"):
             _remove_if_left(left)
         if (free := shutil.disk_usage(final.parent).free) < nbytes:
-            raise OSError(errno.ENOSPC, f"needs {nbytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free")
+            raise OSError(errno.ENOSPC, f"needs {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
         aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}{_INCOMPLETE}")
         aside.mkdir()
     except OSError as error:
@@ -158,7 +158,12 @@ def appearing_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
         sync(aside)
-        aside.rename(final)
+        try:
+            aside.rename(final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise UserError(f"{final}: another process has written it meanwhile; it is left as it is") from None
         sync(final.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
     speak = Speaker(model, False, options.system, options.enable_thinking)
     requests = [speak(where, question) for where, (question, _) in rows]
     check_requests(model.spec, requests, options.max_new_tokens)
-    file = RowFile(options.output, requests, {**made_with(options, dtype), "engine": options.engine})
+    file = RowFile(options.output, requests, {**made_with(options, model, dtype), "engine": options.engine})
     load = partial(load_answer, model, Sampling(), 0, options.max_new_tokens)
     if options.engine == "transformers":
         load = partial(load_transformers, options.model, model, device, dtype, options.max_new_tokens)

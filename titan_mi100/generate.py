@@ -25,13 +25,17 @@ from titan_mi100.data.conversation import Message, in_order, message_list, tool_
 from titan_mi100.data.strict_json import BadRow, listed, parse
 from titan_mi100.decode import Generated, Sampling, check_lengths, generate, stream
 from titan_mi100.distributed import fill_parameters
+from titan_mi100.durable import sha256_of
 from titan_mi100.errors import UserError
 from titan_mi100.model import attention
+from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_source, verify_files
-from titan_mi100.model_spec import ModelSpec
+from titan_mi100.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.plain_file import LARGEST_CONFIG, read_plain
+from titan_mi100.sealed import MANIFEST
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
+from titan_mi100.weights import in_words
 
 _DTYPES = ("float32", "bfloat16", "float64")
 _PROMPT_KEYS = ("messages", "prompt", "question")
@@ -131,7 +135,8 @@ def _run(options: argparse.Namespace) -> None:
         return
     requests = _requests(options, speak)
     check_requests(model.spec, requests, options.max_new_tokens)
-    file = RowFile(options.output, requests, {**made_with(options, dtype), **asdict(sampling), "seed": options.seed})
+    settings = {**made_with(options, model, dtype), **asdict(sampling), "seed": options.seed}
+    file = RowFile(options.output, requests, settings)
     load = partial(load_answer, model, sampling, options.seed, options.max_new_tokens)
     rows = answer_all(requests, load, model.tokenizer, options.batch_size, file, lambda number, output: {})
     if options.output:
@@ -178,14 +183,6 @@ def device_and_dtype(options: argparse.Namespace) -> tuple[torch.device, torch.d
     return device, getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
-def made_with(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    """What every command's rows depend on besides the prompts, for the rows to name."""
-    name = str(dtype).removeprefix("torch.")
-    adapter = {"adapter": os.path.abspath(options.adapter)} if options.adapter else {}
-    model = {"model": os.path.abspath(options.model), **adapter}
-    return {**model, "dtype": name, "max_new_tokens": options.max_new_tokens}
-
-
 # --- the model ---
 
 
@@ -197,7 +194,18 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     stop_ids: frozenset[int]
+    fingerprint: Callable[[], str]  # of the weights
     load: Callable[[], Qwen3]
+
+
+def made_with(options: argparse.Namespace, model: Model, dtype: torch.dtype) -> dict[str, Any]:
+    """What every command's rows depend on besides the prompts, for the rows to name."""
+    found = {"model": os.path.abspath(options.model)}
+    if options.adapter:
+        found["adapter"] = os.path.abspath(options.adapter)
+    if options.output:
+        found["weights"] = model.fingerprint()[:16]
+    return {**found, "dtype": in_words(dtype), "max_new_tokens": options.max_new_tokens}
 
 
 def load_model(path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> Model:
@@ -225,6 +233,11 @@ def load_model(path: str, adapter: str, tokenizer_path: str, device: torch.devic
             f"{spec.vocab_size}; name the model's own in --tokenizer_path"
         )
 
+    def fingerprint() -> str:
+        if source.manifest is not None and not adapter:
+            return sha256_of(source.path / MANIFEST)
+        return base_fingerprint(source.weights.read, parameter_shapes(spec))
+
     def load() -> Qwen3:
         verify_files(source.path)
         with torch.device("meta"):
@@ -234,7 +247,7 @@ def load_model(path: str, adapter: str, tokenizer_path: str, device: torch.devic
         return model
 
     template = _template(tokenizer_path or folder, tokenizer.eos_token)
-    return Model(spec, tokenizer, template, _stop_ids(Path(folder), tokenizer), load)
+    return Model(spec, tokenizer, template, _stop_ids(Path(folder), tokenizer), fingerprint, load)
 
 
 def _template(path: str, eos_token: str) -> ChatTemplate | None:
@@ -247,7 +260,7 @@ def _template(path: str, eos_token: str) -> ChatTemplate | None:
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The end of a turn, what generation_config.json names, and <|endoftext|>."""
-    found = {tokenizer.eos_token_id}
+    found = set(tokenizer.end_ids())
     file = folder / "generation_config.json"
     if file.is_file():
         named = _json_of(file).get("eos_token_id")
@@ -255,8 +268,7 @@ def _stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
         if not all(type(token_id) is int for token_id in ids):
             raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of such")
         found.update(ids)
-    end_of_text = tokenizer.encode("<|endoftext|>")
-    return frozenset(found | set(end_of_text if len(end_of_text) == 1 else ()))
+    return frozenset(found)
 
 
 def _json_of(file: Path) -> dict[str, Any]:

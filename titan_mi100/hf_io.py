@@ -81,6 +81,8 @@ class HFWeights(Weights):
                     "weights"
                 )
             return {SINGLE: None}
+        if os.path.lexists(self.source / SINGLE):
+            raise UserError(f"{self.source}: holds {SINGLE} and {INDEX}, of which programs read either; remove one")
         try:
             weight_map = json.loads(read_plain(index).decode("utf-8"))["weight_map"]
             files: dict[str, set[str] | None] = {}

@@ -1,6 +1,5 @@
 """A model that the user names by a path: an HF folder, a DCP folder (a run's checkpoint) or a file of torch.save."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from titan_mi100.dcp_io import DCPWeights, TorchWeights
 from titan_mi100.errors import UserError
 from titan_mi100.hf_io import INDEX, SINGLE, HFWeights, is_hf_folder
 from titan_mi100.logging import log
-from titan_mi100.model_spec import ModelSpec, parameter_shapes
+from titan_mi100.model_spec import ModelSpec, differences, parameter_shapes
+from titan_mi100.peft_io import CONFIG as ADAPTER_CONFIG
 from titan_mi100.weights import Weights
 
 
@@ -23,6 +23,8 @@ def open_weights(path: str | Path) -> Weights:
         UserError: there are none, or their form cannot be read safely.
     """
     path = Path(path)
+    if (path / ADAPTER_CONFIG).exists():
+        raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
     if (path / ".metadata").exists():
         return DCPWeights(path)
     if path.is_file() and path.suffix != ".safetensors":
@@ -85,6 +87,7 @@ class ModelSource:
 
     path: Path
     weights: Weights
+    assets_folder: Path
     assets: Assets
     spec: ModelSpec | None
     manifest: dict[str, Any] | None = field(default=None, repr=False)
@@ -118,13 +121,20 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     """
     path = Path(path)
     weights = open_weights(path)
+    if not weights.kinds:
+        raise UserError(f"{path}: holds no weights")
     manifest = read_manifest(path)
+    if assets_folder and not Path(assets_folder).is_dir():
+        raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
     fingerprint = (manifest or {}).get("fingerprints", {}).get("model")
     spec = asset_files.spec_of(folder, fingerprint)
-    return ModelSource(path, weights, asset_files.read_assets(folder), spec, manifest)
-
-
-def one_line(manifest: dict[str, Any]) -> str:
-    """A manifest's facts, but for its files."""
-    return json.dumps({key: value for key, value in manifest.items() if key != "files"})
+    if spec is not None and fingerprint and (differing := differences(spec, ModelSpec(**fingerprint))):
+        raise UserError(
+            f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
+            f"{'; '.join(differing)})"
+        )
+    # what lies beside a lone file of torch.save is the model's only if a config.json says that it is one
+    of_model = path.is_dir() or bool(assets_folder) or (folder / asset_files.CONFIG).exists()
+    found = asset_files.read_assets(folder) if of_model else {}
+    return ModelSource(path, weights, folder, found, spec, manifest)

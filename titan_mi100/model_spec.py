@@ -129,6 +129,8 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     for key, only in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
         if raw.get(key, only) != only:
             found.append(f"{key} = {raw[key]!r} is not supported; only {only!r}")
+    if raw.get("quantization_config"):
+        found.append("quantization_config: quantized weights are not supported; use the model's unquantized folder")
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         found.append("layer_types holds more than 'full_attention', which is not supported")
     for key in ("rope_scaling", "rope_parameters"):

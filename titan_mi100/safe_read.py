@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -440,8 +441,18 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: dict[Metadata
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None or volumes[chunk.offsets] * entry.properties.dtype.itemsize > place.length:
             raise ValueError(f"{name!r} is larger than what is stored of it")
-    if sum(volumes.values()) != math.prod(entry.size):
+    if sum(volumes.values()) != math.prod(entry.size) or _overlap(entry.chunks):
         raise ValueError(f"the parts of {name!r} are not the whole of it")
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two of the boxes share a value."""
+    starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64)  # (chunks, dimensions)
+    stops = starts + np.array([chunk.sizes for chunk in chunks], dtype=np.int64)
+    return any(
+        np.all((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i]), axis=1).any()
+        for i in range(len(chunks) - 1)
+    )
 
 
 @contextmanager

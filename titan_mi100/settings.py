@@ -201,7 +201,7 @@ class CheckpointConfig:
     allow_changed: tuple[str, ...] = _key(
         (), f"what may differ from the run so far: {', '.join(FINGERPRINTS)}; or a field, model.rope_theta"
     )
-    export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf/ in the run folder")
+    export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf-step-N/ in the run folder")
     export_dtype: str = _key(
         "auto",
         "of the exported weights; auto: what config.json beside initial_load_path names, else float32",

@@ -130,6 +130,11 @@ class Tokenizer(ABC):
             UserError: an id is not in the vocabulary.
         """
 
+    def end_ids(self) -> list[int]:
+        """Ids that end what a model says: of a turn, and `<|endoftext|>` where that is one token."""
+        text_end = self.encode("<|endoftext|>")
+        return list(dict.fromkeys([self.eos_token_id, *(text_end if len(text_end) == 1 else [])]))
+
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """What a token spells, maybe a part of a character. Raises UserError: the id is not in the vocabulary."""

@@ -1,6 +1,8 @@
 """How a command of ours starts and ends: its words go to the log, its errors are one message and an exit code."""
 
 import errno
+import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -15,15 +17,33 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         afterwards: how things stand when it has failed.
     """
     setup_logging(0)
+    signal.signal(signal.SIGTERM, _end)
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
         log.error(error)
         sys.exit(2)
     except KeyboardInterrupt:
         log.error("interrupted")
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (RuntimeError, OSError) as error:
+        if _was_interrupted(error):
+            log.error("interrupted")
+            sys.exit(130)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         log.error(f"{error}{'; free some space' if full else ''}; {afterwards}")
         sys.exit(1)
+
+
+def _end(*_: object) -> None:
+    """Told to end: what is half done is cleared away."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """A Ctrl-C inside of torch.save comes out as what its writer makes of it."""
+    cause = error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _was_interrupted(cause))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100 import distributed, hardware, model_spec
-from titan_mi100.assets import run_assets
+from titan_mi100.assets import config_dtype, read_assets, run_assets
 from titan_mi100.build import base_identity, build_model, load_weights
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.convert import to_hf
@@ -446,12 +446,23 @@ def _export(folder: Path, step: int, config: Config, world: World) -> None:
     target = folder / f"hf-step-{step}"
     with raise_together():
         try:
-            if world.rank == 0 and not target.exists():
+            if world.rank == 0 and not _is_exported(target, config):
                 to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, config.checkpoint.export_dtype)
         except OSError as error:
             raise SaveError(f"{target}: could not be written: {error}") from error
         finally:
             distributed.wait_for_all("exported")
+
+
+def _is_exported(target: Path, config: Config) -> bool:
+    """Whether an earlier start has left what this one would; raises UserError if it is something else."""
+    if not target.exists():
+        return False
+    wanted, found = config.checkpoint.export_dtype, config_dtype(read_assets(target))
+    name = "adapter_config.json" if config.lora.rank else "config.json"
+    if not (target / name).exists() or (not config.lora.rank and wanted not in ("auto", found)):
+        raise UserError(f"{target}: is there, but is no export in {wanted}; remove it")
+    return True
 
 
 def _say_where(folder: Path, config: Config, progress: Progress) -> None:

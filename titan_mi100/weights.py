@@ -67,6 +67,8 @@ class Weights(ABC):
                 "config.json ties the head to the embedding, but lm_head.weight is not model.embed_tokens.weight; "
                 "set tie_word_embeddings to false, or remove the wrong one"
             )
+        if any(".lora_A." in name for name in unexpected):
+            problems = ["is a LoRA adapter; name its base, and merge it, or go on with it by lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
