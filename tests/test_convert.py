@@ -17,7 +17,10 @@ from conftest import ASSETS, REPO, torchrun
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titan_mi100 import assets, convert, decode, durable, generate, hf_io, sealed
@@ -25,6 +28,7 @@ from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
+from titan_mi100.verify_logits import compare
 from titan_mi100.weights import Kind, row_blocks
 
 TOOLS = REPO / "checkpoint_tools"
@@ -569,3 +573,191 @@ def test_inspect_lists_and_compares(tmp_path: Path) -> None:
     assert "model.norm.weight: values differ by up to 0.5" in result.stdout
     assert "model.layers.1.mlp.up_proj.weight: (96, 64) float32, (96, 64) bfloat16" in result.stdout
     assert tool("inspect_dcp", tmp_path / "nowhere", check=False).returncode == 2
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    held = tensors(folder)
+    held["model.norm.weight"][7] = 1e6
+    save_file(held, folder / hf_io.SINGLE, metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"model.norm.weight has values that float16 cannot hold"):
+        convert.to_hf(open_source(folder), tmp_path / "out" / "hf", "float16")
+    assert nothing_in(tmp_path / "out")
+    convert.to_hf(open_source(folder), tmp_path / "out" / "hf", "bfloat16")
+
+
+def test_logits_that_are_not_finite_here_only_are_no_agreement(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    weights = open_weights(folder)
+    same_ones = compare(folder, weights, weights.kinds, SPECS["tied"], texts=False)
+    assert same_ones[0] == [] and same_ones[1] <= 1e-5
+    convert.to_torch(open_source(folder), tmp_path / "pt")
+    held = torch.load(tmp_path / "pt" / "model.pt", weights_only=True)
+    held["model.norm.weight"][0] = torch.nan
+    torch.save(held, tmp_path / "pt" / "nan.pt")
+    other = open_weights(tmp_path / "pt" / "nan.pt")
+    assert "not finite" in compare(folder, other, other.kinds, SPECS["tied"], texts=False)[0][0]
+
+
+def test_what_counts_is_the_dtype_of_the_files_and_not_the_configs(tmp_path: Path) -> None:
+    """fp32 weights under a config.json that says bfloat16, and bf16 ones with fp32 norms."""
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    mixed = {n: t if "norm" in n else t.bfloat16() for n, t in tensors(folder).items()}
+    shutil.copytree(folder, tmp_path / "mixed")
+    save_file(mixed, tmp_path / "mixed" / hf_io.SINGLE, metadata={"format": "pt"})
+    for source, expected in ((folder, tensors(folder)), (tmp_path / "mixed", mixed)):
+        name = source.name
+        convert.to_dcp(open_source(source), tmp_path / f"{name} dcp", verify="logits")
+        convert.to_hf(open_source(tmp_path / f"{name} dcp"), tmp_path / f"{name} back", verify="logits")
+        assert same(tensors(tmp_path / f"{name} back"), expected)
+
+
+def wrapped(weights: dict, kind: str) -> dict:
+    prefix = {"module": "module.", "compiled": "_orig_mod."}.get(kind)
+    return {"model": weights, "step": 3} if prefix is None else {prefix + n: t for n, t in weights.items()}
+
+
+@pytest.mark.parametrize("kind", ["nested", "module", "compiled"])
+def test_what_other_trainers_write_is_read(kind: str, tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "hf")
+    dcp.save({**wrapped(tensors(source), kind), "optimizer.x": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
+    torch.save(wrapped(tensors(source), kind), tmp_path / "x.pt")
+    for number, path in enumerate((tmp_path / "dcp", tmp_path / "x.pt")):
+        convert.to_hf(open_source(path, source), tmp_path / f"{number}", verify="bytes")
+        assert same(tensors(tmp_path / f"{number}"), tensors(source))
+
+
+def test_chunks_of_columns_are_put_together(tmp_path: Path, small_blocks: None) -> None:
+    """As tensor parallel leaves them, in a folder by DCP's own writer, twice as many as a block has rows."""
+    whole = torch.randn(64, 96)
+    save_in_chunks(tmp_path / "dcp", whole, [(0, 0, 64, 40), (0, 40, 64, 56)])
+    weights = open_weights(tmp_path / "dcp")
+    blocks = list(row_blocks(weights.kinds["w"]))
+    assert len(blocks) > 3
+    assert torch.equal(torch.cat([weights.rows("w", *block) for block in blocks]), whole)
+    assert torch.equal(weights.read("w", whole.shape, (3, 30), (9, 20)), whole[3:12, 30:50])
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    """As many values as the tensor has, but not of all its places: the rest would be whatever was in memory."""
+    save_in_chunks(tmp_path / "dcp", torch.randn(8, 16), [(0, 0, 8, 8), (0, 4, 8, 8)])
+    with pytest.raises(UserError, match="are not the whole of it"):
+        open_weights(tmp_path / "dcp")
+
+
+def save_in_chunks(folder: Path, whole: torch.Tensor, boxes: list[tuple[int, int, int, int]]) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            item = plan.items[0]
+            items = [
+                dataclasses.replace(
+                    item,
+                    type=WriteItemType.SHARD,
+                    index=MetadataIndex("w", torch.Size(box[:2])),
+                    tensor_data=dataclasses.replace(
+                        item.tensor_data,
+                        chunk=ChunkStorageMetadata(torch.Size(box[:2]), torch.Size(box[2:])),
+                    ),
+                )
+                for box in boxes
+            ]
+            self.plan = dataclasses.replace(plan, items=items)
+            return self.plan
+
+        def create_global_plan(self, all_plans):
+            plans, metadata = create_default_global_save_plan(all_plans)
+            return plans, dataclasses.replace(metadata, planner_data={"w": ("w",)})
+
+        def resolve_data(self, item):
+            (row, column), (rows, columns) = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+            return whole[row : row + rows, column : column + columns].contiguous()
+
+    dcp.save({"w": whole}, checkpoint_id=folder, planner=Planner())
+
+
+def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, "--training.steps", "1", processes=1)
+    checkpoint = run / "checkpoint" / "step-1"
+    with pytest.raises(UserError, match="nowhere: is no folder"):
+        open_source(checkpoint, tmp_path / "nowhere")
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((checkpoint / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, 10000.0"):
+        open_source(checkpoint, other)
+    with pytest.raises(UserError, match="is inside of"):
+        convert.to_hf(open_source(checkpoint), checkpoint / "hf")
+    convert.to_hf(open_source(checkpoint), tmp_path / "hf", verify="bytes")  # and with its own it goes
+    (run / "hf-step-1").mkdir()
+    again = torchrun(
+        "-m", "titan_mi100.train", *DEBUG, "--job.run_folder", str(run), "--training.steps", "1",
+        "--checkpoint.export_hf", "true", processes=1, check=False,
+    )  # fmt: skip
+    assert "hf-step-1: is there, but is no export" in again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id = 'x' must be"),
+        ("generation_config.json", "[]", "must hold one JSON object"),
+        ("config.json", {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+    ],
+)
+def test_a_config_that_would_make_another_model_of_it_is_refused(
+    file: str, content: str | dict, reason: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "hf")
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((folder / file).read_text()), **content})
+    (folder / file).write_text(content)
+    with pytest.raises(UserError, match=reason) as caught:
+        convert.to_hf(open_source(folder), tmp_path / "back")
+    assert str(folder / file) in str(caught.value) and not (tmp_path / "back").exists()
+
+
+def test_an_export_says_what_it_is_whatever_the_base_said(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    convert.to_hf(open_source(folder), tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_converted_folder_may_be_called_like_a_step(tmp_path: Path) -> None:
+    convert.to_dcp(open_source(folder_of(tmp_path / "hf")), tmp_path / "step-9", verify="bytes")
+    assert open_source(tmp_path / "step-9").manifest["step"] == 0
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_conversion_that_is_told_to_end_clears_up(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    slow = (
+        "import sys, time; from titan_mi100 import convert, tool; from titan_mi100.model_source import open_source\n"
+        "from pathlib import Path; read = convert._read\n"
+        "def slowly(*a):\n"
+        "    for block in read(*a):\n"
+        "        print('block', flush=True); time.sleep(0.05); yield block\n"
+        "convert._read = slowly\n"
+        "tool.run(lambda: convert.to_dcp(open_source(sys.argv[1]), Path(sys.argv[2])))\n"
+    )
+    (tmp_path / "out").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, str(folder_of(tmp_path / "hf")), str(tmp_path / "out" / "dcp")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in said
+    assert nothing_in(tmp_path / "out")
