@@ -103,6 +103,9 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "back"))
     assert before == after
+    chunks = sum(len(list(row_blocks(Kind(tuple(t.shape), t.dtype)))) for t in tensors(source).values())
+    size = sum(t.nbytes for t in tensors(source).values())
+    assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < size + 2500 * chunks  # and no view's whole storage
     # torch's own tools read the folder in between
     stock = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors(source).items()}
     dcp.load(stock, checkpoint_id=tmp_path / "dcp")
@@ -164,6 +167,19 @@ def test_a_dtype_is_what_a_cast_gives(dtype: str, tmp_path: Path) -> None:
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(source).items()}
     assert same(expected, tensors(tmp_path / "back"))
     assert assets.config_dtype(assets.read_assets(tmp_path / "back")) == dtype
+
+
+def test_a_run_is_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(tmp_path: Path) -> None:
+    """A run's weights are fp32, whatever they come from; its config.json is the base's."""
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    convert.to_dcp(open_source(folder), tmp_path / "dcp", verify="bytes")
+    source = open_source(tmp_path / "dcp")
+    of_a_run = dataclasses.replace(source, manifest={"fingerprints": {}})
+    for found, dtype in ((source, torch.float32), (of_a_run, torch.bfloat16)):
+        convert.to_hf(found, tmp_path / str(dtype), verify="bytes")
+        assert {tensor.dtype for tensor in tensors(tmp_path / str(dtype)).values()} == {dtype}
 
 
 def test_a_torch_file_comes_and_goes(tmp_path: Path, small_blocks: None) -> None:
