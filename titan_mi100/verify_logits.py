@@ -19,6 +19,7 @@ from titan_mi100.tokenizer import Tokenizer
 from titan_mi100.weights import Kind, Weights, row_blocks
 
 _TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
+_DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
 _TEXTS = (
     "What is 12 + 30?",
     "<|im_start|>user\nHallo, wie geht's?<|im_end|>\n<|im_start|>assistant\n",
@@ -57,7 +58,7 @@ def compare(
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation="eager",
-            torch_dtype=torch.float32,  # whatever config.json names: what counts is what the files hold
+            **{_DTYPE: torch.float32},  # whatever config.json names: what counts is what the files hold
         )
     except Exception as error:  # whatever a library makes of a folder that it cannot read
         return [f"cannot load it: {error}"], math.nan
