@@ -769,6 +769,8 @@ def test_a_conversion_that_is_told_to_end_clears_up(sent: signal.Signals, code: 
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(REPO)},
         text=True,
+        # a suite in the background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for _ in range(3):
