@@ -153,7 +153,9 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     model = build_model(config, spec, mesh, world, supervised_share)
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer((p for _, p in model.trained_parameters()), config.optimizer, world.device)
-    load_path = config.checkpoint.initial_load_path
+    with raise_together():
+        base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
+        assets = run_assets(spec, base, tokenizer, config.model.chat_template) if world.rank == 0 else {}
     checkpointer = Checkpointer(
         folder / "checkpoint",
         config.checkpoint.keep_latest_k,
@@ -161,7 +163,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         optimizer,
         world,
         in_background=config.checkpoint.async_mode == "async",
-        assets=run_assets(spec, load_path, config.tokenizer_path(), config.model.chat_template),
+        assets=assets,
     )
     if found is not None:
         checkpointer.load(found.path)
