@@ -92,8 +92,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
     try:
         manifest = json.loads(content[MANIFEST])
-        # a run's checkpoint is called by its step; elsewhere, and what a converter wrote, may have any name
-        expected = step_of(path) if _NAME.fullmatch(path.name) and "fingerprints" in manifest else manifest["step"]
+        # a run's checkpoint is called by its step; elsewhere, and what a converter wrote (step 0), may have any name
+        expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
         is_one = (manifest["format"], manifest["step"]) == (FORMAT, expected) and all(
             Path(name).name == name and type(entry["bytes"]) is int and type(entry["sha256"]) is str
             for name, entry in manifest["files"].items()
