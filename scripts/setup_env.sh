@@ -35,7 +35,7 @@ else:
 # Modules that prove that the extras are there.
 _titan_modules() {
   case ",$1," in
-    *,dev,*) printf 'torch\npytest\nhypothesis\nruff\nmypy\ntransformers\ntokenizers\n' ;;
+    *,dev,*) printf 'torch\npytest\nhypothesis\nruff\nmypy\ntransformers\ntokenizers\npeft\n' ;;
     *,eval,*) printf 'torch\ntransformers\nlm_eval\n' ;;
     *) printf 'torch\n' ;;
   esac
