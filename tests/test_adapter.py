@@ -96,6 +96,13 @@ def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: 
     assert (logits(base) - expected).abs().max() > 1e-3
 
 
+def test_an_adapter_leaves_in_the_dtype_that_was_asked_for(lora_run: Path, tmp_path: Path) -> None:
+    source = open_source(lora_run / "run" / "checkpoint" / "step-3")
+    convert.to_hf(source, tmp_path / "adapter", "bfloat16", verify="bytes")
+    whole, rounded = (load_file(f / peft_io.WEIGHTS) for f in (lora_run / "run" / "hf-step-3", tmp_path / "adapter"))
+    assert same({name: tensor.bfloat16() for name, tensor in whole.items()}, rounded)
+
+
 def test_generation_reads_the_adapter_on_its_base(lora_run: Path, tmp_path: Path) -> None:
     base, checkpoint = lora_run / "base", lora_run / "run" / "checkpoint" / "step-3"
     tokenizer, cpu = str(ASSETS / "tokenizer"), torch.device("cpu")

@@ -297,6 +297,7 @@ def own_code(folder: Path) -> None:
         (lambda f: (f / hf_io.SINGLE).write_bytes(b"\xff" * 8), hf_io.SINGLE, "claims a header of"),
         (overlap, hf_io.SINGLE, "not a whole safetensors file"),
         (point_outside, hf_io.INDEX, "'../x' is not inside the folder"),
+        (lambda f: (f / hf_io.INDEX).write_text("{}"), hf_io.INDEX, "of which programs read either"),
         (lose_a_shard, "model-00002-of-00002.safetensors", "no such file"),
         (reshape, "model.norm.weight", "has shape (63,), the model's is (64,)"),
         (pickle_instead, "pytorch_model.bin", "whose pickle may run code"),

@@ -256,6 +256,23 @@ def test_a_conversations_own_system_message_counts(folder: Path) -> None:
         speak("here", [{"role": "teacher", "content": "x"}])
 
 
+def test_an_output_of_other_weights_under_the_same_path_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    arguments = ["--model", str(copy), "--prompt", "one", "--max_new_tokens", "3", "--device", "cpu"]
+    arguments += ["--output", str(tmp_path / "out.jsonl")]
+    assert generate.main(arguments) == 0 and generate.main(arguments) == 0
+    file = copy / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start + 2] ^= 1
+    file.write_bytes(content)
+    assert generate.main(arguments) == 2
+    assert "name another --output" in capsys.readouterr().err
+
+
 def test_an_interrupted_output_goes_on_where_it_was(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
