@@ -86,6 +86,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     Raises:
         UserError, VerificationError: as to_dcp; or nothing says the model's shape.
     """
+    _check_place(source, output)
     if (lora := lora_of(source)) is not None:
         _to_peft(source, lora, output, dtype, verify)
         return
@@ -97,7 +98,6 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if source.is_run else None
         dtype = named if named in DTYPES else "keep"
     kinds = _kinds(source, dtype)
-    _check_place(source, output)
     verify = _resolve_verify(verify, source, kinds)
     with appearing_folder(output, _total(kinds)) as aside:
         intact = _Meanwhile(verify_files, source.path)
@@ -123,12 +123,15 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     if dtype not in ("auto", "keep"):
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     tokenizer = {name: content for name, content in source.assets.items() if name not in (CONFIG, GENERATION)}
-    can_compare = bool(base) and (Path(base) / CONFIG).exists() and not (Path(base) / ".metadata").exists()
+    can_compare = bool(base) and is_hf_folder(base) and _installed("transformers", "peft")
     if verify == "auto":
-        small = 4 * parameter_count(source.spec) < 2 * _LOGITS_BELOW  # as in bf16
-        verify = "logits" if can_compare and small and _installed("transformers", "peft") else "bytes"
+        small = 2 * parameter_count(source.spec) < _LOGITS_BELOW  # as in bf16
+        verify = "logits" if can_compare and small else "bytes"
     if verify == "logits" and not can_compare:
-        raise UserError(f"--verify logits needs the HF folder that the adapter was trained on ({base or 'none'})")
+        raise UserError(
+            f"--verify logits needs transformers, peft and the HF folder that the adapter was trained on "
+            f"({base or 'none'}); use --verify bytes"
+        )
     if base and not is_hf_folder(base):
         log.warning(f"{output}: peft will not find its base, {base} is no HF folder; export that, and name the export")
     with appearing_folder(output, sum(tensor.nbytes for tensor in tensors.values())) as aside:

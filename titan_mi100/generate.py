@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from titan_mi100 import tool
 from titan_mi100.adapter import lora_of, merged
 from titan_mi100.answers import Answer, Request, RowFile, answer_all, read_rows
 from titan_mi100.assets import folder_of
@@ -46,26 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(program: Callable[[], None]) -> int:
-    """Run a command; what a user caused is one message and code 2."""
+    """As tool.exit_code, of what fills a device's memory too."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        program()
-        sys.stdout.flush()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError:
-        print("the device's memory is full; lower --batch_size or --max_new_tokens", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+
+    def run() -> None:
+        try:
+            program()
+        except torch.OutOfMemoryError:
+            raise UserError("the device's memory is full; lower --batch_size or --max_new_tokens") from None
+
+    return tool.exit_code(run)
 
 
 def _parser() -> argparse.ArgumentParser:

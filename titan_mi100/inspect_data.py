@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from titan_mi100 import tool
 from titan_mi100.config import help_text, load_config
 from titan_mi100.data.prepare import RefusedData
 from titan_mi100.errors import UserError
@@ -25,35 +26,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     setup_logging(0)
+    return tool.exit_code(lambda: _show(options, rest))
+
+
+def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    config = load_config(settings, world_size=None)
     try:
-        config = load_config(rest, world_size=None)
         with redirect_stdout(sys.stderr):  # progress; what comes to stdout is the report alone
             report = make_report(config, options)
-        if options.html:
-            print(f"{options.html}: {Path(options.html).write_bytes(page(report).encode()):,} bytes")
-        elif options.json:
-            json.dump(report, sys.stdout, ensure_ascii=False)
-            print()
-        else:
-            auto = options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-            for line in _lines(report, _Paint(auto or options.color == "always"), options.table):
-                print(line)
-        sys.stdout.flush()
     except RefusedData as refused:
-        print(refused, f"every row: {refused.ledger}", sep="\n", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+        raise UserError(f"{refused}\nevery row: {refused.ledger}") from None
+    if options.html:
+        print(f"{options.html}: {Path(options.html).write_bytes(page(report).encode()):,} bytes")
+    elif options.json:
+        json.dump(report, sys.stdout, ensure_ascii=False)
+        print()
+    else:
+        auto = options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        for line in _lines(report, _Paint(auto or options.color == "always"), options.table):
+            print(line)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,5 @@
 """Which Qwen3 it is: presets, HF `config.json`, parameter and FLOP counts. Imports no torch."""
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
-from titan_mi100.plain_file import LARGEST_CONFIG, read_plain, refuse_code
+from titan_mi100.plain_file import read_object
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         UserError: no such file, not a dense Qwen3, code of its own, or a feature that this model does not have.
     """
     path = Path(folder) / "config.json"
-    try:
-        raw = json.loads(read_plain(path, LARGEST_CONFIG).decode("utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; an HF folder has a config.json, for other weights name model.flavor"
-        ) from None
-    except UserError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: must hold one JSON object")
-    refuse_code(path, raw)
+    raw = read_object(path, "an HF folder has a config.json, for other weights name model.flavor")
     for key, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list)):
         if not isinstance(raw.get(key) or kind(), kind):
             raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")

@@ -19,7 +19,7 @@ from titan_mi100.distributed import Read
 from titan_mi100.errors import UserError
 from titan_mi100.hf_io import open_safetensors
 from titan_mi100.model_spec import LINEARS
-from titan_mi100.plain_file import LARGEST_CONFIG, read_plain, refuse_code
+from titan_mi100.plain_file import read_object
 from titan_mi100.settings import LoRAConfig, fingerprint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -129,17 +129,7 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Rea
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(read_plain(path, LARGEST_CONFIG).decode("utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a PEFT adapter folder has one") from None
-    except UserError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: must hold one JSON object")
-    refuse_code(path, raw)
+    raw = read_object(path, "a PEFT adapter folder has one")
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type = {_short(raw.get('peft_type'))}; only LORA is supported")
     raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults

@@ -10,6 +10,30 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
 
 
+def exit_code(program: Callable[[], object]) -> int:
+    """Run a command whose output is what it prints; what a user caused is one message and code 2."""
+    try:
+        program()
+        sys.stdout.flush()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        _forget_output()
+    except OSError as error:
+        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _forget_output() -> None:
+    """`| head` has seen enough; what is still buffered must not raise at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
     """Run it, then exit: 0, 1 failed, 2 the user's input, 130 interrupted.
 
@@ -27,8 +51,8 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
     except KeyboardInterrupt:
         log.error("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _forget_output()
     except (RuntimeError, OSError) as error:
         if _was_interrupted(error):
             log.error("interrupted")
