@@ -120,8 +120,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     with raise_together():
         spec = config.spec()
-    device_words, arch, compute_units = distributed.device_name(world.device)
-    log.info(f"{world.size} process(es), each on {device_words}")
+    log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
     data = _load_data(config, world, folder)
     found = find_checkpoint(folder / "checkpoint", world)
     if found is not None:
@@ -135,7 +134,6 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
     about = _about(config, spec, data, layout, batch)
-    adapters = model_spec.adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
     stream = RowStream(data.train, batch, 0, config.training.seed)
@@ -170,30 +168,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         if progress.step >= steps:
             log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
-    gpu = hardware.find_gpu(arch, compute_units)
-    tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
-    peak = tflops * 1e12 * world.size if tflops else None
-    dtype = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[config.training.mixed_precision_param]
-    kernel = _attention_kernel(config, spec, data.train, world.device)
-    log.info(f"attention kernel: {kernel}, compute in {dtype}")
-    if kernel == attention.NO_KERNEL and world.device.type != "cpu":
-        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
-    reporter = None
-    with raise_together():
-        if world.rank == 0:
-            ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
-            _write_explanation(folder, config, progress.step, ran)
-            reporter = Reporter(
-                folder,
-                config.metrics,
-                progress.step,
-                progress.validation_due,
-                steps,
-                spec,
-                peak,
-                dtype,
-                adapter_values=sum(map(math.prod, adapters.values())),
-            )
+    reporter = _open_record(config, spec, data, folder, world, progress, steps)
 
     def told_to_stop() -> bool:
         return any_rank(preemption.reason, world.device)
@@ -258,6 +233,45 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         _export(folder, progress.step, config, world)
     if world.rank == 0:
         _say_where(folder, config, progress)
+
+
+def _open_record(
+    config: Config,
+    spec: model_spec.ModelSpec,
+    data: Prepared,
+    folder: Path,
+    world: World,
+    progress: Progress,
+    steps: int,
+) -> Reporter | None:
+    """Say what runs, and open rank 0's record of the run; None on the others. A collective."""
+    device_words, arch, compute_units = distributed.device_name(world.device)
+    adapters = model_spec.adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
+    gpu = hardware.find_gpu(arch, compute_units)
+    tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
+    peak = tflops * 1e12 * world.size if tflops else None
+    dtype = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[config.training.mixed_precision_param]
+    kernel = _attention_kernel(config, spec, data.train, world.device)
+    log.info(f"attention kernel: {kernel}, compute in {dtype}")
+    if kernel == attention.NO_KERNEL and world.device.type != "cpu":
+        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
+    reporter = None
+    with raise_together():
+        if world.rank == 0:
+            ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
+            _write_explanation(folder, config, progress.step, ran)
+            reporter = Reporter(
+                folder,
+                config.metrics,
+                progress.step,
+                progress.validation_due,
+                steps,
+                spec,
+                peak,
+                dtype,
+                adapter_values=sum(map(math.prod, adapters.values())),
+            )
+    return reporter
 
 
 def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
