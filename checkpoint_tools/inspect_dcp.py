@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from titan_mi100 import tool
-from titan_mi100.dcp_io import NOT_WEIGHTS, DCPWeights
+from titan_mi100.dcp_io import DCPWeights
 from titan_mi100.layout import Layout
 from titan_mi100.model_source import open_weights, read_manifest, verify_files
 from titan_mi100.resume import differing
+from titan_mi100.state_keys import is_weight
 from titan_mi100.weights import Weights, in_words, row_blocks
 
 
@@ -74,13 +75,9 @@ def facts(found: dict[str, Any]) -> str:
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
 
 
-def is_weight(name: str) -> bool:
-    return not name.startswith(NOT_WEIGHTS)
-
-
 def open_everything(path: Path) -> Weights:
     """With the optimizer's tensors."""
-    return DCPWeights(path, but_not=()) if (path / ".metadata").exists() else open_weights(path)
+    return DCPWeights(path, only_weights=False) if (path / ".metadata").exists() else open_weights(path)
 
 
 def diff(options: argparse.Namespace) -> None:

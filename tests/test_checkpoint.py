@@ -35,7 +35,7 @@ class Job:
         mesh = distributed.build_mesh(config.layout(1), world.device)
         self.model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
         build.load_weights(self.model, config, spec, checkpoint=None)
-        self.optimizer = build_optimizer((p for _, p in self.model.named_parameters()), config.optimizer, world.device)
+        self.optimizer = build_optimizer(self.model.trained_parameters(), config.optimizer, world.device)
         self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, **options)
         self.step()
 

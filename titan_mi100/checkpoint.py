@@ -1,7 +1,7 @@
 """Checkpoints of a run: DCP folders keyed by HF name whatever the layout, sealed by a manifest (see sealed.py).
 
 A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
-tensors only; what a rank's reduction of gradients carries on, under `powersgd.rank-<rank>.`), `trainer.json`, and each
+tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<rank>.`), `trainer.json`, and each
 rank's random state in `rng-<rank>.json`. The manifest names them all, the layout, and what the run was made of.
 """
 
@@ -35,12 +35,12 @@ from titan_mi100.distributed import World, from_rank_zero, gather, raise_togethe
 from titan_mi100.durable import sync
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.logging import log
-from titan_mi100.optimizer import named_state
+from titan_mi100.optimizer import AdamW
 from titan_mi100.parallelize import ParallelModel
 from titan_mi100.resume import TRAINER, read_json
 from titan_mi100.safe_read import SafeReader, load_safely
+from titan_mi100.state_keys import OPTIMIZER, rank_of, rank_prefix
 
-_COMMUNICATION = "powersgd."  # begins the names of what each rank keeps of its own
 _PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
 
 
@@ -52,7 +52,7 @@ class Checkpointer:
         folder: Path,
         keep_latest_k: int,
         model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AdamW,
         world: World,
         in_background: bool = False,
         assets: Mapping[str, bytes] = MappingProxyType({}),
@@ -84,7 +84,7 @@ class Checkpointer:
             SaveError: on all ranks; this or, in the background, the save before did not succeed.
         """
         self.wait()
-        tensors = dict(self._tensors()) | self._communication_state()
+        tensors = dict(self._tensors()) | self._extra_state()
         self._bytes = self._bytes or sum(dict(ChainMap(*gather({n: t.nbytes for n, t in tensors.items()}))).values())
         rng = json.dumps(_random_state(self.world.device))
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
@@ -217,14 +217,14 @@ class Checkpointer:
             reader = SafeReader(path, sealed.read_manifest(path)["files"])
             saved = _saved_tensors(path, reader)
             _check_names(path, saved, wanted)
-        communication = self._empty_communication_state(saved)
-        load_safely(tensors | communication, reader)
+        extra = self._empty_extra_state(saved)
+        load_safely(tensors | extra, reader)
         for name, tensor in everything:
             if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
                 tensor.copy_(tensors[name])
-        prefix = self._prefix(self.world.rank)
-        self._model.resume(
-            trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in communication.items()}
+        prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
+        self._model.restore_extra_state(
+            trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
         )
         rng = path / f"rng-{self.world.rank}.json"
         if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
@@ -236,27 +236,24 @@ class Checkpointer:
         """Every tensor of the checkpoint that this rank holds, by its name there, which is the same in every layout."""
         for name, parameter in self._model.trained_parameters():
             yield name, parameter.detach()
-        for name, tensor in named_state(self._model.trained_parameters(), self._optimizer):
-            yield f"optimizer.{name}", tensor
+        for name, tensor in self._optimizer.named_state():
+            yield OPTIMIZER + name, tensor
 
-    def _communication_state(self) -> dict[str, Tensor]:
-        prefix = self._prefix(self.world.rank)
-        return {prefix + name: tensor for name, tensor in self._model.communication_state().items()}
+    def _extra_state(self) -> dict[str, Tensor]:
+        prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
+        return {prefix + name: tensor for name, tensor in self._model.extra_state().items()}
 
-    def _empty_communication_state(self, saved: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """To load this rank's into; nothing unless the model wants it and as many ranks as now have saved theirs."""
-        ranks = {name.split(".")[1] for name in saved if name.startswith(_COMMUNICATION)}
-        if not self._model.has_memory or ranks != {f"rank-{rank}" for rank in range(self.world.size)}:
+    def _empty_extra_state(self, saved: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """To load this rank's into; nothing unless the layout has such state and as many ranks as now saved theirs."""
+        kind = self._model.extra_state_name
+        saved_by = {owner[1] for owner in map(rank_of, saved) if owner and owner[0] == kind}
+        if not kind or saved_by != set(range(self.world.size)):
             return {}
         return {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device=self.world.device)
             for name, entry in saved.items()
-            if name.startswith(self._prefix(self.world.rank))
+            if name.startswith(rank_prefix(kind, self.world.rank))
         }
-
-    @staticmethod
-    def _prefix(rank: int) -> str:
-        return f"{_COMMUNICATION}rank-{rank}."
 
 
 @contextmanager
@@ -299,9 +296,7 @@ def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Ki
     over all ranks. Only what ranks keep of their own may be there or not: another layout goes on without it.
     """
     found: Kinds = {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in saved.items()
-        if not name.startswith(_COMMUNICATION)
+        name: (entry.size, entry.properties.dtype) for name, entry in saved.items() if rank_of(name) is None
     }
     if found == wanted:
         return

@@ -22,9 +22,9 @@ from titan_mi100.durable import HashingStream
 from titan_mi100.errors import UserError
 from titan_mi100.safe_read import SafeReader, read_torch_file
 from titan_mi100.sealed import Written
+from titan_mi100.state_keys import is_weight
 from titan_mi100.weights import EMBEDDING, Kind, Weights
 
-NOT_WEIGHTS = ("optimizer.", "powersgd.")  # begin the names of a checkpoint's other tensors
 _WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
 _STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
 
@@ -64,11 +64,11 @@ def wrapped_in(names: Collection[str]) -> str:
 class DCPWeights(Weights):
     """The weights of a DCP folder, whoever wrote it; what else it holds is not looked at."""
 
-    def __init__(self, folder: str | Path, but_not: tuple[str, ...] = NOT_WEIGHTS) -> None:
+    def __init__(self, folder: str | Path, only_weights: bool = True) -> None:
         """Look at the folder.
 
         Args:
-            but_not: what the names of other tensors begin with.
+            only_weights: leave out optimizer state and what ranks keep for themselves.
 
         Raises:
             UserError: it is no DCP folder, damaged, or holds anything that none needs.
@@ -84,7 +84,7 @@ class DCPWeights(Weights):
             if (
                 isinstance(entry, TensorStorageMetadata)
                 and stored.startswith(self._prefix)
-                and not name.startswith(but_not)
+                and (is_weight(name) or not only_weights)
             ):
                 self.kinds[name] = Kind(tuple(entry.size), entry.properties.dtype)
                 self._chunks[name] = entry.chunks

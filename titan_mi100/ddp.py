@@ -50,25 +50,25 @@ class ReplicatedModel(ParallelModel):
             init_sync=False,  # the weights are filled in later, alike on all ranks
             gradient_as_bucket_view=True,
         )
-        self.has_memory = config.parallelism.powersgd_rank > 0
         self._compression: PowerSGD | None = None
-        if self.has_memory:
+        if config.parallelism.powersgd_rank:
+            self.extra_state_name = "powersgd"
             self._compression = PowerSGD(self.trained_parameters(), group, config.parallelism)
         self._in_bf16 = reduce_dtype(config.training) == torch.bfloat16
-        if self.has_memory or self._in_bf16:
+        if self._compression is not None or self._in_bf16:
             self._ddp.register_comm_hook(group, self._reduce)
         # until a step is compressed, each gradient is sent once
         self.gradient_bytes = sum(2 * p.numel() if self._in_bf16 else p.nbytes for _, p in self.trained_parameters())
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._step += 1
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
             with nullcontext() if is_last else self._ddp.no_sync():
                 loss = self._ddp(**self._on_device(microbatch))
-                # DDP averages over its ranks by construction; the loss is divided by all that they have together
-                (loss * (self._world_size / max(supervised, 1))).sum().backward()
+                # DDP averages over its ranks by construction; the weight asks for the sum
+                (loss * (self._world_size * weight)).sum().backward()
             losses.append(loss.detach().double())
         if self._compression is not None and self._compression.is_on(self._step):
             self.gradient_bytes = self._compression.reduce(self._step)
@@ -83,13 +83,13 @@ class ReplicatedModel(ParallelModel):
             return noop_hook(group, bucket)
         return (bf16_compress_hook if self._in_bf16 else allreduce_hook)(group, bucket)
 
-    def communication_state(self) -> dict[str, Tensor]:
+    def extra_state(self) -> dict[str, Tensor]:
         return {} if self._compression is None else self._compression.memory()
 
-    def resume(self, step: int, communication: dict[str, Tensor]) -> None:
+    def restore_extra_state(self, step: int, state: dict[str, Tensor]) -> None:
         self._step = step
         if self._compression is not None and self._compression.is_on(step):
-            self._compression.restore(communication)
+            self._compression.restore(state)
 
 
 _MIN_RATE = 2  # a matrix is compressed if that sends less than a half of it

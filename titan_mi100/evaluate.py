@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import Microbatch, validation_batches
 from titan_mi100.distributed import sum_over_ranks
-from titan_mi100.layout import IGNORE, Batch, Layout
+from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.parallelize import ParallelModel
 
 _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks look, and a pipeline waits for that
@@ -16,7 +16,6 @@ def validation_loss(
     model: ParallelModel,
     dataset: PackedDataset,
     batch: Batch,
-    layout: Layout,
     dp_rank: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
@@ -42,8 +41,7 @@ def validation_loss(
     loss = model.evaluate(counted()).item()
     if stopped:
         return None
-    # every stage of a pipeline has read the same rows, and every tensor-parallel rank has the same loss
-    loss, total = sum_over_ranks([loss / layout.tp, supervised / (layout.tp * layout.pp)], model.device)
+    loss, total = sum_over_ranks([loss, supervised if model.counts_rows else 0], model.device)
     return loss / total
 
 

@@ -1,4 +1,4 @@
-"""AdamW, and its state by parameter name."""
+"""AdamW over named parameters, and its state by name."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,43 +7,52 @@ from torch import Tensor, nn
 
 from titan_mi100.settings import OptimizerConfig
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter, 2019) whose state can be named before its first step, for a checkpoint to fill."""
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(`<parameter>.<state>`, tensor) of everything a resume needs; made here where no step has made it yet.
+
+        The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
+        cast them to the parameter's dtype, and goes by position instead of by name.
+        """
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if not self.state[parameter]:
+                    self._start(parameter)
+                for key, value in self.state[parameter].items():
+                    yield f"{name}.{key}", value
+
+    def _start(self, parameter: nn.Parameter) -> None:
+        # fused kernels want the step count on the parameter's device
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter] = {"step": step, **moments}
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, device: torch.device
-) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019), fused, with no decay on the norms' vectors."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for p in parameters:
-        (matrices if p.ndim > 1 else vectors).append(p)
-    decays = ((matrices, config.weight_decay), (vectors, 0.0))
-    groups = [{"params": alike, "weight_decay": decay} for alike, decay in decays if alike]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda")
-    )
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, device: torch.device
+) -> AdamW:
+    """AdamW, fused, in groups: matrices with weight decay, the norms' vectors without.
 
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def named_state(
-    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor]]:
-    """(`<parameter>.<state>`, tensor) of AdamW's state, made first where no step has made it yet.
-
-    The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
-    cast, and goes by position instead of by name.
+    Args:
+        parameters: by HF name; what is trained.
     """
+    matrices: list[tuple[str, nn.Parameter]] = []
+    vectors: list[tuple[str, nn.Parameter]] = []
     for name, parameter in parameters:
-        state = optimizer.state[parameter]
-        if not state:
-            # fused kernels want the step count on the parameter's device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
-        for key in _STATE:
-            yield f"{name}.{key}", state[key]
+        (matrices if parameter.ndim > 1 else vectors).append((name, parameter))
+    decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [
+        {"params": alike, "peak_lr": config.lr, "lr": config.lr, "weight_decay": decay}
+        for alike, decay in decays
+        if alike
+    ]
+    return AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda"))
+
+
+def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set each group's learning rate to its share of its own peak, for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor

@@ -30,36 +30,42 @@ class ParallelModel(ABC):
 
     Attributes:
         parts: the model, or this rank's pipeline stages; materialised, values to be filled in.
+        counts_rows: several ranks may read the same rows (a tensor-parallel group, a pipeline); exactly one of them
+            counts the rows' tokens.
+        counts_loss: likewise, exactly one of the ranks that know a loss counts it.
         gradient_bytes: of gradients that this rank gave to collectives in the last step; None: not counted.
-        has_memory: whether a resume needs communication_state back.
+        extra_state_name: names what this layout keeps from step to step beside weights and optimizer state, each rank
+            its own (see extra_state); "": nothing.
     """
 
     parts: list[Qwen3]
     device: torch.device
+    counts_rows = True
+    counts_loss = True
     gradient_bytes: int | None = None
-    has_memory = False
+    extra_state_name = ""
 
     @abstractmethod
-    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
-        """Leave the gradient of (summed loss / supervised), summed over all ranks, in every parameter's `grad`.
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
+        """Leave the gradient of weight x summed loss, summed over all ranks, in every parameter's `grad`.
 
         Args:
-            supervised: supervised tokens of the whole step, over all ranks.
+            weight: of each token's loss: loss scale / supervised tokens of the whole step over all ranks.
 
         Returns:
-            The microbatches' summed losses on this rank, (microbatches,) fp64: every rank of a tensor-parallel group
-            has the whole of them, and in a pipeline only the last stage has any, the others zeros.
+            The microbatches' summed losses without the weight, (microbatches,) fp64. Each loss is counted on one rank;
+            the others that took part in it return zeros. So the sum over all ranks is the step's loss.
         """
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """The loss summed over the microbatches, (1,) fp64, without gradients; where forward_backward has losses."""
+        """The loss summed over the microbatches, (1,) fp64, without gradients; counted as in forward_backward."""
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
         with without_dropout(self.parts):
             for microbatch in microbatches:
                 loss_sum += self.parts[0](**self._on_device(microbatch))
         free_gathered(self.parts)
-        return loss_sum
+        return self._counted_once(loss_sum)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds, by its HF name."""
@@ -70,21 +76,24 @@ class ParallelModel(ABC):
         """Those of them that are not frozen: of the optimizer, the gradient norm and the checkpoints."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
-    def communication_state(self) -> dict[str, Tensor]:
-        """What the reduction of gradients carries from step to step, by name: this rank's own, for the checkpoint."""
+    def extra_state(self) -> dict[str, Tensor]:
+        """What this rank keeps from step to step beside weights and optimizer state, by name, for the checkpoint."""
         return {}
 
-    def resume(self, step: int, communication: dict[str, Tensor]) -> None:  # noqa: B027  # most layouts carry nothing
-        """Go on after this step of the run.
+    def restore_extra_state(self, step: int, state: dict[str, Tensor]) -> None:  # noqa: B027  # most layouts have none
+        """Continue after this step of the run.
 
         Args:
-            communication: what communication_state gave this rank then; empty if a layout without it, or as many ranks,
-                made the checkpoint. Only where has_memory.
+            state: what extra_state gave this rank then; empty if the checkpoint has none of this name, or was saved by
+                another number of ranks.
         """
 
     def copies(self) -> list[nn.Parameter]:
         """Parameters that are held elsewhere too, and are not to be counted here: a pipeline's second tied copy."""
         return []
+
+    def _counted_once(self, losses: Tensor) -> Tensor:
+        return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in microbatch.items()}
@@ -100,8 +109,9 @@ class ShardedModel(ParallelModel):
         self.parts, self.device = [model], device
         self._model: Any = model  # with FSDPModule's methods
         self._tp, self._zero_stage = mesh["tp"], layout.zero_stage
+        self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
@@ -111,10 +121,10 @@ class ShardedModel(ParallelModel):
             self._model.set_reshard_after_backward(is_last or self._zero_stage == 3)
             self._model.set_requires_all_reduce(is_last)  # among replicas: once is enough
             loss = self._model(**self._on_device(microbatch))
-            (loss / max(supervised, 1)).sum().backward()
+            (loss * weight).sum().backward()
             losses.append(loss.detach().double())
         sum_replicated_gradients(self.parts, self._tp)
-        return torch.cat(losses)
+        return self._counted_once(torch.cat(losses))
 
 
 def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None:

@@ -84,16 +84,20 @@ class PipelinedModel(ParallelModel):
         wide = torch.promote_types(dtype, torch.float32)
         self._loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         stages = [self._stage(index, part) for index, part in zip(self._mine, self.parts, strict=True)]
-        self._divisor = 1
+        self._weight, self._losses = 1.0, list[Tensor]()
         kind = get_schedule_class(name)
         self._schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
             n_microbatches=max(microbatches, self._stages) if name == "GPipe" else microbatches,
-            loss_fn=lambda loss, target: loss.sum() / self._divisor,
+            loss_fn=self._weigh,
             scale_grads=False,
         )
         # torch 2.8 wants as many microbatches as stages of GPipe too, when it is made; it runs with fewer
         self._schedule._n_microbatches = microbatches
+        # every stage and every tensor-parallel rank reads the rows; the loss is known where the last stage is
+        first_of_tp = self._tp.get_local_rank() == 0
+        self.counts_rows = first_of_tp and self._pp.get_local_rank() == 0
+        self.counts_loss = first_of_tp and self._stages - 1 in self._mine
 
     def _stage(self, index: int, part: Qwen3) -> PipelineStage:
         """With the shapes told, so that nothing is run to find them out."""
@@ -126,20 +130,23 @@ class PipelinedModel(ParallelModel):
                 mine = group
         return mine
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
-        self._divisor = max(supervised, 1)
+    def _weigh(self, loss: Tensor, target: Tensor) -> Tensor:
+        """The schedule's loss function: what it differentiates; the loss itself is kept."""
+        self._losses.append(loss.detach().double())
+        return loss.sum() * self._weight
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
+        self._weight, self._losses = weight, []
         whole = {name: torch.cat([m[name] for m in microbatches]).to(self.device) for name in microbatches[0]}
         ids = whole.pop("input_ids")
         inputs = (ids,) if 0 in self._mine else ()
-        losses: list[Tensor] = []
-        has_last = self._stages - 1 in self._mine
         # the loss needs no target, but the last stage's schedule does
-        self._schedule.step(*inputs, target=ids if has_last else None, losses=losses if has_last else None, **whole)
+        self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **whole)
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
-        if not losses:
+        if not self.counts_loss:
             return torch.zeros(len(microbatches), dtype=torch.float64, device=self.device)
-        return torch.stack([loss.detach().double() * self._divisor for loss in losses])
+        return torch.cat(self._losses)
 
     def _tied_weights(self) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]
@@ -178,7 +185,7 @@ class PipelinedModel(ParallelModel):
                     elif after != here:
                         dist.send(x.contiguous(), ranks[after], group)
         free_gathered(self.parts)
-        return loss_sum
+        return self._counted_once(loss_sum)
 
 
 def _local(gradient: Tensor | None) -> Tensor:

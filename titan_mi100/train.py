@@ -52,7 +52,7 @@ from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
 from titan_mi100.model import attention
 from titan_mi100.model_source import open_source
-from titan_mi100.optimizer import build_optimizer, set_lr
+from titan_mi100.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallelize import ParallelModel
 from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.run_folder import RunFolder, RunState, launcher_is_told, write_run_state
@@ -150,7 +150,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
     model = build_model(config, spec, mesh, world, supervised_share)
     load_weights(model, config, spec, found.path if found else None)
-    optimizer = build_optimizer((p for _, p in model.trained_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     with raise_together():
         base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
         assets = run_assets(spec, base, tokenizer, config.model.chat_template) if world.rank == 0 else {}
@@ -176,7 +176,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     def validate() -> bool:
         """Whether this was the lowest loss so far; sets `validation_due` if it was given up to stop."""
         assert data.validation is not None
-        loss = validation_loss(model, data.validation, batch, layout, dp_rank, told_to_stop)
+        loss = validation_loss(model, data.validation, batch, dp_rank, told_to_stop)
         progress.validation_due = loss is None
         if loss is None:
             return False
@@ -195,13 +195,13 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     stopping = told_to_stop()
     while progress.step < steps and not stopping:
         progress.step += 1
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, progress.step, steps)
-        set_lr(optimizer, lr)
+        factor = lr_factor(config.lr_scheduler, progress.step, steps)
+        scale_lr(optimizer, factor)
         if config.lora.dropout:
             distributed.seed_dropout(config.training.seed, progress.step, mesh)
         result = trainer.step()
         if reporter is not None:
-            reporter.step(progress.step, stream.rows_consumed / epoch_rows, lr, result)
+            reporter.step(progress.step, stream.rows_consumed / epoch_rows, config.optimizer.lr * factor, result)
         faults.record(progress.step, result)
         progress.skipped_steps += result.skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
@@ -361,21 +361,22 @@ class Trainer:
         optimizer as they are, if a loss or a gradient is not finite on any.
         """
         started = time.perf_counter()
-        device, tp, pp = self._model.device, self._layout.tp, self._layout.pp
+        device = self._model.device
         microbatches = [next(self._microbatches) for _ in range(self._batch.gradient_accumulation_steps)]
         waited = time.perf_counter() - started
 
         # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
         # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
-        counts = sum_over_ranks(_counts(microbatches), device)
-        tokens, supervised, pairs = (round(count / (tp * pp)) for count in counts)  # these ranks read the same rows
-        losses = self._model.forward_backward(microbatches, supervised).tolist()
+        counts = _counts(microbatches) if self._model.counts_rows else [0, 0, 0]
+        tokens, supervised, pairs = map(round, sum_over_ranks(counts, device))
+        weight = 1 / supervised if supervised else 0.0
+        losses = self._model.forward_backward(microbatches, weight).tolist()
         parameters = [parameter for _, parameter in self._model.trained_parameters()]
         gradients = measure_gradients(parameters, self._model.copies())
         # One sum for the norm, the loss and the flag: the ranks cannot come to different ends.
-        mine = [gradients.squares, sum(losses) / tp, float(not gradients.finite)]
+        mine = [gradients.squares, sum(losses), float(not gradients.finite)]
         squares, loss_sum, not_finite = sum_over_ranks(mine, device)
-        grad_norm, mean_loss = math.sqrt(squares), loss_sum / max(supervised, 1)
+        grad_norm, mean_loss = math.sqrt(squares), loss_sum * weight
         skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
         if not skipped:
             if 0 < self._max_norm < grad_norm:

@@ -44,7 +44,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     mesh = distributed.build_mesh(layout, world.device)
     model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
     build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     ids = torch.arange(SEQ_LEN)[None]
     row = {"input_ids": ids, "labels": ids + 1, "positions": ids, "document_ids": torch.zeros_like(ids)}
     row["labels"][0, -1] = IGNORE

@@ -178,7 +178,7 @@ def _child(
         mesh = distributed.build_mesh(config.layout(processes), world.device)
         model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
         build.load_weights(model, config, SPEC, checkpoint=None)
-        optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+        optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
         work(world, Checkpointer(folder, KEEP, model, optimizer, world, in_background))
     except BaseException as error:
         code = 7 if isinstance(error, SaveError) else 8

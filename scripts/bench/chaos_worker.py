@@ -96,7 +96,6 @@ from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import Gradients
 from titan_mi100.metrics import StepResult
 from titan_mi100.model.qwen3 import Block
-from titan_mi100.optimizer import named_state
 
 
 def around(
@@ -147,8 +146,7 @@ def observe(chaos: Chaos) -> None:
 def digest(trainer: train.Trainer) -> str:
     """Of this rank's part of the parameters and of the optimizer's state."""
     found = hashlib.sha256()
-    tensors = [*trainer._model.named_parameters()]
-    for _, tensor in [*tensors, *named_state(tensors, trainer._optimizer)]:
+    for _, tensor in [*trainer._model.named_parameters(), *trainer._optimizer.named_state()]:
         local = getattr(tensor, "_local_tensor", tensor).detach()
         found.update(local.contiguous().view(-1).view(torch.uint8).numpy())
     return found.hexdigest()

@@ -154,7 +154,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
     if not cell.load_from:
         build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     gradients: list[tuple[str, Tensor]] = []
 
     def keep(*_: Any) -> None:
@@ -171,7 +171,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     steps = []
     for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
         steps += [trainer.step() for _ in range(STEPS // 2)]
-        held_out = validation_loss(model, dataset(), batch, layout, dp_rank)
+        held_out = validation_loss(model, dataset(), batch, dp_rank)
     if cell.save_to:
         Path(cell.save_to).mkdir(exist_ok=True)
         state = {"step": STEPS // 2, "loader": stream.state_dict()}

@@ -179,7 +179,7 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
     mesh = distributed.build_mesh(layout, world.device)
     model = build.build_model(config, spec, mesh, world, supervised_share)
     build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     stream = RowStream(data.train, batch, distributed.data_parallel_rank(mesh), config.training.seed)
     trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
     bounds: list[float] = []

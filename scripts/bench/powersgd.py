@@ -63,7 +63,7 @@ def worker(flavor: str, rank: int, output: Path) -> None:
             reducing.append(time.perf_counter() - started)
         for _, parameter in model.named_parameters():
             parameter.grad = None
-    memory = model.communication_state()
+    memory = model.extra_state()
     record = {
         "torch": torch.__version__,
         "flavor": flavor,

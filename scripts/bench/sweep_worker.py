@@ -50,7 +50,7 @@ def measure(row: Row, world: World) -> dict[str, Any]:
     data = made_up_rows(batch.global_batch_size, row.seq, spec.vocab_size, row.supervised)
     model = build.build_model(config, spec, mesh, world, row.supervised)
     build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     stream = iter(RowStream(data, batch, distributed.data_parallel_rank(mesh), seed=0))
     # every step learns the same rows again, made before the first: no rank ever waits for another one's data
     rows = list(islice(stream, batch.gradient_accumulation_steps))

@@ -80,7 +80,7 @@ def run(
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
     model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
     build.load_weights(model, config, SPEC, resume)
-    optimizer = build_optimizer((p for _, p in model.named_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     folder.mkdir(exist_ok=True)
     checkpointer = Checkpointer(folder, 0, model, optimizer, world)
     done = 0 if resume is None else checkpointer.load(resume)["step"]
@@ -98,7 +98,7 @@ def run(
             checkpointer.save(step, {"step": step}, about={})
         if step in keep_at:
             weights = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
-            memory = {name: tensor.clone() for name, tensor in model.communication_state().items()}
+            memory = {name: tensor.clone() for name, tensor in model.extra_state().items()}
             record["kept"][step] = {"weights": weights, "memory": memory}
     log.removeHandler(messages)
     return {**record, "messages": messages.lines}

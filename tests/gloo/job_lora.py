@@ -36,7 +36,7 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
     model, dp_rank = build(world, case, config)
     mesh = distributed.build_mesh(layout, world.device)
     before = {name: whole(p) for name, p in model.named_parameters()}
-    optimizer = build_optimizer((p for _, p in model.trained_parameters()), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     done = 0
     if "resume" in split:
         path = folder / split["resume"] / f"step-{split['from']}"
@@ -53,7 +53,7 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
         losses.append(result.loss)
         sent.append(result.gradient_bytes)
     state = torch.get_rng_state()
-    validation = [validation_loss(model, dataset, batch, layout, dp_rank) for _ in range(2)]
+    validation = [validation_loss(model, dataset, batch, dp_rank) for _ in range(2)]
     drew = not torch.equal(state, torch.get_rng_state())
     if "save" in split:
         Checkpointer(folder / split["save"], 0, model, optimizer, world).save(
