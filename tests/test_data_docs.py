@@ -29,5 +29,5 @@ def test_the_example_is_detected_and_learned_as_the_page_says(
     path = tmp_path / "rows.jsonl"
     path.write_text(rows, encoding="utf-8")
     data = load(path)
-    assert data.facts["summary"][0].startswith(f"{path}: format {name}")
+    assert data.facts.summary[0].startswith(f"{path}: format {name}")
     assert "\n".join(supervised_texts(data.train, load_tokenizer(ASSETS / "tokenizer"))) == learned

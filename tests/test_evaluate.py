@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import ASSETS, REPO, torchrun
 
+from titan_mi100.data.facts import SetFacts
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.evaluate import bits_per_byte
 from titan_mi100.layout import IGNORE
@@ -66,5 +67,5 @@ def test_bits_per_byte_are_those_of_transformers_and_text_on_one_process_and_two
 
 
 def test_where_nothing_is_spelled_there_are_no_bits_per_byte() -> None:
-    assert bits_per_byte(2.0, {"supervised": 3, "supervised_bytes": 0}) is None
-    assert bits_per_byte(math.log(2), {"supervised": 8, "supervised_bytes": 2}) == pytest.approx(4)
+    assert bits_per_byte(2.0, SetFacts(1, 3, 3, 0, 1)) is None
+    assert bits_per_byte(math.log(2), SetFacts(1, 8, 8, 2, 1)) == pytest.approx(4)

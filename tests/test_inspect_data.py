@@ -14,7 +14,8 @@ from conftest import ASSETS, REPO, SHARED_DATA
 from test_sentencepiece_tokenizer import train
 
 from titan_mi100 import inspect_report
-from titan_mi100.data.loader import RowStream, row_at
+from titan_mi100.data.epochs import ShuffledEpochs
+from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.inspect_data import main
 from titan_mi100.inspect_report import token_texts
@@ -85,10 +86,11 @@ def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, in
     config = DataConfig(path=(str(inspect.file),), overlong=overlong)
     dataset = prepare_data(config, str(ASSETS / "tokenizer"), "", 256).train
     shown = inspect.report("--row", f"0-{len(dataset) - 1}", "--data.overlong", overlong)["shown"]
-    loader = iter(RowStream(dataset, Batch(1, 1, 1), 0, seed=7))
+    source = ShuffledEpochs(dataset, 7, 1)
+    loader = iter(RowStream(source, Batch(1, 1, 1), 0))
     for number in range(len(dataset)):
         batch = {name: value[0].tolist() for name, value in next(loader).items()}
-        row = shown[row_at(number, len(dataset), 1, seed=7)]
+        row = shown[source.index(number)]
         labels = [token if seen else IGNORE for token, seen in zip(row["id"], row["supervised"], strict=True)]
         assert (row["id"], row["position"], row["document"]) == (
             batch["input_ids"], batch["positions"], batch["document_ids"]

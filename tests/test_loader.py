@@ -1,13 +1,16 @@
 """Rows as the ranks get them: whole documents, shifted labels, and an order that is a pure function."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import torch
 from conftest import packed, random_documents
 
-from titan_mi100.data.dataset import PackedDataset
-from titan_mi100.data.loader import RowStream, renumber, row_at, rows_per_epoch, validation_batches
+from titan_mi100.data.dataset import PackedDataset, Row
+from titan_mi100.data.epochs import ShuffledEpochs
+from titan_mi100.data.loader import RowStream, validation_batches
+from titan_mi100.data.source import RowSource
 from titan_mi100.layout import IGNORE, Batch
 
 
@@ -27,13 +30,20 @@ def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() 
     assert (padding.labels == IGNORE).all() and (padding.document_ids == -1).all()
 
 
+def one_token_rows(rows: int) -> PackedDataset:
+    """Row i is the token i and another; a row of padding is 99."""
+    return packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(rows)], 2, 99)
+
+
+def stream_of(dataset: PackedDataset, batch: Batch, rank: int, seed: int, start: int = 0) -> RowStream:
+    stream = RowStream(ShuffledEpochs(dataset, seed, batch.global_batch_size), batch, rank)
+    stream.load_state_dict({"rows_consumed": start})
+    return stream
+
+
 def stream_rows(dataset: PackedDataset, batch: Batch, steps: int, seed: int, start: int = 0) -> list[list[int]]:
     """First tokens of the rows of each step, over all ranks, sorted within the step."""
-    streams = []
-    for rank in range(batch.dp_degree):
-        stream = RowStream(dataset, batch, rank, seed)
-        stream.load_state_dict({"rows_consumed": start})
-        streams.append(iter(stream))
+    streams = [iter(stream_of(dataset, batch, rank, seed, start)) for rank in range(batch.dp_degree)]
     found = []
     for _ in range(steps):
         step = [next(s)["input_ids"][:, 0].tolist() for _ in range(batch.gradient_accumulation_steps) for s in streams]
@@ -42,7 +52,7 @@ def stream_rows(dataset: PackedDataset, batch: Batch, steps: int, seed: int, sta
 
 
 def test_every_split_of_a_global_batch_reads_the_same_rows_in_the_same_order() -> None:
-    dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
+    dataset = one_token_rows(21)
     expected = stream_rows(dataset, Batch(8, 1, 1), steps=7, seed=3)
     for local, accumulation, ranks in ((4, 2, 1), (1, 8, 1), (4, 1, 2), (1, 2, 4), (2, 1, 4)):
         assert stream_rows(dataset, Batch(local, accumulation, ranks), steps=7, seed=3) == expected
@@ -57,48 +67,78 @@ def test_every_split_of_a_global_batch_reads_the_same_rows_in_the_same_order() -
 def test_the_streams_state_is_the_row_count_and_restores_it() -> None:
     dataset = packed(random_documents(50, [8] * 30), 8, 0)
     batch = Batch(2, 2, 2)
-    stream = RowStream(dataset, batch, 1, seed=5)
+    stream = stream_of(dataset, batch, 1, seed=5)
     iterator = iter(stream)
     for _ in range(6):
         next(iterator)
     state = json.loads(json.dumps(stream.state_dict()))
     assert state == {"rows_consumed": 24}
     expected = [next(iterator) for _ in range(5)]
-    again = RowStream(dataset, batch, 1, seed=5)
+    again = stream_of(dataset, batch, 1, seed=5)
     again.load_state_dict(state)
     for microbatch, old in zip(iter(again), expected, strict=False):
         assert all(torch.equal(microbatch[name], old[name]) for name in old)
 
 
-def test_a_stream_names_the_rows_of_its_last_step() -> None:
-    dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
-    batch = Batch(2, 3, 2)
-    stream = RowStream(dataset, batch, 1, seed=5)
-    iterator = iter(stream)
-    for _ in range(4):  # over the end of an epoch, where rows are padding
-        step = [next(iterator) for _ in range(3)]
+def test_a_step_is_a_pure_function_of_its_first_row_and_names_its_rows() -> None:
+    dataset, batch = one_token_rows(21), Batch(2, 3, 2)
+    stream = stream_of(dataset, batch, 1, seed=5)
+    in_order = iter(stream_of(dataset, batch, 1, seed=5))
+    steps = [[next(in_order) for _ in range(3)] for _ in range(4)]  # over the end of an epoch, where rows are padding
+    for number in (2, 0, 3, 1, 1):  # ahead, back, again
+        step = stream.step(12 * number)
+        assert stream.rows_consumed == 0
+        for microbatch, expected in zip(step, steps[number], strict=True):
+            assert all(torch.equal(microbatch[name], expected[name]) for name in expected)
         for chosen in ([0, 1, 2], [1], []):
             first_tokens = [int(ids[0]) for m in chosen for ids in step[m]["input_ids"]]
-            assert first_tokens == [
-                99 if row < 0 else int(dataset.row(row).input_ids[0]) for row in stream.rows_of_last_step(chosen)
-            ]
+            numbers = stream.row_numbers(12 * number, chosen)
+            assert first_tokens == [int(stream.source.row(number).input_ids[0]) for number in numbers]
 
 
-def test_another_global_batch_goes_on_at_the_same_place_of_the_same_epoch() -> None:
-    dataset = packed([(np.array([i, 0], dtype=np.int32), np.array([1, 1], bool)) for i in range(21)], 2, 99)
+def test_another_global_batch_resumes_at_the_same_place_of_the_same_epoch() -> None:
+    dataset = one_token_rows(21)
     for steps in range(6):
-        consumed = renumber(8 * steps, before=(21, 8), now=(21, 5))
+        consumed = ShuffledEpochs(dataset, 3, 5).resume_at(8 * steps, rows=21, global_batch_size=8)
         before = stream_rows(dataset, Batch(8, 1, 1), steps, seed=3)
         after = stream_rows(dataset, Batch(5, 1, 1), 10, seed=3, start=consumed)
         rows = [token for step in [*before, *after] for token in step if token != 99]
         assert sorted(rows[:21]) == sorted(rows[21:42]) == list(range(21))
 
 
-def test_row_at_is_a_pure_function_of_seed_and_number() -> None:
-    assert rows_per_epoch(10, 4) == 12
-    order = [row_at(number, 10, 4, seed=1) for number in range(12)]
-    assert sorted(order) == [-1, -1, *range(10)] and order[10:] == [-1, -1]
-    assert [row_at(number, 10, 4, seed=1) for number in reversed(range(12))] == order[::-1]
+def test_a_smaller_set_resumes_at_the_end_of_the_epoch_that_was_read_beyond_it() -> None:
+    source = ShuffledEpochs(one_token_rows(9), 3, 4)  # epochs of 12 row numbers
+    places = [source.resume_at(consumed, rows=21, global_batch_size=8) for consumed in (0, 8, 16, 24, 40)]
+    assert places == [0, 8, 9, 12, 21]
+
+
+def test_the_order_is_a_pure_function_of_seed_and_number_and_stays_as_it_was() -> None:
+    source = ShuffledEpochs(one_token_rows(10), 1, 4)
+    assert source.rows_per_epoch == 12
+    # A run that was begun by an older version resumes in this order.
+    order = [8, 4, 7, 0, 1, 2, 5, 9, 6, 3, -1, -1, 7, 2, 4, 6, 1, 0, 3, 5, 9, 8, -1, -1]
+    assert [source.index(number) for number in range(24)] == order
+    assert [source.index(number) for number in reversed(range(24))] == order[::-1]
+    assert ShuffledEpochs(one_token_rows(12), 1, 4).rows_per_epoch == 12
+
+
+class Counting:
+    """The least that is a row source: a stream without epochs and shuffling."""
+
+    fingerprint, rows_per_epoch = "counting", None
+
+    def row(self, number: int) -> Row:
+        return replace(one_token_rows(1).row(0), input_ids=np.array([number, 0]))
+
+    def where(self, number: int) -> list[str]:
+        return [f"numbers:{number}"]
+
+
+def test_a_stream_without_epochs_is_a_row_source() -> None:
+    source: RowSource = Counting()
+    streams = [RowStream(source, Batch(1, 2, 2), rank) for rank in range(2)]
+    tokens = [[m["input_ids"][:, 0].tolist() for m in stream.step(400)] for stream in streams]
+    assert tokens == [[[400], [402]], [[401], [403]]]
 
 
 def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_malformed import ALL_LINES, GOOD, mutated
@@ -87,9 +86,9 @@ def test_gsm8k_is_learned_exactly_and_fills_its_rows() -> None:
     folder, path = SHARED_DATA / "qwen3_tokenizer", SHARED_DATA / "gsm8k" / "train.jsonl"
     data = load(path, seq_len=1024, tokenizer=folder)
     assert supervised_texts(data.train, Tokenizer.from_folder(folder)) == answers_of(path)
-    counts = data.facts["sets"]["train"]
-    assert counts["documents"] == 7473 and counts["tokens"] == 1_460_527
-    assert counts["tokens"] / (counts["rows"] * 1024) >= 0.995
+    counts = data.facts.train
+    assert counts.documents == 7473 and counts.tokens == 1_460_527
+    assert counts.tokens / (counts.rows * 1024) >= 0.995
     assert Counter(row["status"] for row in ledger(data)) == {"kept": 7473}
 
 
@@ -122,14 +121,12 @@ def test_text_and_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokeni
 
 def test_the_bytes_of_a_set_are_those_that_its_supervised_tokens_spell(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chat = write(tmp_path / "chat.jsonl", say("ä", "größer 🙂"), say("b", "再见！<|im_end|>", "c", "été"))
-    counted = load(chat, repeats=(3.0,), validation_path=(str(chat),)).facts["sets"]
+    counted = load(chat, repeats=(3.0,), validation_path=(str(chat),)).facts
     answers = len("größer 🙂再见！été".encode())
-    assert {name: count["supervised_bytes"] for name, count in counted.items()} == {
-        "train": 3 * answers,
-        "validation": answers,
-    }
+    assert counted.validation is not None
+    assert (counted.train.supervised_bytes, counted.validation.supervised_bytes) == (3 * answers, answers)
     end_only = write(tmp_path / "end.jsonl", {"input_ids": [5, tokenizer.eos_token_id, tokenizer.pad_token_id]})
-    assert load(end_only).facts["sets"]["train"]["supervised_bytes"] == 0
+    assert load(end_only).facts.train.supervised_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"overlong": "split"}], ids=["whole", "pieces that cut characters"])
@@ -137,10 +134,10 @@ def test_what_has_no_loss_has_no_bytes(options: dict[str, str], tmp_path: Path, 
     path = write(tmp_path / "text.jsonl", *({"text": "再见！🌻" * n} for n in range(1, 40)))
     data = load(path, seq_len=32 if options else 1024, **options)
     labels = [label for i in range(len(data.train)) for label in data.train.row(i).labels.tolist() if label != IGNORE]
-    counted = data.facts["sets"]["train"]
-    assert counted["supervised"] == len(labels)
+    counted = data.facts.train
+    assert counted.supervised == len(labels)
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert counted["supervised_bytes"] == sum(len(tokenizer.token_bytes(i)) for i in labels if i not in ends)
+    assert counted.supervised_bytes == sum(len(tokenizer.token_bytes(i)) for i in labels if i not in ends)
 
 
 LOSSES = {
@@ -201,7 +198,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
     assert len(documents(dropped.train)) == 1
     assert (
         f"  dropped: 2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)"
-        in (dropped.facts["summary"])
+        in dropped.facts.summary
     )
 
     cut = load(path, seq_len=size, overlong="truncate")
@@ -256,8 +253,8 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
     assert all(row["reason"] for row in rejected)
 
     data = load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS))
-    assert data.facts["sets"]["train"]["documents"] == len(BAD_ROWS)
-    assert any(line.startswith(f"  rejected: {len(BAD_ROWS)} rows") for line in data.facts["summary"])
+    assert data.facts.train.documents == len(BAD_ROWS)
+    assert any(line.startswith(f"  rejected: {len(BAD_ROWS)} rows") for line in data.facts.summary)
     with pytest.raises(RefusedData, match=rf"more than \[data\] max_bad_rows = {len(BAD_ROWS) - 1}"):
         load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS) - 1)
 
@@ -294,7 +291,7 @@ def test_10000_mutated_lines_are_all_in_the_ledger(tmp_path: Path) -> None:
         rows = ledger(data)
         assert [int(row["line"]) for row in rows] == list(range(1, len(lines) + count + 1))
         assert all(row["reason"] for row in rows if row["status"] != "kept")
-        assert data.facts["sets"]["train"]["documents"] == sum(int(row["documents"]) for row in rows)
+        assert data.facts.train.documents == sum(int(row["documents"]) for row in rows)
         total += count
     assert total >= 10_000
 
@@ -324,7 +321,7 @@ def test_duplicates_are_found_reported_and_never_straddle_the_split(tmp_path: Pa
     assert rows[601]["reason"] == f"of {path}:1" and rows[601]["set"] == rows[0]["set"]
 
     dropped = load(path, duplicates="drop")
-    assert dropped.facts["sets"]["train"]["documents"] == len(set(lines)) + 1
+    assert dropped.facts.train.documents == len(set(lines)) + 1
     assert ledger(dropped)[601]["reason"] == f"of {path}:1, left out"
 
 
@@ -332,11 +329,11 @@ def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path
     train = write(tmp_path / "train.jsonl", qa("a", "b"), qa("c", "d"))
     held_out = write(tmp_path / "held_out.jsonl", qa("e", "f"), qa("c", "d"))
     data = load(train, validation_path=(str(held_out),))
-    assert data.facts["warnings"] == [
+    assert data.facts.warnings == [
         f"1 validation rows are training rows too: the validation loss flatters ({held_out}:2 is {train}:2)"
     ]
     assert data.validation is not None and len(documents(data.validation)) == 2
-    assert load(train).facts["fingerprint"] == data.facts["fingerprint"]  # a resume may add or change validation
+    assert load(train).facts.fingerprint == data.facts.fingerprint  # a resume may add or change validation
 
 
 def test_repeats_and_weights(tmp_path: Path) -> None:
@@ -379,7 +376,7 @@ def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer)
     write(tmp_path / "a.jsonl", say("a", "messages"))
     data = load(tmp_path / "*.jsonl")
     assert supervised_texts(data.train, tokenizer) == ["columns<|im_end|>", "messages<|im_end|>"]
-    assert data.facts["summary"][0] == f"{tmp_path / 'a.jsonl'}: format messages (OpenAI)"
+    assert data.facts.summary[0] == f"{tmp_path / 'a.jsonl'}: format messages (OpenAI)"
     with pytest.raises(UserError, match=r"no\*.jsonl: matches no file"):
         load(tmp_path / "no*.jsonl")
 
@@ -398,9 +395,9 @@ def test_a_part_of_a_file_is_said_in_the_ledger_and_extreme_repeats_are(tmp_path
     rows = ledger(part)
     assert Counter(row["set"] for row in rows) == {"train": 25, "": 75}
     assert {row["reason"] for row in rows if not row["set"]} == {"not in an epoch's part of its file"}
-    assert any(line.endswith("read 0.25 times an epoch") for line in part.facts["summary"])
+    assert any(line.endswith("read 0.25 times an epoch") for line in part.facts.summary)
     one = write(tmp_path / "one.jsonl", qa("a", "b"))
-    assert any("read 50.00 times an epoch: the model" in line for line in load(one, repeats=(50.0,)).facts["warnings"])
+    assert any("read 50.00 times an epoch: the model" in line for line in load(one, repeats=(50.0,)).facts.warnings)
     with pytest.raises(UserError, match="more than 1,000 times: lower its weight"):
         load(path, one, weights=(1e-9, 1.0))
 
@@ -410,12 +407,12 @@ def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
     row["messages"][1]["reasoning_content"] = "first"
     path = write(tmp_path / "rows.jsonl", say("a", "b"), row, say("long " * 300, "x"))
     data = load(path)
-    assert [line.partition(",")[0] for line in data.facts["warnings"]] == [
+    assert [line.partition(",")[0] for line in data.facts.warnings] == [
         "33% of all rows are too long and dropped; see training.seq_len and data.overlong",
         "1 rows have reasoning in earlier turns that the template leaves out",
     ]
     assert ledger(data)[1]["reason"] == "earlier reasoning left out: of 1 turns, by the template"
-    assert not load(path, earlier_thinking="unroll", overlong="split").facts["warnings"]
+    assert not load(path, earlier_thinking="unroll", overlong="split").facts.warnings
 
 
 def test_rows_of_a_json_array_are_told_apart_and_a_broken_one_is_never_skipped(tmp_path: Path) -> None:
@@ -486,7 +483,7 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
     plans = []
     for workers in (1, 3):
         data = load(path, workers=workers, on_bad_row="skip", cache_folder=str(tmp_path / f"cache{workers}"))
-        plans.append((data.facts["plan"], data.ledger().read_text()))
+        plans.append((data.facts.plan, data.ledger().read_text()))
         assert not data.cached
     assert plans[0] == plans[1]
 
@@ -503,7 +500,7 @@ def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Pa
     write(path, qa("a", "b"), qa("c", "e"))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same time of modification
     changed = load(path, cache_folder=cache)
-    assert not changed.cached and changed.facts["plan"] != first.facts["plan"]
+    assert not changed.cached and changed.facts.plan != first.facts.plan
     for options in ({"seq_len": 128}, {"loss": "all"}, {"overlong": "split"}, {"duplicates": "drop"}):
         assert load(path, cache_folder=cache, **options).folder != changed.folder
     folder = tmp_path / "tokenizer"
@@ -512,7 +509,7 @@ def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Pa
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     same = load(path, cache_folder=cache, tokenizer=folder)
-    assert same.facts["plan"] == changed.facts["plan"]
+    assert same.facts.plan == changed.facts.plan
     config["chat_template"] = config["chat_template"].replace("{{-", "{{- '' ~")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert load(path, cache_folder=cache, tokenizer=folder).folder != same.folder
@@ -577,7 +574,7 @@ def test_a_damaged_prepared_folder_is_made_again(damage: str, tmp_path: Path) ->
     else:
         (first.folder / "meta.json").write_text('{"refused": ')
     again = load(path, cache_folder=str(cache))
-    assert not again.cached and again.facts["plan"] == first.facts["plan"] and documents(again.train)
+    assert not again.cached and again.facts.plan == first.facts.plan and documents(again.train)
     assert not list(cache.glob(".*"))
 
 
@@ -592,7 +589,7 @@ import sys
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.settings import DataConfig
 data = prepare_data(DataConfig(path=(sys.argv[1],), cache_folder=sys.argv[2], workers=2), sys.argv[3], "", 256)
-print(data.facts["plan"], data.cached)
+print(data.facts.plan, data.cached)
 """
 
 
@@ -641,9 +638,17 @@ def test_two_builds_at_once_and_killed_builds_end_with_the_same_plan(tmp_path: P
     assert len(folders) == 1
 
 
-def test_rows_name_their_lines(tmp_path: Path) -> None:
+def test_documents_and_rows_name_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", "bad", *(qa(f"q{i}", f"a{i}") for i in range(5)))
     data = load(path, on_bad_row="skip")
-    rows = np.load(data.folder / "rows.npy")
-    assert rows.tolist() == [[0, line, 0] for line in range(1, 7)]
-    assert np.load(data.folder / "document_rows.npy").tolist() == [1, 2, 3, 4, 5]
+    origins = data.train.documents.origins
+    assert origins is not None and origins.lines.tolist() == [[0, line, 0] for line in range(1, 7)]
+    assert [origins.where(document) for document in range(5)] == [f"{path}:{line}" for line in range(2, 7)]
+    rows = [data.train.where(index) for index in range(len(data.train))]
+    assert sorted(where for row in rows for where in row) == [f"{path}:{line}" for line in range(2, 7)]
+    for index, row in enumerate(rows):
+        assert row == [f"{path}:{2 + document}" for document in data.train.documents_of(index)]
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps([qa("q", "a"), qa("r", "b")]))
+    twice = load(array, repeats=(2.0,), seq_len=1024).train
+    assert [sorted(twice.where(index)) for index in (0, -1)] == [[f"{array}:1[1]", f"{array}:1[2]"], []]

@@ -1,9 +1,10 @@
 """Loss on held-out rows."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.facts import SetFacts
 from titan_mi100.data.loader import Microbatch, validation_batches
 from titan_mi100.distributed import sum_over_ranks
 from titan_mi100.layout import IGNORE, Batch
@@ -45,17 +46,17 @@ def validation_loss(
     return loss / total
 
 
-def bits_per_byte(loss: float, counted: Mapping[str, int]) -> float | None:
+def bits_per_byte(loss: float, counted: SetFacts) -> float | None:
     """What the supervised text costs under the model, whatever the tokenizer: the tokens' summed loss in bits over the
     UTF-8 bytes that they spell. Tokens that end a turn or a text have a loss and no bytes.
 
     Args:
         loss: mean per supervised token of a whole set.
-        counted: the set's facts, of `Prepared.facts`.
+        counted: the set's counts.
 
     Returns:
         None: they spell nothing.
     """
-    if not counted["supervised_bytes"]:
+    if not counted.supervised_bytes:
         return None
-    return loss * counted["supervised"] / math.log(2) / counted["supervised_bytes"]
+    return loss * counted.supervised / math.log(2) / counted.supervised_bytes

@@ -5,7 +5,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
-from titan_mi100.data.prepare import Prepared
 from titan_mi100.distributed import World, gather
 from titan_mi100.logging import log
 from titan_mi100.metrics import StepResult
@@ -21,9 +20,9 @@ class NumericalError(RuntimeError):
 class FaultWatch:
     """Looks at each step's result. Counters live in the caller's progress."""
 
-    def __init__(self, stream: RowStream, data: Prepared, folder: Path, world: World, last_step: int) -> None:
+    def __init__(self, stream: RowStream, folder: Path, world: World, last_step: int) -> None:
         """Begin; what an earlier start of the run noted after its last checkpoint is taken out."""
-        self._stream, self._data, self._file, self._world = stream, data, folder / FILE, world
+        self._stream, self._file, self._world = stream, folder / FILE, world
         self._rows: list[str] = []  # of the skipped steps in a row
         if world.rank == 0 and self._file.exists():
             with suppress(OSError):
@@ -32,17 +31,21 @@ class FaultWatch:
                 with self._file.open("w", newline="", encoding="utf-8") as file:
                     csv.writer(file).writerows(kept)
 
-    def record(self, step: int, result: StepResult) -> None:
-        """A step went by: one that was skipped is logged with the input it saw. A collective where one was."""
+    def record(self, step: int, first_row: int, result: StepResult) -> None:
+        """Log a step that was skipped, with the input it saw. A collective for a skipped step.
+
+        Args:
+            first_row: the row number that the step began with.
+        """
         if not result.skipped:
             self._rows = []
             return
-        found = gather(self._stream.rows_of_last_step(result.nonfinite_microbatches))
+        found = gather(self._stream.row_numbers(first_row, result.nonfinite_microbatches))
         if not any(found):  # the losses are finite, the gradients are not: any row may be the cause
-            found = gather(self._stream.rows_of_last_step(range(self._stream.batch.gradient_accumulation_steps)))
-        rows = sorted({row for ranks in found for row in ranks if row >= 0})
-        documents = [document for row in rows for document in self._data.train.documents_of(row).tolist()]
-        places = list(dict.fromkeys(map(self._data.where, documents)))
+            everything = range(self._stream.batch.gradient_accumulation_steps)
+            found = gather(self._stream.row_numbers(first_row, everything))
+        numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
+        places = list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
         self._rows += places
         if self._world.rank == 0:
             try:

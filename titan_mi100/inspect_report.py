@@ -9,7 +9,7 @@ import codecs
 import csv
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.data.dataset import PADDING_DOCUMENT, PackedDataset
-from titan_mi100.data.ledger import label
+from titan_mi100.data.facts import SetFacts
+from titan_mi100.data.origins import Origins
 from titan_mi100.data.prepare import Prepared, RefusedData, prepare_run
 from titan_mi100.data.sft import OVERLONG
 from titan_mi100.errors import UserError
@@ -39,18 +40,14 @@ _OURS = set("↵⇥⟨⟩⟦⟧")  # what the views write themselves; in the dat
 
 @dataclass(frozen=True)
 class _Set:
-    """The training or validation set, and where its documents come from."""
+    """The training or validation set, its counts, and where its documents come from."""
 
     data: Prepared
     name: str
     dataset: PackedDataset
+    counts: SetFacts
     tokenizer: Tokenizer
-    document_rows: np.ndarray  # (documents,): the line of the ledger that a document is from
-    rows: np.ndarray  # (lines of the ledger, 3): file, line, element of an array
-
-    def where(self, document: int) -> str:
-        file, line, element = self.rows[self.document_rows[document]].tolist()
-        return f"{self.data.facts['files'][file]}:{label(line, element)}"
+    origins: Origins
 
     def rows_with(self, documents: Sequence[int] | np.ndarray) -> list[int]:
         """The packed rows that hold any of them; none, where those are in the other set."""
@@ -77,16 +74,17 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         lines = _ledger_lines(refused.ledger, options.where)  # its own line's reason is what was asked for
         raise UserError("\n".join(f"{line['where']}: {line['status']}: {line['reason']}" for line in lines)) from None
     dataset = data.validation if options.validation else data.train
-    if dataset is None:
+    counts = data.facts.validation if options.validation else data.facts.train
+    if dataset is None or counts is None:
         raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
-    origin = [np.load(data.folder / f"{kind}.npy", mmap_mode="r") for kind in ("document_rows", "rows")]
-    shown = _Set(data, name, dataset, load_tokenizer(path), *origin)
-    report: dict[str, Any] = {"set": name, "seq_len": seq_len, **data.facts["sets"][name]}
+    assert dataset.documents.origins is not None
+    shown = _Set(data, name, dataset, counts, load_tokenizer(path), dataset.documents.origins)
+    report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(counts)}
     rows, chosen = _numbers(options.row, len(dataset)), bool(options.row or options.where)
     if options.where:
         report["where"] = _ledger_lines(data.ledger(), options.where)
         for line in report["where"]:
-            line["rows"] = shown.rows_with(np.flatnonzero(shown.document_rows == line.pop("number")))
+            line["rows"] = shown.rows_with(np.flatnonzero(shown.origins.document_lines == line.pop("number")))
             rows += line["rows"]
             found = f"in {line['set'] or 'no set'}; rows of {name}: {', '.join(map(str, line['rows'])) or 'none'}"
             line["says"] = f"{line['where']}: {line['status']}; {line['reason'] and line['reason'] + '; '}{found}"
@@ -143,7 +141,7 @@ def _row(shown: _Set, index: int) -> dict[str, Any]:
         texts += token_texts(shown.tokenizer, ids)
         text = b"".join(shown.tokenizer.token_bytes(token_id) for token_id in ids).decode("utf-8", "replace")
         count = {"tokens": len(ids), "supervised": int(supervised[inside].sum())}
-        documents.append({"where": shown.where(number), **count, "text": text})
+        documents.append({"where": shown.origins.where(number), **count, "text": text})
     padding = int((row.document_ids == PADDING_DOCUMENT).sum())
     return {
         "row": index,
@@ -238,8 +236,8 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
     shares = sample.sums(sample.supervised) / np.diff(sample.first)
     spread = np.linspace(0, len(shown.dataset) - 1, _PICTURED)
     return {
-        "read": data.facts["summary"],
-        "warnings": data.facts["warnings"],
+        "read": data.facts.summary,
+        "warnings": data.facts.warnings,
         "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(data.folder)},
         "options": _options(config, shown, sample, rows_of, len(overlong), unrolled),
         "ledger": {"path": str(data.ledger()), "statuses": statuses},
@@ -273,7 +271,7 @@ def _options(
     config: Config, shown: _Set, sample: _Sample, rows_of: dict[str, int], overlong: int, unrolled: int
 ) -> list[dict[str, str]]:
     """The options that decide what is supervised, and what each did, in numbers."""
-    encode, counts, data = shown.tokenizer.encode, shown.data.facts["sets"][shown.name], config.data
+    encode, counts, data = shown.tokenizer.encode, shown.counts, config.data
     behind = sample.starts_of(encode("<|im_start|>assistant")) + len(encode("<|im_start|>assistant")) + 1
     behind = behind[(behind < len(sample.ids)) & ~np.isin(behind, sample.first)]  # else the turn was cut off
     empty = np.isin(behind, sample.starts_of(encode("<think>\n\n</think>")))
@@ -283,9 +281,9 @@ def _options(
         supervised = int(sample.supervised[behind[chosen]].sum())
         return f"{what}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
 
-    share = f"({counts['supervised'] / counts['tokens']:.1%})"
+    share = f"({counts.supervised / counts.tokens:.1%})"
     effects = {
-        "loss": f"tokens supervised: {counts['supervised']:,} of {counts['tokens']:,} {share}",
+        "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} {share}",
         "empty_think": turns("empty think blocks", empty),
         "earlier_thinking": f"{turns('turns with reasoning', thinking)}; "
         f"{turns('without a think block', ~thinking & ~empty)}; rows unrolled: {unrolled:,}",
@@ -325,7 +323,7 @@ def _bar(dataset: PackedDataset, index: int) -> dict[str, Any]:
 
 def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
     """For each kind of oddity the document that has most of it, if any has."""
-    lengths, spells = np.diff(sample.first), [b""] * shown.data.facts["n_vocab"]
+    lengths, spells = np.diff(sample.first), [b""] * shown.data.facts.n_vocab
     for token_id in np.flatnonzero(np.bincount(sample.ids)).tolist():
         spells[token_id] = shown.tokenizer.token_bytes(token_id)
     continuation = bytes(range(0x80, 0xC0))
@@ -366,7 +364,7 @@ def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
             number, excerpt = int(sample.documents[place]), _excerpt(shown.tokenizer, sample, place)
             found[place] = {
                 "kinds": [],
-                "where": shown.where(number),
+                "where": shown.origins.where(number),
                 "row": shown.rows_with([number])[0],
                 "excerpt": excerpt,
             }

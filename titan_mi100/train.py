@@ -32,7 +32,8 @@ from titan_mi100.build import base_identity, build_model, load_weights
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.convert import to_hf
 from titan_mi100.data.dataset import PADDING_DOCUMENT
-from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
+from titan_mi100.data.epochs import ShuffledEpochs
+from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepare import Prepared, prepare_run
 from titan_mi100.distributed import (
     World,
@@ -136,9 +137,10 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
     about = _about(config, spec, data, layout, batch)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
-    stream = RowStream(data.train, batch, 0, config.training.seed)
-    progress = _go_on(found, stream, data)
-    epoch_rows = rows_per_epoch(len(data.train), batch.global_batch_size)
+    rows = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size, data.facts.fingerprint)
+    stream = RowStream(rows, batch, 0)
+    progress = _go_on(found, rows, stream, data)
+    epoch_rows = rows.rows_per_epoch
     rows_left = (config.training.epochs or 1) * epoch_rows - stream.rows_consumed
     steps = config.training.steps or progress.step + max(0, -(-rows_left // batch.global_batch_size))
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
@@ -146,9 +148,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
 
     mesh = distributed.build_mesh(layout, world.device)
     dp_rank = stream.dp_rank = distributed.data_parallel_rank(mesh)
-    counted = data.facts["sets"]["train"]
-    supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
-    model = build_model(config, spec, mesh, world, supervised_share)
+    model = build_model(config, spec, mesh, world, data.facts.train.supervised_share(config.training.seq_len))
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     with raise_together():
@@ -175,20 +175,20 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
 
     def validate() -> bool:
         """Whether this was the lowest loss so far; sets `validation_due` if it was given up to stop."""
-        assert data.validation is not None
+        assert data.validation is not None and data.facts.validation is not None
         loss = validation_loss(model, data.validation, batch, dp_rank, told_to_stop)
         progress.validation_due = loss is None
         if loss is None:
             return False
         if reporter is not None:
-            reporter.validation(progress.step, loss, bits_per_byte(loss, data.facts["sets"]["validation"]))
+            reporter.validation(progress.step, loss, bits_per_byte(loss, data.facts.validation))
         is_best = math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss)
         if is_best:
             progress.best_step, progress.best_loss = progress.step, loss
         return is_best
 
     trainer = Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
-    faults = FaultWatch(stream, data, folder, world, progress.step)
+    faults = FaultWatch(stream, folder, world, progress.step)
     saved = progress.step
     if progress.validation_due and data.validation is not None and validate() and config.checkpoint.keep_best:
         checkpointer.mark_best(progress.step)
@@ -199,10 +199,11 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         scale_lr(optimizer, factor)
         if config.lora.dropout:
             distributed.seed_dropout(config.training.seed, progress.step, mesh)
+        first_row = stream.rows_consumed
         result = trainer.step()
         if reporter is not None:
             reporter.step(progress.step, stream.rows_consumed / epoch_rows, config.optimizer.lr * factor, result)
-        faults.record(progress.step, result)
+        faults.record(progress.step, first_row, result)
         progress.skipped_steps += result.skipped
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if progress.skipped_in_a_row >= config.training.max_nonfinite_steps:
@@ -307,12 +308,12 @@ def _about(config: Config, spec: model_spec.ModelSpec, data: Prepared, layout: L
     return {
         **({"lora": {**fingerprint(config.lora), "base": source}} if lora else {}),
         "layout": {**asdict(layout), **asdict(batch)},
-        "data": data.facts["made_of"],
+        "data": data.facts.made_of,
         "rows": len(data.train),
         "fingerprints": {
             "model": asdict(spec),
-            "tokenizer": data.facts["tokenizer"],
-            "data": data.facts["fingerprint"],
+            "tokenizer": data.facts.tokenizer,
+            "data": data.facts.fingerprint,
             "seed": config.training.seed,
             "global_batch_size": batch.global_batch_size,
             **lora,
@@ -320,19 +321,18 @@ def _about(config: Config, spec: model_spec.ModelSpec, data: Prepared, layout: L
     }
 
 
-def _go_on(found: Found | None, stream: RowStream, data: Prepared) -> Progress:
+def _go_on(found: Found | None, rows: ShuffledEpochs, stream: RowStream, data: Prepared) -> Progress:
     """How far the run has come; sets the stream to its next row."""
     progress = Progress()
     if found is not None:
         progress = Progress(**found.trainer_state["progress"])
         before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
-        now = len(data.train), stream.batch.global_batch_size
-        rows = renumber(found.trainer_state["loader"]["rows_consumed"], before, now)
-        stream.load_state_dict({"rows_consumed": rows})
-    if progress.plan != data.facts["plan"]:
+        stream.load_state_dict(found.trainer_state["loader"])
+        stream.rows_consumed = rows.resume_at(stream.rows_consumed, *before)
+    if progress.plan != data.facts.plan:
         if progress.best_step is not None:
             log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
-        progress = replace(progress, plan=data.facts["plan"], best_step=None, best_loss=None)
+        progress = replace(progress, plan=data.facts.plan, best_step=None, best_loss=None)
     return progress
 
 
@@ -414,10 +414,10 @@ def _load_data(config: Config, world: World, folder: Path) -> Prepared:
             data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
         finally:
             distributed.wait_for_all("data prepared")
-    same_on_all_ranks(data.facts["plan"], "the data files are not the same on all nodes; copy them again")
-    for line in data.facts["summary"]:
+    same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
+    for line in data.facts.summary:
         log.info(line)
-    for line in data.facts["warnings"]:
+    for line in data.facts.warnings:
         log.warning(line)
     how = "already prepared" if data.cached else "prepared"
     log.info(f"data: {how} in {data.folder} ({time.perf_counter() - started:.2f} s)")

@@ -92,7 +92,7 @@ if __name__ == "__main__":
 import torch
 
 from titan_mi100 import checkpoint, durable, run_folder, sealed, train
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.distributed import Gradients
 from titan_mi100.metrics import StepResult
 from titan_mi100.model.qwen3 import Block
@@ -126,7 +126,7 @@ def observe(chaos: Chaos) -> None:
     around(checkpoint.Checkpointer, "_write_files", *events("write", "written"))
     around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
     around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
-    around(RowStream, "_row", lambda _, number: chaos.event("row", number))
+    around(ShuffledEpochs, "row", lambda _, number: chaos.event("row", number))
     whole_step, steps = train.Trainer.step, Counter[str]()
 
     def step(trainer: train.Trainer) -> StepResult:

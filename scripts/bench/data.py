@@ -23,13 +23,14 @@ from typing import Any
 
 STAGE = """
 import json, os, sys, time
+from dataclasses import asdict
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.settings import DataConfig
 path, cache, tokenizer, seq_len, workers = sys.argv[1:]
 started = time.perf_counter()
 data = prepare_data(DataConfig(path=(path,), cache_folder=cache, workers=int(workers)), tokenizer, "", int(seq_len))
-print(json.dumps({"seconds": time.perf_counter() - started, **data.facts["sets"]["train"],
-                  "plan": data.facts["plan"], "cached": data.cached}))
+print(json.dumps({"seconds": time.perf_counter() - started, **asdict(data.facts.train),
+                  "plan": data.facts.plan, "cached": data.cached}))
 """
 WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from titan_mi100 import build, distributed, train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.dataset import Documents, PackedDataset
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.sft import Document
@@ -163,7 +164,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(keep)
     dp_rank = distributed.data_parallel_rank(mesh)
-    stream = RowStream(dataset(), batch, dp_rank, seed=0)
+    stream = RowStream(ShuffledEpochs(dataset(), 0, batch.global_batch_size), batch, dp_rank)
     if cell.load_from:
         state = Checkpointer(Path(), 0, model, optimizer, world).load(Path(cell.load_from))
         stream.load_state_dict(state["loader"])

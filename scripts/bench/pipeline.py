@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from titan_mi100 import build, distributed, train
 from titan_mi100.config import load_config
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.distributed import World
@@ -174,13 +175,13 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
     config = load_config(arguments, world.size)
     spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
     data = prepare_run(config, None)
-    counted = data.facts["sets"]["train"]
-    supervised_share = counted["supervised"] / (counted["rows"] * config.training.seq_len)
+    supervised_share = data.facts.train.supervised_share(config.training.seq_len)
     mesh = distributed.build_mesh(layout, world.device)
     model = build.build_model(config, spec, mesh, world, supervised_share)
     build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    stream = RowStream(data.train, batch, distributed.data_parallel_rank(mesh), config.training.seed)
+    source = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size)
+    stream = RowStream(source, batch, distributed.data_parallel_rank(mesh))
     trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
     bounds: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: bounds.append(watch.now()))

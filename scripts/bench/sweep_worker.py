@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titan_mi100 import build, distributed, train
 from titan_mi100.data.dataset import Documents, PackedDataset
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import Packing
 from titan_mi100.distributed import World
@@ -51,7 +52,8 @@ def measure(row: Row, world: World) -> dict[str, Any]:
     model = build.build_model(config, spec, mesh, world, row.supervised)
     build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    stream = iter(RowStream(data, batch, distributed.data_parallel_rank(mesh), seed=0))
+    source = ShuffledEpochs(data, 0, batch.global_batch_size)
+    stream = iter(RowStream(source, batch, distributed.data_parallel_rank(mesh)))
     # every step learns the same rows again, made before the first: no rank ever waits for another one's data
     rows = list(islice(stream, batch.gradient_accumulation_steps))
     trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, cycle(rows))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titan_mi100 import build, distributed, train
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import World
 from titan_mi100.logging import log
@@ -85,7 +86,8 @@ def run(
     checkpointer = Checkpointer(folder, 0, model, optimizer, world)
     done = 0 if resume is None else checkpointer.load(resume)["step"]
     batch = config.batch(world.size)
-    stream = RowStream(packed(documents(), 32, 0), batch, distributed.data_parallel_rank(mesh), 0)
+    source = ShuffledEpochs(packed(documents(), 32, 0), 0, batch.global_batch_size)
+    stream = RowStream(source, batch, distributed.data_parallel_rank(mesh))
     rows = itertools.islice(iter(stream), done * batch.gradient_accumulation_steps, None)
     trainer = train.Trainer(config.layout(world.size), batch, 1.0, model, optimizer, rows)
     record: dict[str, Any] = {"losses": {}, "bytes": {}, "reduced": {}, "kept": {}}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import distributed, train
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import World
 from titan_mi100.evaluate import validation_loss
@@ -42,9 +43,8 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
         path = folder / split["resume"] / f"step-{split['from']}"
         done = Checkpointer(path.parent, 0, model, optimizer, world).load(path)["step"]
     dataset = packed(case["documents"], config.training.seq_len, pad_id=0)
-    rows = itertools.islice(
-        iter(RowStream(dataset, batch, dp_rank, seed=0)), done * batch.gradient_accumulation_steps, None
-    )
+    stream = RowStream(ShuffledEpochs(dataset, 0, batch.global_batch_size), batch, dp_rank)
+    rows = itertools.islice(iter(stream), done * batch.gradient_accumulation_steps, None)
     trainer = train.Trainer(layout, batch, 1.0, model, optimizer, rows)
     losses, sent = [], []
     for step in range(done + 1, split["stop"] + 1):

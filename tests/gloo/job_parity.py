@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import distributed, train
 from titan_mi100.build import build_model
+from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.distributed import World
 from titan_mi100.parallelize import ParallelModel
@@ -83,7 +84,7 @@ def run_split(world: World, case: dict, split: dict) -> dict:
     dataset = packed(case["documents"], config.training.seq_len, pad_id=0)
     layout, batch = config.layout(world.size), config.batch(world.size)
     optimizer = CatchGradients(model)
-    stream = RowStream(dataset, batch, dp_rank, seed=split.get("seed", 0))
+    stream = RowStream(ShuffledEpochs(dataset, split.get("seed", 0), batch.global_batch_size), batch, dp_rank)
     result = train.Trainer(layout, batch, 0.0, model, optimizer, iter(stream)).step()
     return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": optimizer.gradients,
             "supervised": result.supervised, "tokens": result.tokens}  # fmt: skip

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_mi100.data.origins import Origins
 from titan_mi100.data.packing import Packing
 from titan_mi100.layout import IGNORE
 
+PADDING_ROW = -1  # the index of a row without documents, which fills up a step
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
 
 
@@ -26,6 +28,7 @@ class Documents(NamedTuple):
 
     values: np.ndarray  # (tokens,) uint32, as sft.Document.values makes them
     starts: np.ndarray  # (documents + 1,) int64
+    origins: Origins | None = None  # None: made up, for a test or a benchmark
 
     def __getitem__(self, number: int) -> np.ndarray:  # type: ignore[override]
         return self.values[self.starts[number] : self.starts[number + 1]]
@@ -42,12 +45,17 @@ class PackedDataset:
         return len(self.packing.starts) - 1
 
     def documents_of(self, index: int) -> np.ndarray:
-        """The numbers of the documents in a row, from left to right; none in row -1."""
+        """The numbers of the documents in a row, from left to right; none in PADDING_ROW."""
         start, stop = self.packing.starts[index : index + 2] if index >= 0 else (0, 0)
         return self.packing.documents[start:stop]
 
+    def where(self, index: int) -> list[str]:
+        """`file:line` of the documents in a row, each once; none in PADDING_ROW."""
+        assert self.documents.origins is not None
+        return list(dict.fromkeys(map(self.documents.origins.where, self.documents_of(index).tolist())))
+
     def row(self, index: int) -> Row:
-        """The packed row; index -1 is a row of padding, which fills up the last batch of an epoch."""
+        """The packed row, or PADDING_ROW."""
         input_ids = np.full(self.seq_len, self.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         positions = np.arange(self.seq_len, dtype=np.int64)

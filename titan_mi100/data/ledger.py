@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.data.files import BROKEN_ARRAY
+from titan_mi100.data.origins import label
 from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, LOST_REASONING, OVERLONG, REJECTED, STATUSES
 from titan_mi100.data.tokenise import Chunk, Source
 from titan_mi100.settings import DataConfig
@@ -16,11 +17,6 @@ _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are on
 _DETAILS = 100_000  # reasons kept word for word; of later rows only their kind
 _MANY_OVERLONG = 0.1  # of all rows: warned of
 _SETS = ("", "train", "validation")
-
-
-def label(line: int, element: int) -> str:
-    """A row's place in its file: 12, or, in a JSON array, 1[12]: its 12th element, which begins in line 1."""
-    return f"{line}[{element}]" if element else str(line)
 
 
 class Ledger:

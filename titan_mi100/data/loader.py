@@ -1,71 +1,49 @@
-"""Rows in their order, to the ranks that train on them. The order is a pure function of (seed, row number).
+"""Rows to the ranks that train on them: which row numbers each rank reads in a step, and their tensors."""
 
-A row number counts rows from the start of training over all ranks: the whole state of the data.
-"""
-
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.dataset import PADDING_ROW, PackedDataset, Row
+from titan_mi100.data.epochs import with_padding_rows
+from titan_mi100.data.source import RowSource
 from titan_mi100.layout import Batch
 
 Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: each (local_batch_size, seq) int64
 
 
-def rows_per_epoch(rows: int, global_batch_size: int) -> int:
-    """Rows of an epoch with the padding rows that fill its last step."""
-    return -(-rows // global_batch_size) * global_batch_size
-
-
-def renumber(number: int, before: tuple[int, int], now: tuple[int, int]) -> int:
-    """The row number of the same place in the same epoch where the set's rows or the global batch size change, and with
-    them the padding at an epoch's end.
-
-    Args:
-        before, now: rows, global batch size.
-    """
-    epoch, place = divmod(number, rows_per_epoch(*before))
-    return epoch * rows_per_epoch(*now) + min(place, now[0])
-
-
-def row_at(number: int, rows: int, global_batch_size: int, seed: int) -> int:
-    """The dataset's row for row number `number`; -1: padding at an epoch's end."""
-    epoch, place = divmod(number, rows_per_epoch(rows, global_batch_size))
-    return int(_epoch_order(rows, seed, epoch)[place]) if place < rows else -1
-
-
-@functools.lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)
-
-
 class RowStream:
-    """The microbatches of one data-parallel rank, without end. Its state is the number of rows consumed by all."""
+    """The microbatches of one data-parallel rank. Its state is the number of rows that all ranks have consumed."""
 
-    def __init__(self, dataset: PackedDataset, batch: Batch, dp_rank: int, seed: int) -> None:
-        self.dataset, self.batch, self.dp_rank, self.seed = dataset, batch, dp_rank, seed
+    def __init__(self, source: RowSource, batch: Batch, dp_rank: int) -> None:
+        self.source, self.batch, self.dp_rank = source, batch, dp_rank
         self.rows_consumed = 0
 
     def __iter__(self) -> Iterator[Microbatch]:
-        local, ranks = self.batch.local_batch_size, self.batch.dp_degree
+        """Microbatch after microbatch, without end, from `rows_consumed`, which counts on by whole steps."""
         while True:
-            first = self.rows_consumed + self.dp_rank * local
-            numbers = range(first, first + local)
-            self.rows_consumed += local * ranks
-            yield collate(self.dataset, [self._row(number) for number in numbers])
+            first_row = self.rows_consumed
+            self.rows_consumed += self.batch.global_batch_size
+            yield from self.step(first_row)
 
-    def rows_of_last_step(self, microbatches: Iterable[int]) -> list[int]:
-        """The dataset's rows, -1 for padding, of these of this rank's microbatches of the step that was read last."""
+    def step(self, first_row: int) -> list[Microbatch]:
+        """This rank's microbatches of the step that begins with row number `first_row`. Changes no state."""
+        return [
+            collate([self.source.row(number) for number in self.row_numbers(first_row, [microbatch])])
+            for microbatch in range(self.batch.gradient_accumulation_steps)
+        ]
+
+    def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
+        """The row numbers in these of this rank's microbatches, of the step that begins with row `first_row`.
+
+        A step is microbatch 0 of rank 0, microbatch 0 of rank 1, ..., microbatch 1 of rank 0, ...: so every split of a
+        global batch over ranks and microbatches reads the same rows.
+        """
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
-        first = self.rows_consumed - self.batch.global_batch_size + self.dp_rank * local
-        return [self._row(first + m * local * ranks + place) for m in microbatches for place in range(local)]
-
-    def _row(self, number: int) -> int:
-        return row_at(number, len(self.dataset), self.batch.global_batch_size, self.seed)
+        starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
+        return [number for start in starts for number in range(start, start + local)]
 
     def state_dict(self) -> dict[str, int]:
         return {"rows_consumed": self.rows_consumed}
@@ -74,9 +52,8 @@ class RowStream:
         self.rows_consumed = state["rows_consumed"]
 
 
-def collate(dataset: PackedDataset, indices: list[int]) -> Microbatch:
-    """Stack rows of the dataset; -1 is a row of padding."""
-    rows = [dataset.row(index) for index in indices]
+def collate(rows: Sequence[Row]) -> Microbatch:
+    """Stack rows."""
     names = ("input_ids", "labels", "positions", "document_ids")
     return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
 
@@ -84,5 +61,6 @@ def collate(dataset: PackedDataset, indices: list[int]) -> Microbatch:
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
     """This rank's microbatches of the whole set in order; every rank gets as many, the last filled by padding rows."""
     local, ranks = batch.local_batch_size, batch.dp_degree
-    for start in range(dp_rank * local, rows_per_epoch(len(dataset), local * ranks), local * ranks):
-        yield collate(dataset, [i if i < len(dataset) else -1 for i in range(start, start + local)])
+    for start in range(dp_rank * local, with_padding_rows(len(dataset), local * ranks), local * ranks):
+        indices = (i if i < len(dataset) else PADDING_ROW for i in range(start, start + local))
+        yield collate([dataset.row(index) for index in indices])

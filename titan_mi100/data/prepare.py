@@ -22,13 +22,15 @@ from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.config import config_from_command_line, resolve_run_folder
 from titan_mi100.data.cache import Stamp, content_hash, ready_folder
 from titan_mi100.data.dataset import Documents, PackedDataset
+from titan_mi100.data.facts import Facts, SetFacts, is_complete, read_meta, write_meta
 from titan_mi100.data.files import expand, file_size
-from titan_mi100.data.ledger import Ledger, label
+from titan_mi100.data.ledger import Ledger
+from titan_mi100.data.origins import Origins
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.rows import Format, choose_format
 from titan_mi100.data.sft import DUPLICATE, Encoder
 from titan_mi100.data.tokenise import Chunk, Source, tokenise
-from titan_mi100.durable import FolderLock, replace
+from titan_mi100.durable import FolderLock
 from titan_mi100.errors import UserError
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.settings import Config, DataConfig
@@ -52,17 +54,11 @@ class Prepared:
     folder: Path
     train: PackedDataset
     validation: PackedDataset | None
-    facts: dict[str, Any]  # of meta.json: tokenizer, n_vocab, fingerprint, summary ...
+    facts: Facts
     cached: bool  # it was there
 
     def ledger(self) -> Path:
         return self.folder / "ledger.csv"
-
-    def where(self, document: int) -> str:
-        """The file:line that a document is from."""
-        rows, document_rows = _load(self.folder / "rows.npy"), _load(self.folder / "document_rows.npy")
-        file, line, element = rows[document_rows[document]].tolist()
-        return f"{self.facts['files'][file]}:{label(line, element)}"
 
 
 class RefusedData(UserError):
@@ -132,9 +128,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         folder.mkdir(parents=True, exist_ok=True)
         _copy(error.ledger, folder)
         raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
-    if data.facts["n_vocab"] > (size := config.spec().vocab_size):
+    if data.facts.n_vocab > (size := config.spec().vocab_size):
         raise UserError(
-            f"{path}: has {data.facts['n_vocab']:,} tokens, more than the model's vocab_size = {size:,}; use the "
+            f"{path}: has {data.facts.n_vocab:,} tokens, more than the model's vocab_size = {size:,}; use the "
             "model's own tokenizer"
         )
     if folder is not None and folder.is_dir():
@@ -177,7 +173,7 @@ def prepare_data(
         cache.mkdir(parents=True, exist_ok=True)
         before = request.depends_on(cache)
         folder = cache / before[0]
-        cached = ready_folder(folder, _is_whole, make, patience)
+        cached = ready_folder(folder, is_complete, make, patience)
         return _open(folder, cached)
     except OSError as error:
         where = error.filename or cache
@@ -193,31 +189,20 @@ def _cache_folder(config: DataConfig) -> Path:
         raise UserError("there is no home folder to keep prepared data in; set data.cache_folder") from None
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        facts = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in facts["sizes"].items())
-    except PermissionError:
-        raise
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 def _open(folder: Path, cached: bool) -> Prepared:
-    facts = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    if facts["refused"]:
-        raise RefusedData(facts["refused"], folder / "ledger.csv")
-    documents = Documents(np.memmap(folder / "tokens.bin", np.uint32, mode="r"), _load(folder / "documents.npy"))
-    sets = {
-        name: PackedDataset(
-            documents,
-            Packing(_load(folder / f"{name}_starts.npy"), _load(folder / f"{name}_documents.npy")),
-            facts["seq_len"],
-            facts["pad_id"],
-        )
-        for name in facts["sets"]
-    }
-    return Prepared(folder, sets["train"], sets.get("validation"), facts, cached)
+    facts, refusal = read_meta(folder)
+    if facts is None:
+        raise RefusedData(refusal, folder / "ledger.csv")
+    origins = Origins(facts.files, _load(folder / "rows.npy"), _load(folder / "document_rows.npy"))
+    values = np.memmap(folder / "tokens.bin", np.uint32, mode="r")
+    documents = Documents(values, _load(folder / "documents.npy"), origins)
+
+    def open_set(name: str) -> PackedDataset:
+        packing = Packing(_load(folder / f"{name}_starts.npy"), _load(folder / f"{name}_documents.npy"))
+        return PackedDataset(documents, packing, facts.seq_len, facts.pad_id)
+
+    validation = open_set("validation") if facts.validation else None
+    return Prepared(folder, open_set("train"), validation, facts, cached)
 
 
 def _load(path: Path) -> np.ndarray:
@@ -263,16 +248,10 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
     document_rows = np.repeat(np.arange(len(ledger.documents)), ledger.documents)
     mixture = _mix(ledger, np.bincount(document_rows, np.diff(starts), len(ledger.documents)), request)
 
-    facts: dict[str, Any] = {"seq_len": seq_len, "pad_id": tokenizer.pad_token_id, "n_vocab": tokenizer.n_vocab}
-    facts |= {
-        "tokenizer": tokenizer.fingerprint,
-        "sets": {},
-        "files": request.files(),
-        "summary": [],
-        "made_of": made_of,
-    }
-    facts["refused"] = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
-    if not facts["refused"]:
+    facts = None
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
+    if not refusal:
+        sets, fingerprints = {}, {}
         digest.update(f"{seq_len} {tokenizer.pad_token_id}".encode())
         for name, times in mixture.times.items():
             documents = _copies(times[document_rows])
@@ -283,21 +262,29 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
             np.save(folder / f"{name}_starts.npy", packing.starts)
             np.save(folder / f"{name}_documents.npy", packing.documents)
             digest.update(packing.starts.tobytes() + packing.documents.tobytes())
-            if name == "train":
-                facts["fingerprint"] = digest.hexdigest()
+            fingerprints[name] = digest.hexdigest()
             supervised_bytes = np.concatenate(spelled) @ times[document_rows]
-            facts["sets"][name] = _count(packing, starts, ledger.supervised @ times, supervised_bytes)
-        facts["plan"] = digest.hexdigest()
+            sets[name] = _count(packing, starts, ledger.supervised @ times, supervised_bytes)
         np.save(folder / "documents.npy", starts)
         np.save(folder / "document_rows.npy", document_rows)
         np.save(folder / "rows.npy", np.column_stack([ledger.files, ledger.numbers]))
-        facts["summary"] = [*_read_as(sources), *ledger.summary(), *mixture.said]
-        facts["summary"] += [f"{name}: {_describe(count, seq_len)}" for name, count in facts["sets"].items()]
-        facts["warnings"] = [*ledger.warnings(config), *mixture.warnings]
+        in_sets = [f"{name}: {_describe(count, seq_len)}" for name, count in sets.items()]
+        facts = Facts(
+            seq_len=seq_len,
+            pad_id=tokenizer.pad_token_id,
+            n_vocab=tokenizer.n_vocab,
+            tokenizer=tokenizer.fingerprint,
+            fingerprint=fingerprints["train"],
+            plan=digest.hexdigest(),
+            files=request.files(),
+            made_of=made_of,
+            train=sets["train"],
+            validation=sets.get("validation"),
+            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets],
+            warnings=[*ledger.warnings(config), *mixture.warnings],
+        )
     ledger.write(folder / "ledger.csv")
-    facts["seconds"] = round(time.perf_counter() - started, 3)
-    facts["sizes"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    replace(folder / "meta.json", json.dumps(facts, indent=1))
+    write_meta(folder, facts, refusal, round(time.perf_counter() - started, 3))
 
 
 @dataclass(frozen=True)
@@ -395,14 +382,14 @@ def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
     return np.add.reduceat(sizes, starts) if len(starts) else sizes
 
 
-def _count(packing: Packing, starts: np.ndarray, supervised: int, supervised_bytes: int) -> dict[str, int]:
-    return {
-        "documents": len(packing.documents),
-        "tokens": int(np.diff(starts)[packing.documents].sum()),
-        "supervised": int(supervised),
-        "supervised_bytes": int(supervised_bytes),
-        "rows": len(packing.starts) - 1,
-    }
+def _count(packing: Packing, starts: np.ndarray, supervised: int, supervised_bytes: int) -> SetFacts:
+    return SetFacts(
+        documents=len(packing.documents),
+        tokens=int(np.diff(starts)[packing.documents].sum()),
+        supervised=int(supervised),
+        supervised_bytes=int(supervised_bytes),
+        rows=len(packing.starts) - 1,
+    )
 
 
 def _read_as(sources: Sequence[Source]) -> list[str]:
@@ -418,10 +405,10 @@ def _in_words(form: Format) -> str:
     return f"{form.name} ({form.description})"
 
 
-def _describe(count: dict[str, int], seq_len: int) -> str:
+def _describe(count: SetFacts, seq_len: int) -> str:
     return (
-        f"{count['documents']:,} documents, {count['tokens']:,} tokens, {count['supervised']:,} supervised, "
-        f"in {count['rows']:,} rows of {seq_len} ({count['tokens'] / (count['rows'] * seq_len):.1%} real)"
+        f"{count.documents:,} documents, {count.tokens:,} tokens, {count.supervised:,} supervised, "
+        f"in {count.rows:,} rows of {seq_len} ({count.tokens / (count.rows * seq_len):.1%} real)"
     )
 
 
