@@ -17,6 +17,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`: the complete matrices")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="only with --full"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
@@ -31,22 +42,39 @@ def world():
     return init_distributed()
 
 
-def torchrun(
-    *arguments: str, processes: int = 2, check: bool = True, **environment: str
-) -> subprocess.CompletedProcess:
-    """Run a real job on gloo; its output is in the result, and in the failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+def job_environment() -> dict[str, str]:
+    """For a subprocess: this checkout's package and the modules of tests/, one thread, and no rank of an outer job."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    result = subprocess.run(
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+
+
+def torchrun(
+    *arguments: str, processes: int = 2, check: bool = True, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a real job on gloo; its output is in the result, and in the failure.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in `timeout` seconds; its processes have been ended.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with subprocess.Popen(
         [*command, *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        errors="replace",
         cwd=REPO,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO / 'tests'}", **environment},
-    )
+        env={**job_environment(), **environment},
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=timeout)
+        except BaseException:
+            job.terminate()  # torchrun ends its workers, which a SIGKILL of it would leave running
+            job.communicate(timeout=60)
+            raise
+    result = subprocess.CompletedProcess(command, job.returncode, output, errors)
     if check:
-        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+        assert result.returncode == 0, output[-5000:] + errors[-5000:]
     return result
 
 

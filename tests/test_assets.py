@@ -1,4 +1,4 @@
-"""The bundled tokenizer and data are what scripts/make_debug_assets.py makes, and are usable."""
+"""The bundled tokenizer and data are what tests/assets/make.py makes, and are usable."""
 
 import json
 import runpy
@@ -32,7 +32,7 @@ def render(messages: list[dict[str, Any]], **options: Any) -> str:
 
 def test_the_script_makes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    runpy.run_path(str(REPO / "scripts" / "make_debug_assets.py"))["main"](tmp_path)
+    runpy.run_path(str(ASSETS / "make.py"))["main"](tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(made) == 5
     for name, content in made.items():

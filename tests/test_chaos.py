@@ -1,4 +1,4 @@
-"""Some of scripts/bench/chaos.py: what is tried there at length holds, and is seen to fail without its protection."""
+"""Some of tests/chaos/run.py: what is tried there at length holds, and is seen to fail without its protection."""
 
 import errno
 import json
@@ -7,20 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from chaos import files, run, runs
 from conftest import REPO
-
-sys.path.insert(0, str(REPO / "scripts" / "bench"))
-
-import chaos
-import chaos_files
-import chaos_runs
 
 from titan_mi100 import sealed
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: bool, tmp_path: Path) -> None:
-    outcome = chaos_files._kill_everywhere(in_background, 150, tmp_path, ())
+    outcome = files._kill_everywhere(in_background, 150, tmp_path, ())
     assert outcome.count > 10 and not outcome.wrong
 
 
@@ -28,19 +23,19 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: boo
 def test_a_write_that_is_refused_on_one_rank_ends_all_and_leaves_the_one_before(
     in_background: bool, number: int, tmp_path: Path
 ) -> None:
-    outcome = chaos_files._fail_everywhere(in_background, number, 6, tmp_path, ())
+    outcome = files._fail_everywhere(in_background, number, 6, tmp_path, ())
     assert outcome.count > 5 and not outcome.wrong
 
 
 def test_flipped_bits_are_found_and_only_by_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not chaos_files._flip_files(64, tmp_path / "with", ()).wrong
+    assert not files._flip_files(64, tmp_path / "with", ()).wrong
     monkeypatch.setattr(sealed, "check_file", sealed.check_file)  # put back afterwards
-    assert len(chaos_files._flip_files(64, tmp_path / "without", ("hash check",)).wrong) > 32
+    assert len(files._flip_files(64, tmp_path / "without", ("hash check",)).wrong) > 32
 
 
-@pytest.mark.parametrize("kind", chaos_files._DAMAGES)
+@pytest.mark.parametrize("kind", files._DAMAGES)
 def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, tmp_path: Path) -> None:
-    outcome = chaos_files._damage(kind, 8, tmp_path, ())
+    outcome = files._damage(kind, 8, tmp_path, ())
     assert outcome.count == 8 and not outcome.wrong
 
 
@@ -55,16 +50,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, tmp_path:
     ],
 )
 def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: Path) -> None:
-    (case,) = [case for quick in (True, False) for case in getattr(chaos_runs, row)(quick) if case.name.endswith(name)][
-        :1
-    ]
+    (case,) = [case for quick in (True, False) for case in getattr(runs, row)(quick) if case.name.endswith(name)][:1]
     outcome = case.run(tmp_path, ())
     assert outcome.count >= 1 and not outcome.wrong
 
 
 def test_the_table_says_what_its_file_holds_and_an_ended_case_is_not_tried_again(tmp_path: Path) -> None:
     output = tmp_path / "found.jsonl"
-    command = [sys.executable, str(REPO / "scripts" / "bench" / "chaos.py"), "--rows", "4", "--quick"]
+    command = [sys.executable, str(REPO / "tests" / "chaos" / "run.py"), "--rows", "4", "--quick"]
     first = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=300)
     assert first.returncode == 0 and first.stdout.splitlines()[-1].endswith("| 30 | 0 |"), first.stderr
     lines = output.read_text().splitlines()
@@ -74,4 +67,4 @@ def test_the_table_says_what_its_file_holds_and_an_ended_case_is_not_tried_again
     again = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=300)
     assert again.returncode == 1 and again.stdout.splitlines()[-1].endswith("| 30 | 1 |")
     assert "tried, " not in again.stdout
-    assert chaos.read(tmp_path / "nothing.jsonl") == []
+    assert run.read(tmp_path / "nothing.jsonl") == []

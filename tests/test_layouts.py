@@ -1,13 +1,12 @@
 """Every layout against one process over eight AdamW steps, in fp64, and each one's checkpoint in another: a part of
-the table of scripts/bench/parity.py, on real processes. And how degrees, batches and stages follow from the config."""
+the table of tests/parity/table.py, on real processes. And how degrees, batches and stages follow from the config."""
 
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from parity import table as parity
 
 from titan_mi100.layout import (
     SCHEDULES,
@@ -22,9 +21,6 @@ from titan_mi100.layout import (
     stages_on,
 )
 from titan_mi100.model_spec import PRESETS, end_costs
-
-sys.path.insert(0, str(REPO / "scripts" / "bench"))
-import parity
 
 
 def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:

@@ -1,16 +1,12 @@
 """scripts/bench/pipeline.py: the arithmetic of idle shares, and one real, tiny run of it."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-import torch
-from conftest import REPO
-
-sys.path.insert(0, str(REPO / "scripts/bench"))
 import pipeline
 import pipeline_figures as figures
+import pytest
+import torch
 
 
 def sequence(stage: int, order: str, forward: float = 1.0, backward: float = 2.0) -> list:

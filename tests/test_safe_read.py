@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import REPO, SHARED_DATA
+from chaos import hostile
+from chaos import hostile_pickles as pickles
+from conftest import REPO, SHARED_DATA, job_environment
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-
-sys.path.insert(0, str(REPO / "scripts" / "bench"))
-
-import chaos_hostile
-import chaos_hostile_pickles as pickles
 
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.errors import UserError
@@ -31,12 +28,12 @@ from titan_mi100.plain_file import read_plain
 from titan_mi100.safe_read import SafeLoadPlanner, SafeReader, load_safely, read_torch_file
 from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
 
-NAMES = [name for name, _ in chaos_hostile.hostile_cases()]
+NAMES = [name for name, _ in hostile.hostile_cases()]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return chaos_hostile.run_all(tmp_path_factory.mktemp("hostile"))
+    return hostile.run_all(tmp_path_factory.mktemp("hostile"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +43,7 @@ def test_what_is_hostile_is_refused_by_name_and_nothing_else_happens(name: str, 
 
 def test_every_way_in_is_tried_by_many_cases() -> None:
     kinds = collections.Counter(name.split(":")[0] for name in NAMES)
-    assert len({*NAMES}) == len(NAMES) and min(kinds.values()) >= 25 and set(kinds) == set(chaos_hostile._KINDS)
+    assert len({*NAMES}) == len(NAMES) and min(kinds.values()) >= 25 and set(kinds) == set(hostile._KINDS)
 
 
 def test_the_watch_sees_code_that_runs_and_what_is_read_outside(tmp_path: Path) -> None:
@@ -54,7 +51,7 @@ def test_the_watch_sees_code_that_runs_and_what_is_read_outside(tmp_path: Path) 
     code = """if True:
         import json, pickle, sys
         from pathlib import Path
-        import torch, chaos_hostile as hostile
+        import torch, chaos.hostile as hostile
         import torch.distributed.checkpoint as dcp
 
         def stock(folder):
@@ -71,7 +68,7 @@ def test_the_watch_sees_code_that_runs_and_what_is_read_outside(tmp_path: Path) 
     names = [f"dcp: {name}" for name in names]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), *names],
-        cwd=REPO / "scripts" / "bench",
+        env=job_environment(),
         capture_output=True,
         text=True,
         check=True,
@@ -210,9 +207,9 @@ def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> Non
     ],
 )
 def test_the_check_that_is_meant_is_the_one_that_refuses(name: str, expected: str, tmp_path: Path) -> None:
-    dict(chaos_hostile.hostile_cases())[name](tmp_path)
+    dict(hostile.hostile_cases())[name](tmp_path)
     with pytest.raises(UserError, match=re.escape(expected)):
-        chaos_hostile._KINDS[name.split(":")[0]][1](tmp_path)
+        hostile._KINDS[name.split(":")[0]][1](tmp_path)
 
 
 def test_what_libraries_allow_is_put_back(tmp_path: Path) -> None:
@@ -248,8 +245,8 @@ def test_a_genuine_torch_file_is_read_as_torch_does(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
-    hf = chaos_hostile.hf_folder(tmp_path, shards=2)
-    tokenizer = chaos_hostile.tokenizer_folder(tmp_path)
+    hf = hostile.hf_folder(tmp_path, shards=2)
+    tokenizer = hostile.tokenizer_folder(tmp_path)
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
     torch.save({"a": torch.ones(2)}, hf / "model.pt")
     snapshot, blobs = (tmp_path / "models--x" / name for name in ("snapshots/1f", "blobs"))

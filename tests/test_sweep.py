@@ -18,13 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REPO
-from torch.autograd import DeviceType
-
-sys.path.insert(0, str(REPO / "scripts/bench"))
 import sweep
 import sweep_table
 import sweep_worker
+from conftest import REPO
+from torch.autograd import DeviceType
 
 from titan_mi100.layout import IGNORE
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchrun_job
-from chaos import Case, Outcome
+from chaos.case import Case, Outcome
+from conftest import torchrun
 
 from titan_mi100 import build, distributed, durable, train
 from titan_mi100.checkpoint import Checkpointer
@@ -31,9 +31,9 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def _measure(quick: bool, folder: Path, _: tuple[str, ...]) -> Outcome:
-    code, errors = torchrun_job.run(Path(__file__), [str(folder), "1" if quick else "3", "small" * quick], 2, 900)
-    if code:
-        return Outcome(0, [errors[-1000:]])
+    job = torchrun(__file__, str(folder), "1" if quick else "3", "small" * quick, check=False, timeout=900)
+    if job.returncode:
+        return Outcome(0, [job.stderr[-1000:]])
     return Outcome(1, [], json.loads((folder / "figures.json").read_text()))
 
 

@@ -1,7 +1,7 @@
 """The parity table: every layout against one process, in fp64 and in fp32, on real processes over gloo.
 
-    python scripts/bench/parity.py [--precision float64] [--layout "PP2 1F1B" ...] [--clip 0.05] [--output FOLDER]
-    python scripts/bench/parity.py --resume
+    python tests/parity/table.py [--precision float64] [--layout "PP2 1F1B" ...] [--clip 0.05] [--output FOLDER]
+    python tests/parity/table.py --resume
 
 Each cell trains the same small model on the same packed rows for 8 steps with the trainer's own step, and is compared
 with one process: every gradient of step 1, the loss and the norm before clipping of each step, the weights at the end
@@ -21,9 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchrun_job
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+# the folder that holds conftest, in place of this script's own
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conftest import torchrun
 
 from titan_mi100 import build, distributed, train
 from titan_mi100.checkpoint import Checkpointer
@@ -225,9 +230,10 @@ def launch(jobs: list[Cell], folder: Path) -> list[list[dict[str, Any]]]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.save([asdict(cell) for cell in jobs], folder / "cells.pt")
-    code, errors = torchrun_job.run(Path(__file__), ["--worker", str(folder)], jobs[0].processes, timeout=900)
-    if code:
-        raise RuntimeError(errors)
+    arguments = (__file__, "--worker", str(folder))
+    job = torchrun(*arguments, processes=jobs[0].processes, check=False, timeout=900)
+    if job.returncode:
+        raise RuntimeError(job.stderr)
     by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(jobs[0].processes)]
     return [list(records) for records in zip(*by_rank, strict=True)]
 

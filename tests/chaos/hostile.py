@@ -1,6 +1,6 @@
 """Row 10: hostile checkpoints, HF folders, tokenizers: each must be refused, no code run and nothing read outside.
 
-python scripts/bench/chaos_hostile.py FOLDER    builds and opens every case in FOLDER; prints {name: what went wrong}
+PYTHONPATH=.:tests python -m chaos.hostile FOLDER    builds and opens every case; prints {name: what went wrong}
 """
 
 import json
@@ -16,22 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos import Case, Outcome
-from chaos_hostile_pickles import SPEC, Build, Call, dcp_cases, moved_outside, piped, torch_cases
+from chaos.case import Case, Outcome
+from chaos.hostile_pickles import SPEC, Build, Call, dcp_cases, moved_outside, piped, torch_cases
+from conftest import REPO, job_environment
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO))
-
-from titan_mi100.chat_template import ChatTemplate  # noqa: E402
-from titan_mi100.errors import UserError  # noqa: E402
-from titan_mi100.hf_io import HFWeights  # noqa: E402
-from titan_mi100.model_spec import parameter_shapes, read_hf_config, to_hf_config  # noqa: E402
-from titan_mi100.safe_read import SafeReader, load_safely, read_torch_file  # noqa: E402
-from titan_mi100.tokenizer import load_tokenizer, tokenizer_files  # noqa: E402
+from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.errors import UserError
+from titan_mi100.hf_io import HFWeights
+from titan_mi100.model_spec import parameter_shapes, read_hf_config, to_hf_config
+from titan_mi100.safe_read import SafeReader, load_safely, read_torch_file
+from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
 
 TIME_LIMIT = 30  # seconds a case
 
@@ -358,8 +356,8 @@ def run_case(name: str, folder: Path, watch: _Watch | None = None) -> str:
 
 def run_all(folder: Path) -> dict[str, str]:
     """`run_case` of every case, in one process of its own."""
-    command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    command = [sys.executable, "-m", "chaos.hostile", str(folder)]
+    done = subprocess.run(command, env=job_environment(), capture_output=True, text=True, timeout=1200, check=False)
     if done.returncode:
         raise RuntimeError(f"the cases ended with {done.returncode}:\n{done.stdout}\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """What the checkpoint protocol promises, tried: real processes are killed, told to stop, lied to and run out of disk.
 
-    python scripts/bench/chaos.py [--rows 1 6] [--quick] [--output chaos.jsonl] [--without "hash check"] [--table]
+    python tests/chaos/run.py [--rows 1 6] [--quick] [--output chaos.jsonl] [--without "hash check"] [--table]
 
 Every case that has ended is a line of the output file, so a run that is stopped goes on where it was; `--table` prints
 what the file holds. `--without` leaves a protection out: its row must then fail. Rows and their targets: `--help`.
@@ -13,60 +13,49 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROTECTIONS = ("hash check", "finite flag", "lock")
+# the folder that holds the packages `chaos` and `parity`, in place of this script's own
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
-class Outcome(NamedTuple):
-    """What a case found."""
-
-    count: int  # things tried
-    wrong: list[str]  # what did not hold, in words
-    figures: dict[str, Any] = {}  # noqa: RUF012  # a NamedTuple's default
-
-
-class Case(NamedTuple):
-    """One thing to try, in an empty folder of its own."""
-
-    name: str
-    run: Callable[[Path, tuple[str, ...]], Outcome]  # (folder, protections that are left out)
+from chaos.case import PROTECTIONS, Case
 
 
 class Row(NamedTuple):
     measure: str
     target: str
-    source: str  # module.function: (quick) -> cases; imported when it is needed, for all of them import torch
+    source: str  # package.module.function: (quick) -> cases; imported when it is needed, for all of them import torch
 
     def cases(self, quick: bool) -> Iterator[Case]:
-        module, _, function = self.source.partition(".")
+        module, _, function = self.source.rpartition(".")
         return getattr(importlib.import_module(module), function)(quick)
 
 
 ROWS = {
     1: Row("SIGKILL of a rank or the launcher in step, save, load; then resumed",
-           "100: no checkpoint lost, final parameters' SHA as uninterrupted", "chaos_runs.kills"),
+           "100: no checkpoint lost, final parameters' SHA as uninterrupted", "chaos.runs.kills"),
     2: Row("kill at each open, write, fsync, rename, unlink of a save, sync and async, keep 2",
-           "always >= 1 verified checkpoint", "chaos_files.kill_points"),
+           "always >= 1 verified checkpoint", "chaos.files.kill_points"),
     3: Row("single-bit flips over all checkpoint files",
-           "2,000: all detected; 50 end to end: all fell back", "chaos_files.flips"),
+           "2,000: all detected; 50 end to end: all fell back", "chaos.files.flips"),
     4: Row("truncated, zeroed tail, missing, swapped, cross-step mixed shards",
-           "300: all refused, file named", "chaos_files.damage"),
+           "300: all refused, file named", "chaos.files.damage"),
     5: Row("ENOSPC, EIO, EACCES at each write site", "every rank exits non-zero, previous intact",
-           "chaos_files.faults"),
+           "chaos.files.faults"),
     6: Row("SIGTERM, SIGUSR1 in step, save, validation, warm-up",
-           "50: saved within 1 step, code 3, no orphan", "chaos_runs.signals"),
-    7: Row("resume twice, same layout", "10 configurations: bit-identical", "chaos_runs.resumes"),
+           "50: saved within 1 step, code 3, no orphan", "chaos.runs.signals"),
+    7: Row("resume twice, same layout", "10 configurations: bit-identical", "chaos.runs.resumes"),
     8: Row("reshard dp 4->2->4, PP 2->1->2, mixed", "no row repeated or missed; loss within the bars",
-           "chaos_runs.reshards"),
-    9: Row("NaN on any rank or stage", "no parameter changed anywhere; ends at exactly K", "chaos_runs.nans"),
+           "chaos.runs.reshards"),
+    9: Row("NaN on any rank or stage", "no parameter changed anywhere; ends at exactly K", "chaos.runs.nans"),
     10: Row("hostile checkpoints, HF folders, tokenizers", "40: no code run, nothing read outside",
-            "chaos_hostile.cases"),
-    11: Row("clean exits", "100 of 100", "chaos_runs.exits"),
-    12: Row("cost of a save and of the finite flag", "stall, MB/s, ms a step", "chaos_cost.cases"),
+            "chaos.hostile.cases"),
+    11: Row("clean exits", "100 of 100", "chaos.runs.exits"),
+    12: Row("cost of a save and of the finite flag", "stall, MB/s, ms a step", "chaos.cost.cases"),
 }  # fmt: skip
 
 

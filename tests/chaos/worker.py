@@ -1,4 +1,4 @@
-"""The trainer with something going wrong in it: run by chaos.py in place of `-m titan_mi100.train`, same arguments.
+"""The trainer with something going wrong in it: run by runs.py in place of `-m titan_mi100.train`, same arguments.
 
 The environment's CHAOS is JSON: {"events": FILE, "actions": [...], "without": [...], "lock_patience": SECONDS}. Every
 rank appends what it comes to to the file, a line `rank event number` each: for the how many-th time, or its process id

@@ -1,4 +1,4 @@
-"""The rows of chaos.py that are whole runs: killed, told to stop, resumed, moved to other layouts, given NaN."""
+"""The rows of run.py that are whole runs: killed, told to stop, resumed, moved to other layouts, given NaN."""
 
 import atexit
 import functools
@@ -22,17 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import parity
 import torch
 import torch.distributed.checkpoint as dcp
-import torchrun_job
-from chaos import Case, Outcome
+from chaos.case import Case, Outcome
+from conftest import ASSETS, REPO, job_environment
+from parity import table as parity
 
 from titan_mi100 import sealed
 
-REPO = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("chaos_worker.py")
-ASSETS = REPO / "tests" / "assets"
+WORKER = Path(__file__).with_name("worker.py")
 CONFIG = f"""
 [model]
 flavor = "debug"
@@ -89,7 +87,7 @@ class Job:
 
         Args:
             by_script: with run_train.sh instead of torchrun; a layout of one process needs neither.
-            plan: `actions` and other things for chaos_worker.py.
+            plan: `actions` and other things for worker.py.
         """
         processes, parallelism = LAYOUTS[layout]
         degrees = [word for key, value in parallelism.items() for word in (f"--parallelism.{key}", str(value))]
@@ -105,7 +103,7 @@ class Job:
         elif processes == 1:
             command = [sys.executable, *workers]
         environment = {
-            **torchrun_job.environment(),
+            **job_environment(),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPO),
             "XDG_CACHE_HOME": str(session() / "cache"),

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from chaos import Case, Outcome
-from chaos_runs import Job, metrics
-from chaos_worker import switch_off
+from chaos.case import Case, Outcome
+from chaos.runs import Job, metrics
+from chaos.worker import switch_off
 
 from titan_mi100 import build, distributed, sealed
 from titan_mi100.checkpoint import Checkpointer

@@ -1,6 +1,6 @@
 """Writes tests/assets: a small tokenizer of Qwen3's kind and three small data sets. All text in them is written here.
 
-Usage: python scripts/make_debug_assets.py [output folder]
+Usage: python tests/assets/make.py [output folder]
 
 The same files come out byte for byte on every run (with the pinned `tokenizers`); a test compares them with those in
 the repository.
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-REPO = Path(__file__).resolve().parent.parent
 
 # Qwen3's own split into words; the tokenizer must be refused or represented exactly, so the debug one has it too.
 PATTERN = (
@@ -321,4 +319,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else REPO / "tests" / "assets")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent)

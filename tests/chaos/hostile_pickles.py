@@ -6,7 +6,6 @@ import os
 import pickle
 import struct
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,10 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO))
-
-from titan_mi100.model_spec import ModelSpec  # noqa: E402
+from titan_mi100.model_spec import ModelSpec
 
 SPEC = ModelSpec(16, 8, 8, 1, 2, 1, 4, True)
 Build = Callable[[Path], None]

@@ -1,0 +1,164 @@
+"""Counts what there is to read: lines, lines of code and longest functions by folder, against the budgets.
+
+    python scripts/count_lines.py [--json]
+
+Lines of code are those that hold code: no blank lines, comments or docstrings. The budgets below are asserted by
+tests/test_line_budgets.py; whoever raises one says why in the commit that does.
+"""
+
+import argparse
+import ast
+import io
+import json
+import sys
+import tokenize
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+COUNTED = ("titan_mi100", "checkpoint_tools", "scripts", "tests")
+
+# The core: config, model, parallel, the loop, checkpoint. Folders and files below titan_mi100/.
+CORE = (
+    *("assets.py", "config.py", "hardware.py", "layout.py", "model_spec.py", "plain_file.py", "settings.py"),
+    *("model", "loss.py", "decode.py"),
+    *("build.py", "ddp.py", "distributed.py", "parallelize.py", "pipeline.py", "tensor_parallel.py"),
+    *("evaluate.py", "lr_scheduler.py", "optimizer.py", "train.py"),
+    *("checkpoint.py", "durable.py", "resume.py", "sealed.py"),
+)
+BUDGETS = {"core": 3600, "titan_mi100": 8800, "scripts": 2000}  # lines of code
+LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
+
+# tokens that are no code
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function and its lines, from `def` to its last, docstring included."""
+
+    name: str  # path:line name
+    lines: int
+
+
+@dataclass(frozen=True)
+class File:
+    path: str  # below the repository's root
+    lines: int
+    code: int
+    functions: tuple[Function, ...] = ()
+
+
+def count_python(path: Path, name: str) -> File:
+    """Count one Python file, which the report calls `name`."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    docstrings: set[int] = set()
+    functions = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                functions.append(Function(f"{name}:{node.lineno} {node.name}", lines))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return File(name, len(text.splitlines()), len(code - docstrings), tuple(functions))
+
+
+def count_shell(path: Path, name: str) -> File:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return File(name, len(lines), sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines))
+
+
+def count(repo: Path = REPO) -> list[File]:
+    """Every Python and shell file of the counted folders."""
+    found = []
+    for folder in COUNTED:
+        for path in sorted((repo / folder).rglob("*")):
+            if path.suffix in (".py", ".sh") and "__pycache__" not in path.parts:
+                counted = count_python if path.suffix == ".py" else count_shell
+                found.append(counted(path, path.relative_to(repo).as_posix()))
+    return found
+
+
+def code_of(files: list[File], part: str) -> int:
+    """Lines of code of "core" or of a top-level folder; Python only, so that the budgets compare one language."""
+    names = [f"titan_mi100/{entry}" for entry in CORE] if part == "core" else [part]
+    python = [file for file in files if file.path.endswith(".py")]
+    missing = [name for name in names if not any(_is_in(file.path, name) for file in python)]
+    if missing:
+        raise ValueError(f"scripts/count_lines.py: CORE names what does not exist: {', '.join(missing)}")
+    return sum(file.code for file in python if any(_is_in(file.path, name) for name in names))
+
+
+def _is_in(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}/")
+
+
+def over_budget(files: list[File]) -> list[str]:
+    """What is above a budget, in words."""
+    found = [
+        f"{part}: {code_of(files, part):,} lines of code, budget {budget:,}"
+        for part, budget in BUDGETS.items()
+        if code_of(files, part) > budget
+    ]
+    for file in files:
+        if not file.path.startswith("tests/"):
+            if file.lines > LONGEST_FILE:
+                found.append(f"{file.path}: {file.lines} lines, budget {LONGEST_FILE}")
+            found += [
+                f"{function.name}: {function.lines} lines, budget {LONGEST_FUNCTION}"
+                for function in file.functions
+                if function.lines > LONGEST_FUNCTION
+            ]
+    return found
+
+
+def summary(files: list[File]) -> dict[str, object]:
+    """Per folder: files directly in it, their lines and lines of code; then the budgets and the longest functions."""
+    folders: dict[str, dict[str, int]] = {}
+    for file in files:
+        entry = folders.setdefault(file.path.rpartition("/")[0], {"files": 0, "lines": 0, "code": 0})
+        entry["files"] += 1
+        entry["lines"] += file.lines
+        entry["code"] += file.code
+    product = [file for file in files if not file.path.startswith("tests/")]
+    longest = sorted((f for file in product for f in file.functions), key=lambda f: (-f.lines, f.name))
+    return {
+        "folders": dict(sorted(folders.items())),
+        "budgets": {part: {"code": code_of(files, part), "budget": most} for part, most in BUDGETS.items()},
+        "files on one level": max(
+            folders.items(), key=lambda entry: (not entry[0].startswith("tests"), entry[1]["files"])
+        ),
+        "longest functions": [asdict(function) for function in longest[:5]],
+        "over budget": over_budget(files),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    found = summary(count())
+    if parser.parse_args().json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{'folder':<32}{'files':>6}{'lines':>8}{'code':>8}")
+    for folder, entry in found["folders"].items():  # type: ignore[attr-defined]
+        print(f"{folder:<32}{entry['files']:>6}{entry['lines']:>8,}{entry['code']:>8,}")
+    print()
+    for part, entry in found["budgets"].items():  # type: ignore[attr-defined]
+        print(f"{part}: {entry['code']:,} lines of code, budget {entry['budget']:,}")
+    folder, entry = found["files on one level"]  # type: ignore[misc]
+    print(f"most files on one level: {entry['files']} in {folder}/\n\nlongest functions:")
+    for function in found["longest functions"]:  # type: ignore[attr-defined]
+        print(f"{function['lines']:>5}  {function['name']}")
+    print("\nover budget:", *(found["over budget"] or ["nothing"]), sep="\n  ")  # type: ignore[misc]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
