@@ -37,7 +37,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def world():
     """This process as a job of one."""
-    from titan_mi100.distributed import init_distributed
+    from titan_mi100.parallel.distributed import init_distributed
 
     return init_distributed()
 

@@ -15,12 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import build, checkpoint, distributed, resume, sealed, train
+from titan_mi100 import checkpoint, resume, sealed, train
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.settings import Config, TrainingConfig
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titan_mi100 import assets, convert, decode, durable, generate, hf_io, sealed
-from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
+from titan_mi100.parallel.distributed import World
 from titan_mi100.verify_logits import compare
 from titan_mi100.weights import Kind, row_blocks
 
@@ -536,7 +536,7 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
 
 
 def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
-    from titan_mi100 import build, distributed
+    from titan_mi100.parallel import build, distributed
     from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
 
     source = with_tokenizer(folder_of(tmp_path / "hf"))

@@ -10,9 +10,9 @@ from conftest import REPO, torchrun
 from gloo.job_ddp import RANK_1, SPEC, START, config_of, run
 
 from titan_mi100 import settings
-from titan_mi100.ddp import in_words
-from titan_mi100.distributed import World
 from titan_mi100.model_spec import parameter_count
+from titan_mi100.parallel.ddp import in_words
+from titan_mi100.parallel.distributed import World
 
 RANKS = (0, 1)
 WARNING = "PowerSGD: the checkpoint has no memory that fits"

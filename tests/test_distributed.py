@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import REPO, torchrun
 
-from titan_mi100 import distributed
 from titan_mi100.errors import UserError
+from titan_mi100.parallel import distributed
 
 
 def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from titan_mi100.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.model_spec import PRESETS, end_costs
+from titan_mi100.costs import end_costs
+from titan_mi100.model_spec import PRESETS
 
 
 def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:

@@ -26,7 +26,6 @@ from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from titan_mi100 import loss
-from titan_mi100.distributed import World
 from titan_mi100.errors import UserError
 from titan_mi100.layout import check_schedule
 from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
@@ -40,7 +39,8 @@ from titan_mi100.model_spec import (
     to_hf_config,
     train_flops,
 )
-from titan_mi100.parallelize import without_dropout
+from titan_mi100.parallel.base import without_dropout
+from titan_mi100.parallel.distributed import World
 from titan_mi100.peft_io import CONFIG, WEIGHTS, open_adapter, read_adapter, write_adapter
 from titan_mi100.resume import Found, check_same_run
 from titan_mi100.settings import Config, LoRAConfig, check, fingerprint

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_mi100 import distributed
-from titan_mi100.distributed import World
 from titan_mi100.layout import Layout
 from titan_mi100.model import attention
 from titan_mi100.model.qwen3 import Qwen3, initial_values
 from titan_mi100.model_spec import PRESETS
-from titan_mi100.parallelize import ShardedModel
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ShardedModel
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
 
 LAYERS = 3

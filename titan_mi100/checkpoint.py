@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import sealed
 from titan_mi100.dcp_io import HashedFiles
-from titan_mi100.distributed import World, from_rank_zero, gather, raise_together
 from titan_mi100.durable import sync
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.logging import log
 from titan_mi100.optimizer import AdamW
-from titan_mi100.parallelize import ParallelModel
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
 from titan_mi100.resume import TRAINER, read_json
 from titan_mi100.safe_read import SafeReader, load_safely
 from titan_mi100.state_keys import OPTIMIZER, rank_of, rank_prefix

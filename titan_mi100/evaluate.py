@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.facts import SetFacts
 from titan_mi100.data.loader import Microbatch, validation_batches
-from titan_mi100.distributed import sum_over_ranks
 from titan_mi100.layout import IGNORE, Batch
-from titan_mi100.parallelize import ParallelModel
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import sum_over_ranks
 
 _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks look, and a pipeline waits for that
 

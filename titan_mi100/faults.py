@@ -5,9 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
-from titan_mi100.distributed import World, gather
 from titan_mi100.logging import log
 from titan_mi100.metrics import StepResult
+from titan_mi100.progress import Progress
+from titan_mi100.parallel.distributed import World, gather
 
 FILE = "nonfinite_rows.csv"
 _SHOWN = 10  # rows in a message
@@ -18,11 +19,12 @@ class NumericalError(RuntimeError):
 
 
 class FaultWatch:
-    """Looks at each step's result. Counters live in the caller's progress."""
+    """Records the steps that were skipped, with their input, and ends the run after too many in a row."""
 
-    def __init__(self, stream: RowStream, folder: Path, world: World, last_step: int) -> None:
+    def __init__(self, stream: RowStream, folder: Path, world: World, progress: Progress, most_in_a_row: int) -> None:
         """Begin; what an earlier start of the run noted after its last checkpoint is taken out."""
         self._stream, self._file, self._world = stream, folder / FILE, world
+        self._progress, self._most_in_a_row, last_step = progress, most_in_a_row, progress.step
         self._rows: list[str] = []  # of the skipped steps in a row
         if world.rank == 0 and self._file.exists():
             with suppress(OSError):
@@ -31,19 +33,19 @@ class FaultWatch:
                 with self._file.open("w", newline="", encoding="utf-8") as file:
                     csv.writer(file).writerows(kept)
 
-    def record(self, step: int, first_row: int, result: StepResult) -> None:
+    def after_step(self, step: int, result: StepResult) -> None:
         """Log a step that was skipped, with the input it saw. A collective for a skipped step.
 
-        Args:
-            first_row: the row number that the step began with.
+        Raises:
+            NumericalError: on all ranks; there were too many of them in a row.
         """
         if not result.skipped:
             self._rows = []
             return
-        found = gather(self._stream.row_numbers(first_row, result.nonfinite_microbatches))
+        found = gather(self._stream.row_numbers(result.first_row, result.nonfinite_microbatches))
         if not any(found):  # the losses are finite, the gradients are not: any row may be the cause
             everything = range(self._stream.batch.gradient_accumulation_steps)
-            found = gather(self._stream.row_numbers(first_row, everything))
+            found = gather(self._stream.row_numbers(result.first_row, everything))
         numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
         places = list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
         self._rows += places
@@ -58,11 +60,11 @@ class FaultWatch:
                 f"on all ranks; rows: {_listed(places)}"
             )
 
-    def error(self, step: int, in_a_row: int) -> NumericalError:
-        return NumericalError(
-            f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was updated "
-            f"in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._file}"
-        )
+        if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
+            raise NumericalError(
+                f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was "
+                f"updated in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._file}"
+            )
 
 
 def _listed(places: list[str]) -> str:

@@ -25,7 +25,6 @@ from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
 from titan_mi100.data.strict_json import BadRow, listed, parse
 from titan_mi100.decode import Generated, Sampling, check_lengths, generate, stream
-from titan_mi100.distributed import fill_parameters
 from titan_mi100.durable import sha256_of
 from titan_mi100.errors import UserError
 from titan_mi100.model import attention
@@ -33,6 +32,7 @@ from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_source, verify_files
 from titan_mi100.model_spec import ModelSpec, parameter_shapes
+from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.plain_file import LARGEST_CONFIG, read_plain
 from titan_mi100.sealed import MANIFEST
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from titan_mi100.logging import log
-from titan_mi100.model_spec import ModelSpec, train_flops
 from titan_mi100.settings import MetricsConfig
 
 
@@ -23,6 +22,9 @@ from titan_mi100.settings import MetricsConfig
 class StepResult:
     """What the trainer counted in one optimizer step: sums over all ranks, and this rank's times in seconds."""
 
+    first_row: int  # number of the row that the step began with
+    next_row: int  # that the next step begins with
+    lr: float  # of the first parameter group
     loss: float  # mean over supervised tokens
     grad_norm: float  # before clipping
     tokens: int  # real ones: no padding
@@ -34,6 +36,7 @@ class StepResult:
     gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
     skipped: bool = False  # loss or gradients were not finite: nothing was updated
     nonfinite_microbatches: Sequence[int] = ()  # of this rank, by their loss
+    flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class StepMetrics:
     """One optimizer step as it is recorded, over all ranks."""
 
     step: int
-    epoch: float
+    epoch: float | None  # None: a stream without epochs
     loss: float | None  # None, as JSON has no such numbers: not finite
     grad_norm: float | None
     lr: float
@@ -86,25 +89,27 @@ class Reporter:
         self,
         folder: Path,
         config: MetricsConfig,
-        last_step: int,
-        validation_due: bool,
         steps: int,
-        spec: ModelSpec,
+        rows_per_epoch: int | None,
+        flops: Callable[[int, int, int], int],
         peak_flops: float | None,
         dtype: str,
-        adapter_values: int = 0,
+        last_step: int = 0,
+        validation_due: bool = False,
     ) -> None:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
         Args:
-            last_step: of the checkpoint that the run goes on from; 0: none.
-            validation_due: its validation is still to come.
+            steps: the run's last step.
+            rows_per_epoch: None: a stream without epochs.
+            flops: of a step, by its tokens, supervised tokens and attention pairs; see costs.train_flops.
             peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
             dtype: the compute dtype, for the printed line.
-            adapter_values: as for train_flops.
+            last_step: of the checkpoint that the run resumes from; 0: none.
+            validation_due: its validation is still to come.
         """
-        self._config, self._steps = config, steps
-        self._spec, self._peak_flops, self._dtype, self._adapter_values = spec, peak_flops, dtype, adapter_values
+        self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
+        self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
         path = folder / "metrics.jsonl"
         _drop_after(path, last_step, validation_due)
         self._file = path.open("a", encoding="utf-8")
@@ -118,15 +123,14 @@ class Reporter:
             total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
 
-    def step(self, step: int, epoch: float, lr: float, result: StepResult) -> None:
-        counts = result.tokens, result.supervised, result.attention_pairs
-        flops = train_flops(self._spec, *counts, self._adapter_values)
+    def after_step(self, step: int, result: StepResult) -> None:
+        flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
         metrics = StepMetrics(
             step=step,
-            epoch=epoch,
+            epoch=result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
             loss=result.loss if math.isfinite(result.loss) else None,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-            lr=lr,
+            lr=result.lr,
             seconds=result.seconds,
             tokens=result.tokens,
             supervised_tokens=result.supervised,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100 import sealed
-from titan_mi100.distributed import World, from_rank_zero, gather, raise_together
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
+from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
 
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
 
@@ -45,7 +45,7 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
         problems = [found for found in gather(problem) if found]
         if not problems:
             with raise_together():
-                return Found(newest, sealed.read_manifest(newest), read_json(newest / TRAINER))
+                return open_checkpoint(newest)
         # A file that only another rank misses is no damage: that node sees another file system.
         problem = from_rank_zero(partial(_problem, newest, 0, 1))
         if not problem:
@@ -54,6 +54,11 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
         aside = from_rank_zero(partial(_set_aside, newest))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
+
+
+def open_checkpoint(path: Path) -> Found:
+    """A checkpoint that is known to be intact."""
+    return Found(path, sealed.read_manifest(path), read_json(path / TRAINER))
 
 
 def _problem(path: Path, share: int, shares: int) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from titan_mi100 import sealed
 from titan_mi100.config import resolve_run_folder
-from titan_mi100.distributed import World, from_rank_zero, raise_together
 from titan_mi100.durable import LOCK, FolderLock, probe, replace, sync
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, log_to_file
+from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 from titan_mi100.settings import Config
 
 

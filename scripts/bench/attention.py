@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from titan_mi100.distributed import device_name
 from titan_mi100.model import attention
+from titan_mi100.parallel.distributed import device_name
 
 BACKENDS = ("sdpa_documents", "sdpa_mask", "eager")
 

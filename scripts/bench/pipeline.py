@@ -34,17 +34,18 @@ from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, bus
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from titan_mi100 import build, distributed, train
+from titan_mi100 import train
 from titan_mi100.config import load_config
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepare import prepare_run
-from titan_mi100.distributed import World
 from titan_mi100.errors import UserError
 from titan_mi100.layout import SCHEDULES, check_schedule
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
 
 RANKS, WARMUP = 2, 2  # processes of `bubble`, and its steps before those that count

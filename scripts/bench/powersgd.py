@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torchrun_job
 
-from titan_mi100 import build, distributed
-from titan_mi100.ddp import PowerSGD, in_words
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import PRESETS
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.ddp import PowerSGD, in_words
 from titan_mi100.settings import Config, ModelConfig, ParallelismConfig, TrainingConfig
 
 WHOLE, STEPS, BAR = 2, 5, 50  # steps reduced whole, steps in all, least factor between the bytes

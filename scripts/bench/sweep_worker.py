@@ -22,15 +22,16 @@ from sweep import Row, config_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from titan_mi100 import build, distributed, train
+from titan_mi100 import train
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import Packing
-from titan_mi100.distributed import World
 from titan_mi100.hardware import find_gpu
-from titan_mi100.model_spec import train_flops
+from titan_mi100.costs import train_flops
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 
 DOCUMENT = (100, 500)  # tokens of a made-up document, before a row's end cuts it
 PROFILED_STEPS = 2  # after the timed ones: profiling slows a step

@@ -13,12 +13,13 @@ import torch
 from chaos.case import Case, Outcome
 from conftest import torchrun
 
-from titan_mi100 import build, distributed, durable, train
+from titan_mi100 import durable, train
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.distributed import measure_gradients, sum_over_ranks
 from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.model_spec import ModelSpec, parameter_count
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import measure_gradients, sum_over_ranks
 from titan_mi100.settings import Config, TrainingConfig
 
 SMALL = ModelSpec(8192, 256, 768, 4, 8, 4, 32, True, rope_theta=10_000.0)

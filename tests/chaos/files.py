@@ -20,13 +20,14 @@ from chaos.case import Case, Outcome
 from chaos.runs import Job, metrics
 from chaos.worker import switch_off
 
-from titan_mi100 import build, distributed, sealed
+from titan_mi100 import sealed
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import Config, TrainingConfig
 
 SPEC = ModelSpec(256, 32, 64, 1, 2, 1, 16, True, rope_theta=10_000.0)

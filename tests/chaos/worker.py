@@ -93,9 +93,9 @@ import torch
 
 from titan_mi100 import checkpoint, durable, run_folder, sealed, train
 from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.distributed import Gradients
 from titan_mi100.metrics import StepResult
 from titan_mi100.model.qwen3 import Block
+from titan_mi100.parallel.distributed import Gradients
 
 
 def around(

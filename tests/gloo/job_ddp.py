@@ -15,14 +15,15 @@ import torch.distributed as dist
 from conftest import packed
 from torch import Tensor
 
-from titan_mi100 import build, distributed, train
+from titan_mi100 import train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
-from titan_mi100.distributed import World
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
 
 SPEC = ModelSpec(320, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)

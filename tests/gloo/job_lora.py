@@ -15,14 +15,15 @@ from gloo.job_parity import build, config_of, run_split
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import distributed, train
+from titan_mi100 import train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
-from titan_mi100.distributed import World
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.model.lora import is_adapter
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import OptimizerConfig
 
 

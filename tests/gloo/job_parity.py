@@ -11,12 +11,13 @@ from conftest import packed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import distributed, train
-from titan_mi100.build import build_model
+from titan_mi100 import train
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
-from titan_mi100.distributed import World
-from titan_mi100.parallelize import ParallelModel
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import (
     ActivationCheckpointConfig,
     CompileConfig,

@@ -4,8 +4,8 @@ import sys
 import time
 from pathlib import Path
 
-from titan_mi100 import distributed
 from titan_mi100.errors import UserError
+from titan_mi100.parallel import distributed
 
 
 def fail_on(rank: int, here: int) -> str:

@@ -30,18 +30,19 @@ if __name__ == "__main__":
 
 from conftest import torchrun
 
-from titan_mi100 import build, distributed, train
+from titan_mi100 import train
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.sft import Document
-from titan_mi100.distributed import World
 from titan_mi100.evaluate import validation_loss
 from titan_mi100.layout import SCHEDULES, check_schedule
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
+from titan_mi100.parallel import build, distributed
+from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import (
     ActivationCheckpointConfig,
     Config,

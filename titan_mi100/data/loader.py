@@ -15,21 +15,13 @@ Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: ea
 
 
 class RowStream:
-    """The microbatches of one data-parallel rank. Its state is the number of rows that all ranks have consumed."""
+    """The microbatches of one data-parallel rank. Without state: a step's rows follow from the row it begins with."""
 
     def __init__(self, source: RowSource, batch: Batch, dp_rank: int) -> None:
         self.source, self.batch, self.dp_rank = source, batch, dp_rank
-        self.rows_consumed = 0
-
-    def __iter__(self) -> Iterator[Microbatch]:
-        """Microbatch after microbatch, without end, from `rows_consumed`, which counts on by whole steps."""
-        while True:
-            first_row = self.rows_consumed
-            self.rows_consumed += self.batch.global_batch_size
-            yield from self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        """This rank's microbatches of the step that begins with row number `first_row`. Changes no state."""
+        """This rank's microbatches of the step that begins with row number `first_row`."""
         return [
             collate([self.source.row(number) for number in self.row_numbers(first_row, [microbatch])])
             for microbatch in range(self.batch.gradient_accumulation_steps)
@@ -44,12 +36,6 @@ class RowStream:
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
         return [number for start in starts for number in range(start, start + local)]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"rows_consumed": self.rows_consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.rows_consumed = state["rows_consumed"]
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:

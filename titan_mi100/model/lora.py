@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_mi100.distributed import Read
 from titan_mi100.model.qwen3 import Linear, Qwen3, draw
+from titan_mi100.parallel.distributed import Read
 from titan_mi100.settings import LoRAConfig
 
 _SAMPLE = 4096  # bytes of each tensor that its base is known by

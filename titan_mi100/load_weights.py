@@ -1,51 +1,21 @@
-"""The model of a run: built in its layout, and its weights, from wherever they come."""
+"""The weights of a run's model, from wherever they come."""
 
 import math
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100 import distributed, model_spec
-from titan_mi100.ddp import ReplicatedModel
-from titan_mi100.distributed import World, raise_together
+from titan_mi100 import model_spec
 from titan_mi100.logging import log
-from titan_mi100.model import attention
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
-from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model.qwen3 import initial_values
 from titan_mi100.model_source import open_weights, verify_files
-from titan_mi100.parallelize import ParallelModel, ShardedModel
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.peft_io import open_adapter
-from titan_mi100.pipeline import PipelinedModel, layers_per_stage
 from titan_mi100.settings import Config
-
-
-def build_model(
-    config: Config, spec: model_spec.ModelSpec, mesh: DeviceMesh, world: World, supervised_share: float
-) -> ParallelModel:
-    """The model in the config's layout, on this rank's device; its weights hold nothing yet.
-
-    Args:
-        supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
-    """
-    layout = config.layout(world.size)
-    backend = attention.choose_backend(config.model.attention_backend, world.device.type)
-    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
-    if layout.pp > 1:
-        layers = layers_per_stage(config, spec, layout.pp, supervised_share)
-        microbatches = config.batch(world.size).gradient_accumulation_steps
-        log.info(
-            f"pipeline: {config.parallelism.pipeline_parallel_schedule}, {microbatches} microbatches, "
-            f"layers per stage {', '.join(map(str, layers))}"
-        )
-        return PipelinedModel(spec, backend, layers, mesh, config, layout, microbatches, world.device)
-    with torch.device("meta"):
-        model = Qwen3(spec, backend)
-    if layout.zero_stage == 0:
-        return ReplicatedModel(model, mesh, config, world.device)
-    return ShardedModel(model, mesh, config, layout, world.device)
 
 
 def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:

@@ -4,7 +4,7 @@ Under a pipeline a stage's gathered weights and its gradients are kept whole, th
 reduction), until the schedule's last backward; then they are reduced once. That is ZeRO-1 within a stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.layout import SCHEDULES, Layout, split_layers, stages_of, stages_on
+from titan_mi100.layout import SCHEDULES, Stage, stages_on
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import ModelSpec, end_costs
-from titan_mi100.parallelize import ParallelModel, free_gathered, without_dropout, wrap
-from titan_mi100.settings import Config
-from titan_mi100.tensor_parallel import sum_replicated_gradients
-
-
-def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> tuple[int, ...]:
-    """As the config says, or balanced by what a microbatch costs in each stage.
-
-    Args:
-        supervised_share: supervised tokens per token of a row; the head runs on these only.
-    """
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_layers_per_stage:
-        return parallelism.pipeline_parallel_layers_per_stage
-    stages = pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
-    recompute = config.activation_checkpoint.mode != "none"
-    training = config.training
-    first, last = end_costs(
-        spec, training.local_batch_size, training.seq_len, supervised_share, recompute, config.lora.rank > 0
-    )
-    return tuple(split_layers(spec.num_hidden_layers, stages, first, last))
+from titan_mi100.parallel.base import ParallelModel, without_dropout
+from titan_mi100.parallel.fsdp import free_gathered
+from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class PipelinedModel(ParallelModel):
@@ -46,49 +27,43 @@ class PipelinedModel(ParallelModel):
 
     def __init__(
         self,
-        spec: ModelSpec,
-        backend: str,
-        layers: Sequence[int],
-        mesh: DeviceMesh,
-        config: Config,
-        layout: Layout,
+        part: Callable[[Stage], Qwen3],
+        cuts: Sequence[Stage],
+        schedule: str,
         microbatches: int,
+        boundary: tuple[int, int, int],
+        dtype: torch.dtype,
+        tied: bool,
+        mesh: DeviceMesh,
         device: torch.device,
     ) -> None:
-        """Build this rank's stages on `device`, wrapped.
+        """Build this rank's stages.
 
         Args:
-            backend: of attention.
-            layers: layers per stage.
-            microbatches: per step; all are alike in shape.
+            part: makes a stage of the model on `device`, see build.parallelize.
+            cuts: all stages of the pipeline.
+            microbatches: per step; all have the same shape.
+            boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
+            dtype: of the hidden states.
+            tied: the first and the last stage train copies of one weight.
         """
-        name, training = config.parallelism.pipeline_parallel_schedule, config.training
         self.device, self._pp, self._tp = device, mesh["pp"], mesh["tp"]
-        cuts = stages_of(layers)
-        self._v_shaped, self._stages = SCHEDULES[name].v_shaped, len(cuts)
-        self._mine = stages_on(self._pp.get_local_rank(), layout.pp, len(cuts), self._v_shaped)
-        self.parts = []
-        for index in self._mine:
-            with torch.device("meta"):
-                part = Qwen3(spec, backend, cuts[index])
-            wrap(part, mesh, config, layout)
-            self.parts.append(part.to_empty(device=device))
-        self._tied = spec.tie_word_embeddings and not config.lora.rank  # a frozen copy stays as it is
-        self._ends = self._make_ends(mesh) if self._tied else None
+        self._v_shaped, self._stages = SCHEDULES[schedule].v_shaped, len(cuts)
+        self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)
+        self.parts = [part(cuts[index]) for index in self._mine]
+        self._tied = tied
+        self._ends = self._make_ends(mesh) if tied else None
 
-        dtype = getattr(torch, training.mixed_precision_param)
-        rows, tokens = training.local_batch_size, training.seq_len
-        self._ids = torch.empty(rows, tokens, dtype=torch.long, device="meta")
-        shape = (rows, tokens // layout.tp, spec.hidden_size)
-        self._hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
+        self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
         self._loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         stages = [self._stage(index, part) for index, part in zip(self._mine, self.parts, strict=True)]
         self._weight, self._losses = 1.0, list[Tensor]()
-        kind = get_schedule_class(name)
+        kind = get_schedule_class(schedule)
         self._schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
-            n_microbatches=max(microbatches, self._stages) if name == "GPipe" else microbatches,
+            n_microbatches=max(microbatches, self._stages) if schedule == "GPipe" else microbatches,
             loss_fn=self._weigh,
             scale_grads=False,
         )

@@ -21,10 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_mi100.loss import head_loss
 from titan_mi100.model.lora import LoRALinear
 from titan_mi100.model.qwen3 import Qwen3, held
+from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
-# the names of torch 2.13, which warns of those before
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output: heads, intermediate size
 _ROWS = ("o_proj", "down_proj")  # split by input
 
@@ -115,7 +113,7 @@ def gather_sequence(x: Tensor, group_name: str) -> Tensor:
     """(batch, seq / ranks, hidden) of each rank -> (batch, seq, hidden) on all; its backward is scatter_sequence."""
     group, ranks = _group(group_name)
     parts = x.new_empty(ranks * len(x), *x.shape[1:])
-    _all_gather(parts, x.contiguous(), group)
+    all_gather_tensor(parts, x.contiguous(), group)
     return torch.cat(parts.chunk(ranks), dim=1)
 
 
@@ -124,7 +122,7 @@ def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
     """(batch, seq, hidden), summed over the ranks -> each one's (batch, seq / ranks, hidden); see gather_sequence."""
     group, ranks = _group(group_name)
     own = x.new_empty(len(x), x.shape[1] // ranks, x.shape[2])
-    _reduce_scatter(own, torch.cat(x.chunk(ranks, dim=1)), group=group)
+    reduce_scatter_tensor(own, torch.cat(x.chunk(ranks, dim=1)), group=group)
     return own
 
 

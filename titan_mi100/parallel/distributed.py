@@ -1,6 +1,5 @@
 """Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
 
-import math
 import os
 import random
 import sys
@@ -22,6 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hardware import count_gpus
 from titan_mi100.layout import Layout
+
+
+# the names of torch 2.13, which warns of those before
+all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
@@ -111,16 +115,19 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
     return tensor.tolist()
 
 
-def max_over_ranks(value: float, device: torch.device) -> float:
-    """The greatest rank's value. A collective."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
+def gather_values(mine: Tensor, device: torch.device) -> Tensor:
+    """(values,) of each rank -> (ranks, values) fp64 on the host, the same on every rank. A collective.
+
+    Gathered, not summed, for values of which some are to be summed and others need the maximum.
+    """
+    found = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64, device=device)
+    all_gather_tensor(found, mine.to(device, torch.float64))
+    return found.cpu()
 
 
 def any_rank(mine: object, device: torch.device) -> bool:
     """Whether it is true on any rank. A collective."""
-    return max_over_ranks(float(bool(mine)), device) > 0
+    return sum_over_ranks([float(bool(mine))], device)[0] > 0
 
 
 def from_rank_zero(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
@@ -190,13 +197,13 @@ class Gradients:
     """This rank's part of the gradients, and what it adds to the norm of all.
 
     Attributes:
-        squares: of the values that this rank is the first to hold: each counts once, in any layout.
-        finite: whether all values are that this rank holds, others' copies as well.
+        squares: 0-dim fp64: sum of squares over the gradient values this rank owns; replicas are not counted twice.
+        finite: 0-dim bool: whether all values are finite that this rank holds, replicas included.
     """
 
     local: list[Tensor]
-    squares: float
-    finite: bool
+    squares: Tensor
+    finite: Tensor
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -219,9 +226,8 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
         counted.append(first and id(parameter) not in apart)
     squares = torch.stack(torch._foreach_norm(local)).double().square()
     mask = torch.tensor(counted, device=squares.device)
-    # a sum of squares is finite if all of them are: two values in one transfer from the device
-    own, every = torch.stack([squares.where(mask, 0.0).sum(), squares.sum()]).tolist()
-    return Gradients(local, own, math.isfinite(every))
+    # a sum of squares is finite if all of them are
+    return Gradients(local, squares.where(mask, 0.0).sum(), squares.sum().isfinite())
 
 
 def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:

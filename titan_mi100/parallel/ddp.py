@@ -18,14 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.logging import log
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.parallelize import (
-    ParallelModel,
-    apply_activation_checkpointing,
-    apply_compile,
-    prepare,
-    reduce_dtype,
-)
-from titan_mi100.settings import Config, ParallelismConfig
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.dtypes import reduce_dtype
+from titan_mi100.settings import ParallelismConfig, TrainingConfig
 
 
 class ReplicatedModel(ParallelModel):
@@ -34,13 +29,15 @@ class ReplicatedModel(ParallelModel):
     Frozen weights are in the compute dtype.
     """
 
-    def __init__(self, model: Qwen3, mesh: DeviceMesh, config: Config, device: torch.device) -> None:
-        """Wrap a model that is on the meta device."""
-        prepare(model, config)
-        model.model.dtype = getattr(torch, config.training.mixed_precision_param)
-        apply_compile(model, config.compile)
-        apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=config.lora.dropout > 0)
-        model.to_empty(device=device)
+    def __init__(
+        self,
+        model: Qwen3,
+        mesh: DeviceMesh,
+        training: TrainingConfig,
+        parallelism: ParallelismConfig,
+        device: torch.device,
+    ) -> None:
+        """Args: model: on `device`, see build.parallelize."""
         self.parts, self.device = [model], device
         self._world_size, self._step = mesh.size(), 0
         group = mesh["dp_replicate"].get_group()
@@ -51,10 +48,10 @@ class ReplicatedModel(ParallelModel):
             gradient_as_bucket_view=True,
         )
         self._compression: PowerSGD | None = None
-        if config.parallelism.powersgd_rank:
+        if parallelism.powersgd_rank:
             self.extra_state_name = "powersgd"
-            self._compression = PowerSGD(self.trained_parameters(), group, config.parallelism)
-        self._in_bf16 = reduce_dtype(config.training) == torch.bfloat16
+            self._compression = PowerSGD(self.trained_parameters(), group, parallelism)
+        self._in_bf16 = reduce_dtype(training) == torch.bfloat16
         if self._compression is not None or self._in_bf16:
             self._ddp.register_comm_hook(group, self._reduce)
         # until a step is compressed, each gradient is sent once

@@ -1,0 +1,328 @@
+"""A run, opened: everything between a checked config and the first step. The trainer, the benches and the tests of
+several processes all begin here.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_mi100.assets import run_assets
+from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.config import to_toml
+from titan_mi100.data.epochs import ShuffledEpochs
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.prepare import Prepared, prepare_run
+from titan_mi100.errors import UserError
+from titan_mi100.evaluate import bits_per_byte, validation_loss
+from titan_mi100.faults import FaultWatch
+from titan_mi100.layout import Batch, Layout, accumulation_for
+from titan_mi100.load_weights import base_identity, load_weights
+from titan_mi100.logging import log
+from titan_mi100.lr_scheduler import lr_factor
+from titan_mi100.metrics import Reporter, StepResult
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.optimizer import AdamW, build_optimizer, scale_lr
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.distributed import World, any_rank, raise_together, same_on_all_ranks
+from titan_mi100.progress import Progress
+from titan_mi100.resume import Found, check_same_run, find_checkpoint, open_checkpoint
+from titan_mi100.run_record import open_record
+from titan_mi100.settings import Config, check, fingerprint
+from titan_mi100.trainer import Trainer
+
+STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
+
+
+class StepObserver(Protocol):
+    def after_step(self, step: int, result: StepResult) -> None:
+        """On every rank, after each step; what it raises must be raised on all ranks."""
+
+
+@dataclass
+class Run:
+    """What the loop works with. Each rank has one, and all go through the same calls in the same order.
+
+    Attributes:
+        about: what the run is made of, for the manifests of its checkpoints.
+        steps: number of its last step.
+        observers: are shown each step's result.
+        wants_to_stop: whether this process was told to stop.
+    """
+
+    config: Config
+    world: World
+    folder: Path | None
+    spec: ModelSpec
+    layout: Layout
+    batch: Batch
+    mesh: DeviceMesh
+    data: Prepared
+    about: dict[str, Any]
+    model: ParallelModel
+    optimizer: AdamW
+    checkpointer: Checkpointer
+    stream: RowStream
+    progress: Progress
+    steps: int
+    trainer: Trainer
+    reporter: Reporter | None
+    observers: list[StepObserver]
+    wants_to_stop: Callable[[], bool]
+
+    def step(self) -> StepResult:
+        """Take the next step. Learning rate and dropout's seed are functions of its number."""
+        number, config = self.progress.step + 1, self.config
+        scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
+        if config.lora.dropout:
+            distributed.seed_dropout(config.training.seed, number, self.mesh)
+        result = self.trainer.step()
+        self.progress.after_step(result)
+        for observer in self.observers:
+            observer.after_step(number, result)
+        return result
+
+    def is_due(self, every: int) -> bool:
+        """Whether something happens now that happens every so many steps (0: never) and after the last."""
+        return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
+
+    def validation_loss(self) -> float | None:
+        """None: given up, because a process was told to stop."""
+        assert self.data.validation is not None
+
+        def is_told_to_stop() -> bool:
+            return any_rank(self.wants_to_stop(), self.world.device)
+
+        return validation_loss(self.model, self.data.validation, self.batch, self.stream.dp_rank, is_told_to_stop)
+
+    def validate(self) -> bool:
+        """Validate and report, if there is something to validate on; whether the loss is the lowest so far."""
+        if self.data.validation is None:
+            return False
+        loss = self.validation_loss()
+        if loss is not None and self.reporter is not None:
+            assert self.data.facts.validation is not None
+            self.reporter.validation(self.progress.step, loss, bits_per_byte(loss, self.data.facts.validation))
+        return self.progress.after_validation(loss)
+
+    def save(self) -> None:
+        best = self.progress.best_step if self.config.checkpoint.keep_best else None
+        self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best)
+
+    def close(self) -> None:
+        """End what goes on in the background. All ranks together: not after a crash."""
+        self.checkpointer.wait()
+        if self.reporter is not None:
+            self.reporter.close()
+
+
+def open_run(
+    config: Config,
+    world: World,
+    folder: Path | None = None,
+    *,
+    spec: ModelSpec | None = None,
+    data: Prepared | None = None,
+    checkpoint: Path | None = None,
+    wants_to_stop: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Prepare everything that the first step needs. A collective.
+
+    Args:
+        folder: the run's; None: nothing is recorded or saved.
+        spec: the model's shape; None: what the config names.
+        data: None: what the config names.
+        checkpoint: to resume from; None: the newest in the folder, if there is one.
+
+    Raises:
+        UserError: on all ranks: files that do not fit each other or the config.
+    """
+    distributed.seed_everything(config.training.seed)
+    same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
+    log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
+    with raise_together():
+        spec = spec or config.spec()
+    data = data or _load_data(config, world, folder)
+    found = None
+    if checkpoint is not None:
+        with raise_together():
+            found = open_checkpoint(checkpoint)
+    elif folder is not None:
+        found = find_checkpoint(folder / "checkpoint", world)
+    if found is not None:
+        config = _keep_global_batch(config, world, found.manifest)
+    layout, batch = config.layout(world.size), config.batch(world.size)
+    _log_layout(layout, batch, config.training.seq_len)
+    about = _about(config, spec, data, layout, batch)
+    if found is not None:
+        check_same_run(found, about, config.checkpoint.allow_changed)
+    rows = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size, data.facts.fingerprint)
+    progress = _restore_progress(found, rows, data.facts.plan)
+    steps = _last_step(config, progress, rows.rows_per_epoch, batch)
+
+    mesh = distributed.build_mesh(layout, world.device)
+    supervised_share = data.facts.train.supervised_share(config.training.seq_len)
+    model = build_model(config, spec, layout, batch, mesh, world.device, supervised_share)
+    load_weights(model, config, spec, found.path if found else None)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
+    checkpointer = _open_checkpointer(config, world, folder, spec, model, optimizer)
+    if found is not None:
+        checkpointer.load(found.path)
+        if progress.step >= steps:
+            log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
+
+    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
+    reporter, observers = None, list[StepObserver]()
+    if folder is not None:
+        reporter = open_record(folder, config, world, spec, data.train.row(0), model, progress, steps, rows.rows_per_epoch)
+        observers += [reporter] if reporter else []
+        observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags)
+    return Run(
+        config,
+        world,
+        folder,
+        spec,
+        layout,
+        batch,
+        mesh,
+        data,
+        about,
+        model,
+        optimizer,
+        checkpointer,
+        stream,
+        progress,
+        steps,
+        trainer,
+        reporter,
+        observers,
+        wants_to_stop,
+    )
+
+
+def _load_data(config: Config, world: World, folder: Path | None) -> Prepared:
+    """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
+    started = time.perf_counter()
+    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    with raise_together():
+        try:
+            data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
+        finally:
+            distributed.wait_for_all("data prepared")
+    same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
+    for line in data.facts.summary:
+        log.info(line)
+    for line in data.facts.warnings:
+        log.warning(line)
+    how = "already prepared" if data.cached else "prepared"
+    log.info(f"data: {how} in {data.folder} ({time.perf_counter() - started:.2f} s)")
+    return data
+
+
+def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
+    """The config with the accumulation that keeps the run's rows per step, where the layout has changed.
+
+    Raises:
+        UserError: there is none.
+    """
+    rows = manifest["fingerprints"]["global_batch_size"]
+    batch = config.batch(world.size)
+    if batch.global_batch_size == rows or "global_batch_size" in config.checkpoint.allow_changed:
+        return config
+    before = Batch(**{field.name: manifest["layout"][field.name] for field in fields(Batch)})
+    try:
+        accumulation = accumulation_for(rows, batch, before)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    training = replace(config.training, gradient_accumulation_steps=accumulation, target_tokens_per_step=0)
+    config = replace(config, training=training)
+    log.warning(
+        f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
+        f"run's {rows} rows per step"
+    )
+    if problems := check(config, world.size):
+        raise UserError("\n".join(problems))
+    return config
+
+
+def _log_layout(layout: Layout, batch: Batch, seq_len: int) -> None:
+    log.info(
+        f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
+        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
+        f"{batch.global_batch_size * seq_len:,} tokens"
+    )
+    if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
+
+
+def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
+    """What the run is made of, for the manifests of its checkpoints. A collective."""
+    lora = {"lora": fingerprint(config.lora), "base": base_identity(config, spec)} if config.lora.rank else {}
+    source = config.checkpoint.initial_load_path
+    return {
+        **({"lora": {**fingerprint(config.lora), "base": source}} if lora else {}),
+        "layout": {**asdict(layout), **asdict(batch)},
+        "data": data.facts.made_of,
+        "rows": len(data.train),
+        "fingerprints": {
+            "model": asdict(spec),
+            "tokenizer": data.facts.tokenizer,
+            "data": data.facts.fingerprint,
+            "seed": config.training.seed,
+            "global_batch_size": batch.global_batch_size,
+            **lora,
+        },
+    }
+
+
+def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> Progress:
+    """How far the run has come.
+
+    Args:
+        plan: fingerprint of the rows to train and to validate on.
+    """
+    progress = Progress() if found is None else Progress.of_trainer_state(found.trainer_state)
+    if found is not None:
+        before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
+        progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)
+    if progress.plan != plan:
+        if progress.best_step is not None:
+            log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
+        progress = replace(progress, plan=plan, best_step=None, best_loss=None)
+    return progress
+
+
+def _last_step(config: Config, progress: Progress, rows_per_epoch: int, batch: Batch) -> int:
+    """The number of the run's last step."""
+    rows_left = (config.training.epochs or 1) * rows_per_epoch - progress.rows_consumed
+    steps = config.training.steps or progress.step + max(0, -(-rows_left // batch.global_batch_size))
+    if (warmup := config.lr_scheduler.warmup_steps) > steps:
+        raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
+    return steps
+
+
+def _open_checkpointer(
+    config: Config, world: World, folder: Path | None, spec: ModelSpec, model: ParallelModel, optimizer: AdamW
+) -> Checkpointer:
+    """A collective."""
+    with raise_together():
+        base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
+        has_assets = world.rank == 0 and folder is not None
+        assets = run_assets(spec, base, tokenizer, config.model.chat_template) if has_assets else {}
+    return Checkpointer(
+        (folder or Path()) / "checkpoint",
+        config.checkpoint.keep_latest_k,
+        model,
+        optimizer,
+        world,
+        in_background=config.checkpoint.async_mode == "async",
+        assets=assets,
+    )

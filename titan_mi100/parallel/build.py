@@ -1,0 +1,118 @@
+"""From a config to the model of a run in its layout: which wrappers go around it, in which order, and why."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from titan_mi100.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
+from titan_mi100.logging import log
+from titan_mi100.model import attention
+from titan_mi100.model.lora import apply_lora
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.costs import end_costs
+from titan_mi100.model_spec import ModelSpec
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.ddp import ReplicatedModel
+from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
+from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
+from titan_mi100.parallel.pipeline import PipelinedModel
+from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
+from titan_mi100.settings import CompileConfig, Config
+
+
+def build_model(
+    config: Config,
+    spec: ModelSpec,
+    layout: Layout,
+    batch: Batch,
+    mesh: DeviceMesh,
+    device: torch.device,
+    supervised_share: float,
+) -> ParallelModel:
+    """The model in its layout, on this rank's device; its weights hold nothing yet.
+
+    Args:
+        supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
+    """
+    backend = attention.choose_backend(config.model.attention_backend, device.type)
+    log.info(f"attention: {backend} ({attention.describe_choice(backend, device.type)})")
+
+    def part(stage: Stage | None = None) -> Qwen3:
+        with torch.device("meta"):
+            model = Qwen3(spec, backend, stage)
+        return parallelize(model, config, layout, mesh).to_empty(device=device)
+
+    if layout.pp > 1:
+        layers = layers_per_stage(config, spec, layout.pp, supervised_share)
+        schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
+        log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
+        boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)
+        tied = spec.tie_word_embeddings and not config.lora.rank  # copies of a frozen weight stay as they are
+        dtype = compute_dtype(config.training)
+        return PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
+    if layout.zero_stage == 0:
+        return ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
+    return ShardedModel(part(), mesh, layout.zero_stage, device)
+
+
+def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> Qwen3:
+    """Wrap a model, or a pipeline stage of one, that is on the meta device, in place. No parameter changes its name."""
+    training, lora = config.training, config.lora
+    if lora.rank:
+        apply_lora(model, lora)
+    for parameter in model.parameters():
+        dtype = master_dtype(training) if parameter.requires_grad else compute_dtype(training)
+        parameter.data = parameter.data.to(dtype)
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    # Checkpointing goes around what is compiled: the compiled parts are then alike in all blocks and compiled once.
+    apply_compile(model, config.compile)
+    apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=lora.dropout > 0)
+    # FSDP2 goes around all: its gather and free must surround whatever reads the weights, the recomputation included.
+    if layout.zero_stage == 0:
+        model.model.dtype = compute_dtype(training)  # DDP keeps fp32 weights and casts them where they are used
+    else:
+        apply_fsdp(model, mesh, training, layout)
+    return model
+
+
+def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
+    """As the config says, or balanced by what a microbatch costs in each stage.
+
+    Args:
+        supervised_share: supervised tokens per token of a row; the head runs on these only.
+    """
+    parallelism, training = config.parallelism, config.training
+    if parallelism.pipeline_parallel_layers_per_stage:
+        return parallelism.pipeline_parallel_layers_per_stage
+    stages = pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
+    recompute = config.activation_checkpoint.mode != "none"
+    first, last = end_costs(
+        spec, training.local_batch_size, training.seq_len, supervised_share, recompute, config.lora.rank > 0
+    )
+    return split_layers(spec.num_hidden_layers, stages, first, last)
+
+
+def apply_compile(model: Qwen3, config: CompileConfig) -> None:
+    """Compile what lies before and after attention in each block; the blocks are alike, so they share the result."""
+    if config.enable:
+        for layer in model.model.blocks():
+            for name in ("before_attention", "after_attention"):
+                setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
+
+
+def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool) -> None:
+    """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention.
+
+    Args:
+        is_random: there is dropout, and the second run must draw what the first did.
+    """
+    parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
+    for layer in model.model.blocks():
+        for name in parts:
+            plain = getattr(layer, name)
+            again = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=is_random)
+            setattr(layer, name, again)

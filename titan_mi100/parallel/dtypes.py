@@ -1,0 +1,22 @@
+"""In which dtypes weights, optimizer state and gradients are kept and reduced."""
+
+import torch
+
+from titan_mi100.settings import TrainingConfig
+
+
+def compute_dtype(training: TrainingConfig) -> torch.dtype:
+    return getattr(torch, training.mixed_precision_param)
+
+
+def master_dtype(training: TrainingConfig) -> torch.dtype:
+    """Of weights and optimizer state: float32, or float64 where the computation is that."""
+    return torch.promote_types(getattr(torch, training.mixed_precision_param), torch.float32)
+
+
+def reduce_dtype(training: TrainingConfig) -> torch.dtype:
+    """In which gradients are reduced: as configured, but float64 where the computation is that, for checks in it must
+    not lose digits.
+    """
+    least = torch.float64 if training.mixed_precision_param == "float64" else torch.bfloat16
+    return torch.promote_types(getattr(torch, training.mixed_precision_reduce), least)

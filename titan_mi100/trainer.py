@@ -1,0 +1,110 @@
+"""One optimizer step after another."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from titan_mi100.data.dataset import PADDING_DOCUMENT
+from titan_mi100.data.loader import Microbatch, RowStream
+from titan_mi100.layout import IGNORE
+from titan_mi100.metrics import StepResult, peak_memory_gib
+from titan_mi100.optimizer import AdamW
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import gather_values, measure_gradients
+
+Flags = Mapping[str, Callable[[], bool]]
+
+
+class Trainer:
+    """Takes the run's steps. Everything that the ranks must agree on in a step travels in one collective."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: AdamW,
+        stream: RowStream,
+        max_norm: float,
+        first_row: int = 0,
+        flags: Flags | None = None,
+    ) -> None:
+        """Read the first step's rows. A collective.
+
+        Args:
+            max_norm: clip the gradient's global norm to this; 0: off.
+            first_row: number of the row that the first step begins with.
+            flags: what a rank learns on its own and all must know, by name; asked once in every step.
+        """
+        self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
+        self._flags = flags or {}
+        self._row = first_row
+        self._microbatches = stream.step(first_row)
+        # later steps' counts travel with the step before
+        self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
+
+    def step(self) -> StepResult:
+        """Forward and backward of the step's microbatches, then the update: skipped on all ranks, leaving weights and
+        optimizer as they are, if a loss or a gradient is not finite on any.
+        """
+        started = time.perf_counter()
+        model, first_row = self._model, self._row
+        tokens, supervised, pairs = map(round, self._counts)
+        # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
+        # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
+        weight = 1 / supervised if supervised else 0.0
+        losses = model.forward_backward(self._microbatches, weight)
+        waited = self._read_ahead()
+        gradients = measure_gradients((p for _, p in model.trained_parameters()), model.copies())
+
+        # The ranks decide from the same numbers, so they cannot come to different ends.
+        flags = [float(raised()) for raised in self._flags.values()]
+        on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *flags], dtype=torch.float64)
+        on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
+        ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
+        squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
+        grad_norm = math.sqrt(squares)
+        skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
+        if not skipped:
+            if 0 < self._max_norm < grad_norm:
+                gradients.scale(self._max_norm / grad_norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        odd = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
+        return StepResult(
+            first_row=first_row,
+            next_row=self._row,
+            lr=self._optimizer.param_groups[0]["lr"],
+            loss=loss_sum * weight,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            supervised=supervised,
+            attention_pairs=pairs,
+            seconds=time.perf_counter() - started,
+            waited=waited,
+            peak_memory_gib=ranks[:, 6].max().item(),
+            gradient_bytes=model.gradient_bytes,
+            skipped=skipped,
+            nonfinite_microbatches=odd,
+            flags=frozenset(name for name, on in zip(self._flags, (ranks[:, 7:] > 0).any(0), strict=True) if on),
+        )
+
+    def _read_ahead(self) -> float:
+        """Read the next step's rows while the device works on this one; returns the seconds that took."""
+        started = time.perf_counter()
+        self._row += self._stream.batch.global_batch_size
+        self._microbatches = self._stream.step(self._row)
+        self._next_counts = self._count(self._microbatches).tolist()
+        return time.perf_counter() - started
+
+    def _count(self, microbatches: list[Microbatch]) -> Tensor:
+        """Real tokens, supervised tokens, and (query, key) pairs inside documents; zeros where another rank counts."""
+        counts = torch.zeros(3, dtype=torch.float64)
+        for microbatch in microbatches if self._model.counts_rows else ():
+            real = microbatch["document_ids"] != PADDING_DOCUMENT
+            pairs = (microbatch["positions"] + 1)[real].sum()
+            counts += torch.stack([real.sum(), (microbatch["labels"] != IGNORE).sum(), pairs])
+        return counts
+
+
