@@ -12,9 +12,10 @@ from titan_mi100 import distributed, model_spec
 from titan_mi100.ddp import ReplicatedModel
 from titan_mi100.distributed import World, raise_together
 from titan_mi100.logging import log
-from titan_mi100.model import attention
+from titan_mi100.model.attention_choice import choose_backend
+from titan_mi100.model.init import initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
-from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_weights, verify_files
 from titan_mi100.parallelize import ParallelModel, ShardedModel
 from titan_mi100.peft_io import open_adapter
@@ -31,8 +32,8 @@ def build_model(
         supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
     """
     layout = config.layout(world.size)
-    backend = attention.choose_backend(config.model.attention_backend, world.device.type)
-    log.info(f"attention: {backend} ({attention.describe_choice(backend, world.device.type)})")
+    backend = choose_backend(config.model.attention_backend, distributed.device_name(world.device)[1])
+    log.info(f"attention: {backend.name} ({backend.why})")
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
         microbatches = config.batch(world.size).gradient_accumulation_steps

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.logging import log
+from titan_mi100.model.inputs import read_on_host
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallelize import (
     ParallelModel,
@@ -29,7 +30,7 @@ from titan_mi100.settings import Config, ParallelismConfig
 
 
 class ReplicatedModel(ParallelModel):
-    """DDP with its own mixed precision: fp32 weights, cast where they are used (qwen3.held); gradients in fp32.
+    """DDP with its own mixed precision: fp32 weights, cast where they are used (layers.local_weight); fp32 gradients.
 
     Frozen weights are in the compute dtype.
     """
@@ -41,6 +42,7 @@ class ReplicatedModel(ParallelModel):
         apply_compile(model, config.compile)
         apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=config.lora.dropout > 0)
         model.to_empty(device=device)
+        read_on_host(model, device)
         self.parts, self.device = [model], device
         self._world_size, self._step = mesh.size(), 0
         group = mesh["dp_replicate"].get_group()

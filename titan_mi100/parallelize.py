@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.layout import Layout
+from titan_mi100.model.inputs import model_inputs, read_on_host
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.settings import CompileConfig, Config, TrainingConfig
@@ -87,7 +88,7 @@ class ParallelModel(ABC):
         return []
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in microbatch.items()}
+        return model_inputs(microbatch, self.device)
 
 
 class ShardedModel(ParallelModel):
@@ -95,7 +96,7 @@ class ShardedModel(ParallelModel):
 
     def __init__(self, model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout, device: torch.device) -> None:
         """Wrap a model that is on the meta device."""
-        wrap(model, mesh, config, layout)
+        wrap(model, mesh, config, layout, device)
         model.to_empty(device=device)
         self.parts, self.device = [model], device
         self._model: Any = model  # with FSDPModule's methods
@@ -117,7 +118,7 @@ class ShardedModel(ParallelModel):
         return torch.cat(losses)
 
 
-def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None:
+def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout, device: torch.device) -> None:
     """Wrap a model, or a pipeline stage of one, that is on the meta device, in place."""
     prepare(model, config)
     if layout.tp > 1:
@@ -125,6 +126,7 @@ def wrap(model: Qwen3, mesh: DeviceMesh, config: Config, layout: Layout) -> None
     apply_compile(model, config.compile)
     apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=config.lora.dropout > 0)
     apply_fsdp(model, mesh, config.training, layout)
+    read_on_host(model, device)  # last: its hook must run before FSDP2's
 
 
 def prepare(model: Qwen3, config: Config) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.layout import SCHEDULES, Layout, split_layers, stages_of, stages_on
+from titan_mi100.model.attention import Backend
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import ModelSpec, end_costs
 from titan_mi100.parallelize import ParallelModel, free_gathered, without_dropout, wrap
@@ -47,7 +48,7 @@ class PipelinedModel(ParallelModel):
     def __init__(
         self,
         spec: ModelSpec,
-        backend: str,
+        backend: Backend,
         layers: Sequence[int],
         mesh: DeviceMesh,
         config: Config,
@@ -58,7 +59,7 @@ class PipelinedModel(ParallelModel):
         """Build this rank's stages on `device`, wrapped.
 
         Args:
-            backend: of attention.
+            backend: of attention, shared by the stages.
             layers: layers per stage.
             microbatches: per step; all are alike in shape.
         """
@@ -71,7 +72,7 @@ class PipelinedModel(ParallelModel):
         for index in self._mine:
             with torch.device("meta"):
                 part = Qwen3(spec, backend, cuts[index])
-            wrap(part, mesh, config, layout)
+            wrap(part, mesh, config, layout, device)
             self.parts.append(part.to_empty(device=device))
         self._tied = spec.tie_word_embeddings and not config.lora.rank  # a frozen copy stays as it is
         self._ends = self._make_ends(mesh) if self._tied else None
@@ -128,7 +129,8 @@ class PipelinedModel(ParallelModel):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], supervised: int) -> Tensor:
         self._divisor = max(supervised, 1)
-        whole = {name: torch.cat([m[name] for m in microbatches]).to(self.device) for name in microbatches[0]}
+        # The schedule splits these along dim 0 again. What the host reads is split on the CPU and stays there.
+        whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
         ids = whole.pop("input_ids")
         inputs = (ids,) if 0 in self._mine else ()
         losses: list[Tensor] = []

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan_mi100 import distributed, hardware, model_spec
 from titan_mi100.assets import config_dtype, read_assets, run_assets
@@ -32,7 +31,7 @@ from titan_mi100.build import base_identity, build_model, load_weights
 from titan_mi100.checkpoint import Checkpointer
 from titan_mi100.convert import to_hf
 from titan_mi100.data.dataset import PADDING_DOCUMENT
-from titan_mi100.data.loader import Microbatch, RowStream, renumber, rows_per_epoch
+from titan_mi100.data.loader import Microbatch, RowStream, collate, renumber, rows_per_epoch
 from titan_mi100.data.prepare import Prepared, prepare_run
 from titan_mi100.distributed import (
     World,
@@ -50,7 +49,8 @@ from titan_mi100.layout import IGNORE, Batch, Layout, accumulation_for
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.lr_scheduler import lr_factor
 from titan_mi100.metrics import Reporter, StepResult, peak_memory_gib
-from titan_mi100.model import attention
+from titan_mi100.model.attention import Backend, Documents
+from titan_mi100.model.attention_choice import NO_KERNEL, running_kernel
 from titan_mi100.model_source import open_source
 from titan_mi100.optimizer import build_optimizer, set_lr
 from titan_mi100.parallelize import ParallelModel
@@ -168,7 +168,7 @@ def train(config: Config, world: World, folder: Path, preemption: Preemption) ->
         if progress.step >= steps:
             log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
-    reporter = _open_record(config, spec, data, folder, world, progress, steps)
+    reporter = _open_record(config, spec, data, folder, world, progress, steps, model.parts[0].model.backend)
 
     def told_to_stop() -> bool:
         return any_rank(preemption.reason, world.device)
@@ -243,6 +243,7 @@ def _open_record(
     world: World,
     progress: Progress,
     steps: int,
+    backend: Backend,
 ) -> Reporter | None:
     """Say what runs, and open rank 0's record of the run; None on the others. A collective."""
     device_words, arch, compute_units = distributed.device_name(world.device)
@@ -251,9 +252,11 @@ def _open_record(
     tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
     peak = tflops * 1e12 * world.size if tflops else None
     dtype = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[config.training.mixed_precision_param]
-    kernel = _attention_kernel(config, spec, data.train, world.device)
+    documents = Documents.from_ends(collate(data.train, [0])["document_ends"])
+    compute_dtype = getattr(torch, config.training.mixed_precision_param)
+    kernel = running_kernel(backend, spec, documents, compute_dtype, world.device)
     log.info(f"attention kernel: {kernel}, compute in {dtype}")
-    if kernel == attention.NO_KERNEL and world.device.type != "cpu":
+    if kernel == NO_KERNEL and world.device.type != "cpu":
         log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
     reporter = None
     with raise_together():
@@ -441,20 +444,6 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
         "command": sys.argv,
     }
     (folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _attention_kernel(config: Config, spec: model_spec.ModelSpec, rows: Any, device: torch.device) -> str:
-    """The kernel that the run's shapes and dtype lead to, tried on the first row's documents."""
-    backend = attention.choose_backend(config.model.attention_backend, device.type)
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    documents = attention.prepare(backend, torch.from_numpy(rows.row(0).document_ids)[None].to(device))
-
-    def heads(number: int) -> Tensor:
-        shape = (1, config.training.seq_len, number, spec.head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-
-    q, k, v = heads(spec.num_attention_heads), heads(spec.num_key_value_heads), heads(spec.num_key_value_heads)
-    return attention.kernel_name(backend, q, k, v, documents)
 
 
 def _export(folder: Path, step: int, config: Config, world: World) -> None:
