@@ -5,13 +5,14 @@ schedule splits tensors on dim 0. The model wants Python integers and a flat ind
 happens in a forward pre-hook on the CPU, so that no forward waits for the device to learn a size.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_mi100.model.attention import Documents, to_device
+from titan_mi100.model.attention import Backend, Documents, to_device
 from titan_mi100.model.qwen3 import Qwen3
 
 READ_ON_HOST = ("document_ends", "supervised_columns")
@@ -50,11 +51,16 @@ def read_on_host(model: Qwen3, device: torch.device) -> None:
     """
 
     def describe(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if "document_ends" not in kwargs:  # called without a loader's microbatch
-            return args, kwargs
-        kwargs = dict(kwargs)
-        kwargs["documents"] = model.model.backend.prepare(Documents.from_ends(kwargs.pop("document_ends")), device)
-        kwargs["supervised"] = to_device(supervised_index(kwargs.pop("supervised_columns")), device)
+        if "document_ends" in kwargs:  # a loader's microbatch
+            kwargs = describe_on_host(model.model.backend, kwargs, device)
         return args, kwargs
 
     model.register_forward_pre_hook(describe, prepend=True, with_kwargs=True)
+
+
+def describe_on_host(backend: Backend, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The inputs with `documents` and `supervised`, as Qwen3.forward takes them, instead of the host's two tensors."""
+    described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
+    described["documents"] = backend.prepare(Documents.from_ends(inputs["document_ends"]), device)
+    described["supervised"] = to_device(supervised_index(inputs["supervised_columns"]), device)
+    return described
