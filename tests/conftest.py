@@ -86,6 +86,27 @@ def random_documents(
     return [(random.integers(0, vocabulary, n).astype(np.int32), random.random(n) < supervised_share) for n in lengths]
 
 
+def documents_of(document_ids):
+    """The documents of a microbatch from the id of each token, (batch, seq)."""
+    import torch
+
+    from titan_mi100.data.loader import document_ends
+    from titan_mi100.model.attention import Documents
+
+    return Documents.from_ends(torch.from_numpy(document_ends(document_ids.numpy())))
+
+
+def supervised_of(labels):
+    """Positions of the supervised tokens of (batch, seq) labels in the flattened batch."""
+    import torch
+
+    from titan_mi100.data.loader import columns_where
+    from titan_mi100.layout import IGNORE
+    from titan_mi100.model.inputs import supervised_index
+
+    return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))
+
+
 def packed(documents: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int):
     """(ids, supervised) of each document, packed in memory."""
     from titan_mi100.data.dataset import Documents, PackedDataset

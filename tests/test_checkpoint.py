@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import checkpoint, resume, sealed, train
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.dataset import Row
+from titan_mi100.data.loader import collate
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.optimizer import build_optimizer
@@ -260,8 +262,8 @@ def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
 def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path) -> None:
     config = Config(training=TrainingConfig(seq_len=8, mixed_precision_param="float32"))
     job = Job(world, tmp_path)
-    ids = torch.arange(8)[None]
-    row = {"input_ids": ids, "labels": ids, "positions": ids, "document_ids": torch.zeros_like(ids)}
+    ids = np.arange(8)
+    row = collate([Row(ids, ids, ids, np.zeros_like(ids))])
     trainer = train.Trainer(
         config.layout(1), config.batch(1), 1.0, job.model, job.optimizer, iter(lambda: dict(row), None)
     )

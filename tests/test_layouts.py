@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from parity import table as parity
 
+from titan_mi100.costs import end_costs
 from titan_mi100.layout import (
     SCHEDULES,
     Batch,
@@ -20,7 +21,6 @@ from titan_mi100.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.costs import end_costs
 from titan_mi100.model_spec import PRESETS
 
 

@@ -28,8 +28,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from titan_mi100 import loss
 from titan_mi100.errors import UserError
 from titan_mi100.layout import check_schedule
+from titan_mi100.model.attention import SdpaMask
+from titan_mi100.model.layers import Linear
 from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
-from titan_mi100.model.qwen3 import Linear, Qwen3
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import (
     LINEARS,
     PRESETS,
@@ -318,7 +320,7 @@ def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(
     hidden, labels = torch.randn(1, 4, 64, requires_grad=True), torch.arange(4)[None]
     for frozen in (True, False):
         weight = torch.randn(2000, 64, requires_grad=not frozen)  # more than one block of the loss
-        summed = loss.head_loss(hidden, weight, labels)
+        summed = loss.head_loss(hidden, weight, labels, torch.arange(4))
         with Shapes() as shapes:
             summed.sum().backward()
         assert (tuple(weight.shape) in shapes.found) is not frozen and hidden.grad is not None
@@ -338,7 +340,7 @@ def test_flops_without_the_weights_gradients() -> None:
 
 def with_adapter(spec: ModelSpec, tensors: dict[str, torch.Tensor], lora: LoRAConfig) -> Qwen3:
     with torch.device("meta"):
-        model = Qwen3(spec, "sdpa_mask")
+        model = Qwen3(spec, SdpaMask())
     apply_lora(model, lora)
     weights = {k: v for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
     model.load_state_dict({**weights, **tensors}, assign=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import supervised_of
 
 from titan_mi100 import loss as loss_module
 from titan_mi100.loss import IGNORE, head_loss
@@ -28,7 +29,7 @@ def test_loss_and_gradients_equal_fp64(block_elements: int, monkeypatch: pytest.
     monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", block_elements)
     hidden, weight, labels = case(torch.float32)
     labels[1, 3], labels[1, 4] = 1023, 1024  # the last and the first of a block
-    result = head_loss(hidden, weight, labels)
+    result = head_loss(hidden, weight, labels, supervised_of(labels))
     (result / 7).sum().backward()
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = plain(h, w, labels)
@@ -41,7 +42,7 @@ def test_loss_and_gradients_equal_fp64(block_elements: int, monkeypatch: pytest.
 def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", 1)
     hidden, weight, labels = case(torch.bfloat16)
-    head_loss(hidden, weight, labels).sum().backward()
+    head_loss(hidden, weight, labels, supervised_of(labels)).sum().backward()
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     plain(h, w, labels).backward()
     h16, w16 = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
@@ -53,7 +54,8 @@ def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(monkeypatc
 
 def test_a_microbatch_without_supervision_is_zero_and_still_reaches_the_parameters() -> None:
     hidden, weight, labels = case(torch.float32)
-    result = head_loss(hidden, weight, torch.full_like(labels, IGNORE))
+    labels = torch.full_like(labels, IGNORE)
+    result = head_loss(hidden, weight, labels, supervised_of(labels))
     result.sum().backward()
     assert result.item() == 0
     assert hidden.grad is not None and weight.grad is not None
@@ -74,6 +76,6 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
             return out
 
     with Watch():
-        head_loss(hidden, weight, labels).sum().backward()
+        head_loss(hidden, weight, labels, supervised_of(labels)).sum().backward()
     supervised = int((labels != IGNORE).sum())
     assert largest <= supervised * 1024

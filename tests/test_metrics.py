@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from titan_mi100 import metrics
-from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.costs import train_flops
+from titan_mi100.metrics import Reporter, StepResult
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.settings import MetricsConfig
 

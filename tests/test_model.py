@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from conftest import documents_of, supervised_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from titan_mi100.model import attention
-from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model.attention import Documents, document_mask
+from titan_mi100.model.attention_choice import BY_NAME
+from titan_mi100.model.init import initial_values
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
 
 BACKENDS = ["eager", "sdpa_mask", "sdpa_documents"]
@@ -32,7 +35,7 @@ def reference(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Qwen3ForCa
 
 
 def ours(spec: ModelSpec, hf: Qwen3ForCausalLM, backend: str) -> Qwen3:
-    model = Qwen3(spec, backend)
+    model = Qwen3(spec, BY_NAME[backend]())
     weights = hf.state_dict()
     if spec.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -55,7 +58,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(name: str, backend: s
     count = int((labels != -100).sum())
     expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()) * count
     (expected_loss / count).backward()
-    loss = model(ids, labels=labels)
+    loss = model(ids, labels=labels, supervised=supervised_of(labels))
     assert loss.shape == (1,)
     (loss / count).sum().backward()
     torch.testing.assert_close(loss[0] / count, expected_loss / count, atol=1e-5, rtol=0)
@@ -70,7 +73,8 @@ def test_changing_one_document_leaves_the_others_bit_identical(backend: str) -> 
     model = ours(spec, reference(spec), backend)
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(0, spec.vocab_size, (2, 40), generator=generator)
-    documents = torch.tensor([[0] * 13 + [1] * 9 + [2] * 11 + [-1] * 7, [0] * 30 + [1] * 10])
+    ids_of = torch.tensor([[0] * 13 + [1] * 9 + [2] * 11 + [-1] * 7, [0] * 30 + [1] * 10])
+    documents = model.model.backend.prepare(documents_of(ids_of), ids.device)
     positions = torch.cat([torch.arange(n) for n in (13, 9, 11, 7, 30, 10)]).view(2, 40)
     before = model(ids, positions, documents)
     for row, start, stop in ((0, 0, 13), (0, 13, 22), (0, 22, 33), (0, 33, 40), (1, 0, 30), (1, 30, 40)):
@@ -91,7 +95,7 @@ def test_packed_documents_have_the_logits_they_have_alone(backend: str) -> None:
     model = ours(spec, reference(spec), backend)
     lengths = (7, 1, 16)
     ids = torch.randint(0, spec.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
-    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    documents = model.model.backend.prepare(Documents(1, sum(lengths), lengths), ids.device)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(ids, positions, documents)[0]
     alone = torch.cat([model(part[None])[0] for part in ids[0].split(list(lengths))])
@@ -99,24 +103,10 @@ def test_packed_documents_have_the_logits_they_have_alone(backend: str) -> None:
 
 
 def test_documents_that_come_back_with_the_same_id_are_two() -> None:
-    ids = torch.tensor([[0, 0, 1, 0, 0]])
-    for backend in ("eager", "sdpa_documents"):
-        documents = attention.prepare(backend, ids)
-        if documents.mask is None:
-            assert documents.spans == ((0, 0, 2), (0, 2, 3), (0, 3, 5))
-        else:
-            assert documents.mask[0, 0].int().tolist() == [
-                [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]  # fmt: skip
-
-
-def test_grouped_queries_run_in_a_fused_kernel_on_cpu() -> None:
-    q = torch.zeros(1, 16, 4, 32, dtype=torch.bfloat16, requires_grad=True)
-    k = torch.zeros(1, 16, 2, 32, dtype=torch.bfloat16, requires_grad=True)
-    ids = torch.tensor([[0] * 9 + [1] * 7])
-    for backend in ("sdpa_mask", "sdpa_documents"):
-        name = attention.kernel_name(backend, q, k, k, attention.prepare(backend, ids))
-        assert "flash_attention_for_cpu" in name
-    assert "no fused kernel" in attention.kernel_name("eager", q, k, k, attention.prepare("eager", ids))
+    documents = documents_of(torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]))
+    assert documents == Documents(2, 5, (2, 1, 2, 5))
+    assert document_mask(documents, torch.device("cpu"))[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])

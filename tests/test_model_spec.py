@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from titan_mi100.costs import train_flops
 from titan_mi100.errors import UserError
 from titan_mi100.hardware import count_gpus, find_gpu
 from titan_mi100.lr_scheduler import lr_factor
-from titan_mi100.costs import train_flops
 from titan_mi100.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.settings import LRSchedulerConfig
 

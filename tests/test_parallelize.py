@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import documents_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.layout import Layout
-from titan_mi100.model import attention
-from titan_mi100.model.qwen3 import Qwen3, initial_values
+from titan_mi100.model.attention import SdpaDocuments
+from titan_mi100.model.init import initial_values
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ShardedModel
@@ -46,7 +48,7 @@ class Downcasts(TorchDispatchMode):
 def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "bfloat16") -> Qwen3:
     spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
     with torch.device("meta"):
-        model = Qwen3(spec, "sdpa_documents")
+        model = Qwen3(spec, SdpaDocuments())
     mesh = distributed.build_mesh(Layout(), world.device)
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
@@ -57,7 +59,8 @@ def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "
 
 def run(model: Qwen3, boundary: int) -> torch.Tensor:
     ids = torch.arange(64).view(2, 32)
-    return model(ids, document_ids=(ids % 32 >= boundary).long(), labels=ids)
+    documents = documents_of((ids % 32 >= boundary).long())
+    return model(ids, documents=documents, labels=ids, supervised=torch.arange(64))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +71,13 @@ def test_backward_recomputes_what_the_mode_says(
 ) -> None:
     model = build(world, mode, CompileConfig())
     calls = {"mlp": 0, "attention": 0}
-    plain = attention.attention
+    plain = SdpaDocuments.__call__
 
-    def counted(*arguments: object) -> torch.Tensor:
+    def counted(*arguments: Any) -> torch.Tensor:
         calls["attention"] += 1
-        return plain(*arguments)  # type: ignore[arg-type]
+        return plain(*arguments)
 
-    monkeypatch.setattr(attention, "attention", counted)
+    monkeypatch.setattr(SdpaDocuments, "__call__", counted)
     for layer in model.model.blocks():
         layer.mlp.register_forward_pre_hook(lambda *_: calls.update(mlp=calls["mlp"] + 1))
     loss = run(model, 20)

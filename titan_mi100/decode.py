@@ -159,11 +159,12 @@ def prefill(model: Qwen3, prompts: Sequence[list[int]], cache: KVCache) -> Tenso
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=cache.lengths.device)
     positions = torch.arange(longest, device=ids.device) - (longest - cache.lengths)[:, None]
     backend = model.model.backend
-    documents = attention.prepare(backend, (positions >= 0).long())
+    lengths = (length for prompt in prompts for length in (longest - len(prompt), len(prompt)) if length)
+    documents = backend.prepare(attention.Documents(len(prompts), longest, tuple(lengths)), ids.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.put(layer, k, v)
-        return attention.attention(backend, q, k, v, documents)
+        return backend(q, k, v, documents)
 
     logits = _run(model, ids, positions, attend)
     cache.used = longest

@@ -7,8 +7,8 @@ from pathlib import Path
 from titan_mi100.data.loader import RowStream
 from titan_mi100.logging import log
 from titan_mi100.metrics import StepResult
-from titan_mi100.progress import Progress
 from titan_mi100.parallel.distributed import World, gather
+from titan_mi100.progress import Progress
 
 FILE = "nonfinite_rows.csv"
 _SHOWN = 10  # rows in a message

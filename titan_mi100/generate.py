@@ -27,12 +27,12 @@ from titan_mi100.data.strict_json import BadRow, listed, parse
 from titan_mi100.decode import Generated, Sampling, check_lengths, generate, stream
 from titan_mi100.durable import sha256_of
 from titan_mi100.errors import UserError
-from titan_mi100.model import attention
+from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_source, verify_files
 from titan_mi100.model_spec import ModelSpec, parameter_shapes
-from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.plain_file import LARGEST_CONFIG, read_plain
 from titan_mi100.sealed import MANIFEST
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
@@ -232,7 +232,7 @@ def load_model(path: str, adapter: str, tokenizer_path: str, device: torch.devic
     def load() -> Qwen3:
         verify_files(source.path)
         with torch.device("meta"):
-            model = Qwen3(spec, attention.choose_backend("sdpa", device.type)).to(dtype)
+            model = Qwen3(spec, choose_backend("sdpa", device_name(device)[1])).to(dtype)
         model = model.to_empty(device=device).requires_grad_(False)
         fill_parameters(model.named_parameters(), source.weights.read)
         return model

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from titan_mi100 import model_spec
 from titan_mi100.logging import log
+from titan_mi100.model.init import initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
-from titan_mi100.model.qwen3 import initial_values
 from titan_mi100.model_source import open_weights, verify_files
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel

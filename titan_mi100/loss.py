@@ -20,27 +20,27 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, supervised: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Sum of the cross-entropy over supervised tokens.
 
     Args:
         hidden: (batch, seq, H), after the final norm.
         weight: (V, H), the head's weight.
         labels: (batch, seq), already shifted; IGNORE where there is no supervision.
-        group: ranks that hold equal parts of the head, in order (vocabulary parallel): `weight` is then this rank's,
-            (V / ranks, H), and hidden's gradient this rank's share of the sum over the ranks.
+        supervised: (n,), n > 0: positions of the supervised tokens in the flattened batch. Its length comes from the
+            host; counting labels here would make the host wait for the device.
+        group: ranks that hold equal shards of the head, in order (vocabulary parallel): `weight` is then this rank's
+            shard, (V / ranks, H), and the gradient of `hidden` is this rank's share of the sum over the ranks.
 
     Returns:
         (1,) in fp32 at least: a 0-dim output breaks the pipeline schedules.
 
-    The head runs on supervised tokens only. Without any it runs on one token of weight zero, so that backward reaches
-    the same parameters, and starts the same collectives, on every rank.
+    The head runs on the tokens of `supervised` only. A token labelled IGNORE weighs zero: a batch without supervision
+    names one such token, so that backward reaches the same parameters, and starts the same collectives, on every rank.
     """
-    flat = labels.flatten()
-    index = (flat != IGNORE).nonzero().squeeze(1)  # (n,)
-    if index.numel() == 0:
-        index = torch.zeros(1, dtype=torch.long, device=labels.device)
-    return _BlockedCrossEntropy.apply(hidden.flatten(0, 1)[index], weight, flat[index], group)
+    return _BlockedCrossEntropy.apply(hidden.flatten(0, 1)[supervised], weight, labels.flatten()[supervised], group)
 
 
 def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
@@ -61,10 +61,10 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None
     ) -> Tensor:  # (n, H), (V, H), (n,) -> (1,)
         supervised = labels != IGNORE
-        labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this part
+        labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this shard
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_sum = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)  # (n,)
-        target = torch.zeros_like(log_sum)  # (n,), the label's logit
+        target = torch.zeros_like(log_sum)  # (n,), logit of the label
         for start, stop in _blocks(len(labels), len(weight)):
             logits = at_least_fp32(hidden @ weight[start:stop].t())  # (n, block)
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, dim=1))
@@ -77,7 +77,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             sums = (log_sum - highest).exp()
             dist.all_reduce(sums, group=group)
             log_sum = highest + sums.log()
-            dist.all_reduce(target, group=group)  # zero but on the rank that holds the label
+            dist.all_reduce(target, group=group)  # zero, except on the rank that holds the label
         ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
         return torch.where(supervised, log_sum - target, 0.0).sum(dim=0, keepdim=True)
 

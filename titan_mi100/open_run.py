@@ -180,7 +180,7 @@ def open_run(
     stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
     reporter, observers = None, list[StepObserver]()
     if folder is not None:
-        reporter = open_record(folder, config, world, spec, data.train.row(0), model, progress, steps, rows.rows_per_epoch)
+        reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
         observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}

@@ -14,8 +14,8 @@ import torch
 from titan_mi100 import hardware
 from titan_mi100.config import to_toml
 from titan_mi100.costs import train_flops
-from titan_mi100.data.dataset import Row
 from titan_mi100.data.loader import collate
+from titan_mi100.data.source import RowSource
 from titan_mi100.faults import FILE
 from titan_mi100.logging import log
 from titan_mi100.metrics import Reporter
@@ -38,20 +38,19 @@ def open_record(
     config: Config,
     world: World,
     spec: ModelSpec,
-    first_row: Row,
     model: ParallelModel,
+    rows: RowSource,
     progress: Progress,
     steps: int,
-    rows_per_epoch: int | None,
 ) -> Reporter | None:
     """Log what runs, and open rank 0's record of the run; None on the others. A collective.
 
     Args:
-        first_row: of the data; its documents are what the attention kernel is tried on.
+        steps: the run's last step.
     """
     device_words, arch, compute_units = distributed.device_name(world.device)
     dtype = _SHORT[config.training.mixed_precision_param]
-    documents = Documents.from_ends(collate([first_row])["document_ends"])
+    documents = Documents.from_ends(collate([rows.row(0)])["document_ends"])  # to try the kernel on
     backend = model.parts[0].model.backend
     kernel = running_kernel(backend, spec, documents, compute_dtype(config.training), world.device)
     log.info(f"attention kernel: {kernel}, compute in {dtype}")
@@ -67,7 +66,7 @@ def open_record(
                 folder,
                 config.metrics,
                 steps,
-                rows_per_epoch,
+                rows.rows_per_epoch,
                 partial(train_flops, spec, adapter_values=_adapter_values(spec, config.lora)),
                 tflops * 1e12 * world.size if tflops else None,
                 dtype,

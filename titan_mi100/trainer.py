@@ -106,5 +106,3 @@ class Trainer:
             pairs = (microbatch["positions"] + 1)[real].sum()
             counts += torch.stack([real.sum(), (microbatch["labels"] != IGNORE).sum(), pairs])
         return counts
-
-

@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torchrun_job
@@ -36,8 +37,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from titan_mi100 import train
 from titan_mi100.config import load_config
+from titan_mi100.data.dataset import Row
 from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import Microbatch, RowStream
+from titan_mi100.data.loader import Microbatch, RowStream, collate
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
 from titan_mi100.layout import SCHEDULES, check_schedule
@@ -142,17 +144,9 @@ def config_of(cell: Cell) -> Config:
 def random_rows(cell: Cell, vocabulary: int) -> list[Microbatch]:
     """A step's microbatches: each one document of random tokens, all supervised."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (cell.microbatches, 1, cell.seq_len + 1), generator=generator)
-    positions = torch.arange(cell.seq_len)[None]
-    return [
-        {
-            "input_ids": row[:, :-1],
-            "labels": row[:, 1:],
-            "positions": positions,
-            "document_ids": torch.zeros_like(positions),
-        }
-        for row in ids
-    ]
+    ids = torch.randint(vocabulary, (cell.microbatches, cell.seq_len + 1), generator=generator).numpy()
+    positions = np.arange(cell.seq_len)
+    return [collate([Row(row[:-1], row[1:], positions, np.zeros_like(positions))]) for row in ids]
 
 
 def run_cell(cell: Cell, world: World, watch: Watch) -> list[RankStep]:

@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torchrun_job
 
+from titan_mi100.data.dataset import Row
+from titan_mi100.data.loader import collate
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallel import build, distributed
@@ -39,8 +42,8 @@ def worker(flavor: str, rank: int, output: Path) -> None:
     mesh = distributed.build_mesh(config.layout(world.size), world.device)
     model = build.build_model(config, spec, mesh, world, supervised_share=1.0)
     build.load_weights(model, config, spec, checkpoint=None)
-    ids = torch.randint(spec.vocab_size, (1, 16), generator=torch.Generator().manual_seed(world.rank))
-    row = {"input_ids": ids, "positions": torch.arange(16)[None], "document_ids": torch.zeros_like(ids), "labels": ids}
+    ids = torch.randint(spec.vocab_size, (16,), generator=torch.Generator().manual_seed(world.rank)).numpy()
+    row = collate([Row(ids, ids, np.arange(16), np.zeros(16, dtype=np.int64))])
     reduce, compressing = PowerSGD.reduce, []
 
     def timed_reduce(self: PowerSGD, step: int) -> int:

@@ -23,12 +23,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titan_mi100 import train
+from titan_mi100.costs import train_flops
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.packing import Packing
 from titan_mi100.hardware import find_gpu
-from titan_mi100.costs import train_flops
 from titan_mi100.optimizer import build_optimizer
 from titan_mi100.parallel import build, distributed
 from titan_mi100.parallel.distributed import World

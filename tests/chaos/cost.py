@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from chaos.case import Case, Outcome
 from conftest import torchrun
 
 from titan_mi100 import durable, train
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.dataset import Row
+from titan_mi100.data.loader import collate
 from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.model_spec import ModelSpec, parameter_count
 from titan_mi100.optimizer import build_optimizer
@@ -46,9 +49,8 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
     build.load_weights(model, config, spec, checkpoint=None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    ids = torch.arange(SEQ_LEN)[None]
-    row = {"input_ids": ids, "labels": ids + 1, "positions": ids, "document_ids": torch.zeros_like(ids)}
-    row["labels"][0, -1] = IGNORE
+    labels = np.append(np.arange(1, SEQ_LEN), IGNORE)
+    row = collate([Row(np.arange(SEQ_LEN), labels, np.arange(SEQ_LEN), np.zeros(SEQ_LEN, dtype=np.int64))])
     trainer = train.Trainer(layout, batch, 1.0, model, optimizer, iter(lambda: row, None))
     for _ in range(2):
         trainer.step()

@@ -9,9 +9,15 @@ from torch import Tensor
 from titan_mi100.data.dataset import PADDING_ROW, PackedDataset, Row
 from titan_mi100.data.epochs import with_padding_rows
 from titan_mi100.data.source import RowSource
-from titan_mi100.layout import Batch
+from titan_mi100.layout import IGNORE, Batch
 
-Microbatch = dict[str, Tensor]  # input_ids, labels, positions, document_ids: each (local_batch_size, seq) int64
+# One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
+#   input_ids, labels, positions, document_ids: int64, as in dataset.Row.
+#   document_ends: int32, the column behind the last token of each document of the row (padding is a document),
+#       ascending, then -1.
+#   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
+# The last two are what the model's sizes depend on: they are read on the host (model/inputs.py), never on the device.
+Microbatch = dict[str, Tensor]
 
 
 class RowStream:
@@ -39,9 +45,28 @@ class RowStream:
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:
-    """Stack rows."""
+    """Stack rows, and find where their documents end and which tokens are supervised."""
     names = ("input_ids", "labels", "positions", "document_ids")
-    return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
+    arrays = {name: np.stack([getattr(row, name) for row in rows]) for name in names}
+    arrays["document_ends"] = document_ends(arrays["document_ids"])
+    arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def document_ends(document_ids: np.ndarray) -> np.ndarray:
+    """`document_ends` of a microbatch, (batch, seq) int32; neighbours with the same id are one document."""
+    is_last = np.ones(document_ids.shape, dtype=bool)  # the last token of its document
+    is_last[:, :-1] = document_ids[:, 1:] != document_ids[:, :-1]
+    last = columns_where(is_last)
+    return np.where(last < 0, last, last + 1)
+
+
+def columns_where(mask: np.ndarray) -> np.ndarray:
+    """The columns of each row where the mask is set, ascending, then -1; (batch, seq) bool -> (batch, seq) int32."""
+    seq = mask.shape[1]
+    columns = np.where(mask, np.arange(seq, dtype=np.int32), np.int32(seq))
+    columns.sort(axis=1)
+    return np.where(columns < seq, columns, np.int32(-1))
 
 
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:

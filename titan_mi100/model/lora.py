@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_mi100.model.qwen3 import Linear, Qwen3, draw
+from titan_mi100.model.init import draw
+from titan_mi100.model.layers import Linear
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import Read
 from titan_mi100.settings import LoRAConfig
 
@@ -50,7 +52,7 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """A part of an adapter's initial value, as qwen3.initial_values; the adapter changes nothing at first.
+    """A part of an adapter's initial value, as init.initial_values; the adapter changes nothing at first.
 
     As PEFT: A by kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(inputs); B zero.
     """

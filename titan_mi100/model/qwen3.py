@@ -1,51 +1,25 @@
-"""Dense Qwen3, whole, in one file. Of parallelism it knows that a rank may hold some of the layers, and of a weight a
-part.
+"""The dense Qwen3 model.
 
-Parameters carry HF's full names, so that a checkpoint's bytes move without mapping.
+The model knows nothing of parallelism, except that a rank may hold a subset of the layers (a pipeline stage) and a
+shard of each weight (tensor parallel). Parameters carry HF's full names, so that a checkpoint's bytes move without
+mapping.
+
 Legend: (batch, seq, ...); hidden = spec.hidden_size.
 Source: the published Qwen3 weights and their config.json; checked against transformers' Qwen3 in tests/test_model.py.
 """
 
-import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_mi100.layout import Stage
 from titan_mi100.loss import at_least_fp32, head_loss
-from titan_mi100.model import attention
+from titan_mi100.model.attention import Backend, Documents, Eager
+from titan_mi100.model.layers import Linear, RMSNorm, local_weight
 from titan_mi100.model_spec import ModelSpec
-
-
-def held(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as this rank computes with it: its own part under tensor parallel, in the activations' dtype.
-
-    The cast does something under DDP only, which keeps fp32 weights whole; FSDP2 gathers them in the right dtype.
-    """
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
-
-
-class Linear(nn.Linear):
-    """Without bias."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, held(self.weight, x.dtype))
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, held(self.weight, x.dtype), self.eps)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -70,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The projections around attention; Block calls attention itself."""
+    """The projections before and after attention; Block calls the backend between them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -102,9 +76,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, in three parts: the middle one depends on where documents begin and end, so it is never compiled."""
+    """One layer in three parts. The middle part, attention, changes with the documents of each microbatch: it is not
+    compiled.
+    """
 
-    def __init__(self, spec: ModelSpec, backend: str) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -112,9 +88,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: attention.Documents) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any) -> Tensor:
         q, k, v = self.before_attention(x, cos, sin)
-        return self.after_attention(x, attention.attention(self.backend, q, k, v, documents))
+        return self.after_attention(x, self.backend(q, k, v, documents))
 
     def before_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
@@ -125,13 +101,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything but the head; of a pipeline stage, its layers."""
+    """Everything but the head: the embedding, the layers and the final norm, or a pipeline stage's share of them."""
 
-    def __init__(self, spec: ModelSpec, backend: str, stage: Stage) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, stage: Stage) -> None:
         super().__init__()
         self.spec, self.backend, self.stage = spec, backend, stage
-        self.dtype: torch.dtype | None = None  # of the activations; None: the embedding's
-        # the last stage holds a tied embedding too: it is the head's weight
+        self.dtype: torch.dtype | None = None  # dtype of the activations; None: that of the embedding
+        # the last stage holds a copy of a tied embedding: the head's weight
         embeds = stage.first or (stage.last and spec.tie_word_embeddings)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if embeds else None
         self.layers = nn.ModuleDict({str(number): Block(spec, backend) for number in stage.layers})
@@ -140,9 +116,8 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Block]:
         return [block for block in self.layers.values() if isinstance(block, Block)]
 
-    def forward(self, x: Tensor, positions: Tensor, document_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Any) -> Tensor:
         cos, sin = rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta)
-        documents = attention.prepare(self.backend, document_ids)
         if self.stage.first:
             x = self.embed(x)
         for layer in self.blocks():
@@ -156,7 +131,8 @@ class Decoder(nn.Module):
         return x if self.dtype is None else x.to(self.dtype)
 
 
-HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, the head's weight, labels -> (1,); see loss.head_loss
+# hidden states, the head's weight, labels, index of the supervised tokens -> (1,); see loss.head_loss
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Head(nn.Module):
@@ -166,26 +142,32 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
-    def forward(self, hidden: Tensor, labels: Tensor | None, loss: HeadLoss) -> Tensor:
-        return logits_or_loss(hidden, self.weight, labels, loss)
+    def forward(self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss) -> Tensor:
+        return logits_or_loss(hidden, self.weight, labels, supervised, loss)
 
 
-def logits_or_loss(hidden: Tensor, weight: Tensor, labels: Tensor | None, loss: HeadLoss) -> Tensor:
-    weight = held(weight, hidden.dtype)
-    return F.linear(hidden, weight) if labels is None else loss(hidden, weight, labels)
+def logits_or_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss
+) -> Tensor:
+    weight = local_weight(weight, hidden.dtype)
+    if labels is None:
+        return F.linear(hidden, weight)
+    assert supervised is not None, "labels need the index of the supervised tokens"
+    return loss(hidden, weight, labels, supervised)
 
 
 class Qwen3(nn.Module):
     """A causal language model, or the part of it that a pipeline stage holds.
 
     Build it under `torch.device("meta")`, shard it, `to_empty`, then fill every parameter (it has no buffers): from a
-    checkpoint, or with `initial_values`.
+    checkpoint, or with `init.initial_values`.
     """
 
-    def __init__(self, spec: ModelSpec, attention_backend: str = "eager", stage: Stage | None = None) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
+        """Args: backend: of attention; default the reference, Eager. stage: default the whole model."""
         super().__init__()
         stage = stage or Stage(range(spec.num_hidden_layers))
-        self.model = Decoder(spec, attention_backend, stage)
+        self.model = Decoder(spec, backend or Eager(), stage)
         self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
         self.head_loss: HeadLoss = head_loss
 
@@ -193,75 +175,34 @@ class Qwen3(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Any = None,
         labels: Tensor | None = None,
+        supervised: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with labels the summed loss.
 
         Args:
             input_ids, labels: (batch, seq); labels are shifted, loss.IGNORE = unsupervised. A later stage gets the
-                hidden states of the one before, (batch, seq, hidden), in input_ids' place.
+                hidden states of the stage before it, (batch, seq, hidden), instead of input_ids.
             positions: (batch, seq), restarting per document; default 0, 1, ...
-            document_ids: (batch, seq), see attention.prepare; default one document per row.
+            documents: what the backend prepared for this microbatch; default one document per row.
+            supervised: (n,), only with labels: inputs.supervised_index on the device. A loader's microbatch has
+                document_ends and supervised_columns instead of these two, which inputs.read_on_host exchanges.
 
         Returns:
-            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32 at least. From a stage that
-            is not the last: hidden states.
+            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32 at least. A stage that is
+            not the last returns hidden states.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        if document_ids is None:
-            document_ids = torch.zeros_like(input_ids)
-        hidden = self.model(input_ids, positions, document_ids)
-        return self.head(hidden, labels) if self.model.stage.last else hidden
+        if documents is None:
+            documents = self.model.backend.prepare(Documents.one_per_row(*positions.shape), positions.device)
+        hidden = self.model(input_ids, positions, documents)
+        return self.head(hidden, labels, supervised) if self.model.stage.last else hidden
 
-    def head(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def head(self, hidden: Tensor, labels: Tensor | None = None, supervised: Tensor | None = None) -> Tensor:
         """Logits of the last stage's hidden states, or with labels the summed loss."""
         if self.lm_head is not None:
-            return self.lm_head(hidden, labels, self.head_loss)
+            return self.lm_head(hidden, labels, supervised, self.head_loss)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(hidden, self.model.embed_tokens.weight, labels, self.head_loss)
-
-
-_INIT_ROWS = 1024  # rows drawn from one seed
-
-
-def initial_values(
-    spec: ModelSpec, seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
-) -> Tensor:
-    """A part of a parameter's random initial value: normal(0, initializer_range), ones for norms; fp32, on CPU.
-
-    Args:
-        name, shape: the whole parameter, a vector or a matrix. offset, size: the part, per dimension.
-
-    A pure function of seed and name: each 1024 rows have their own seed, so a rank draws little more than its shard,
-    and every layout starts from the same weights.
-    """
-    if len(shape) == 1:
-        return torch.ones(size)
-    std = spec.initializer_range
-    return draw(seed, name, shape, offset, size, lambda rows, by: rows.normal_(0.0, std, generator=by))
-
-
-def draw(
-    seed: int,
-    name: str,
-    shape: torch.Size,
-    offset: tuple[int, ...],
-    size: tuple[int, ...],
-    fill: Callable[[Tensor, torch.Generator], Tensor],
-) -> Tensor:
-    """A part of a random matrix, as initial_values; `fill(rows, generator)` draws whole rows in place."""
-    values = torch.empty(size)
-    row, stop = offset[0], offset[0] + size[0]
-    while row < stop:
-        block = row // _INIT_ROWS
-        rows = torch.empty(min(_INIT_ROWS, shape[0] - block * _INIT_ROWS), shape[1])
-        # hashed into 32 bits: torch's CPU generator ignores the seed's upper half
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
-        fill(rows, generator)
-        end = min(stop, (block + 1) * _INIT_ROWS)
-        columns = slice(offset[1], offset[1] + size[1])
-        values[row - offset[0] : end - offset[0]] = rows[row - block * _INIT_ROWS : end - block * _INIT_ROWS, columns]
-        row = end
-    return values
+        return logits_or_loss(hidden, self.model.embed_tokens.weight, labels, supervised, self.head_loss)

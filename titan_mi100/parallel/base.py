@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_mi100.data.loader import Microbatch
+from titan_mi100.model.inputs import model_inputs
 from titan_mi100.model.qwen3 import Qwen3
 
 
@@ -85,7 +86,7 @@ class ParallelModel(ABC):
         return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in microbatch.items()}
+        return model_inputs(microbatch, self.device)
 
 
 @contextmanager

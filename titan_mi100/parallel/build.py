@@ -7,15 +7,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from titan_mi100.costs import end_costs
 from titan_mi100.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
 from titan_mi100.logging import log
-from titan_mi100.model import attention
+from titan_mi100.model.attention_choice import choose_backend
+from titan_mi100.model.inputs import read_on_host
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.costs import end_costs
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.ddp import ReplicatedModel
+from titan_mi100.parallel.distributed import device_name
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.pipeline import PipelinedModel
@@ -37,13 +39,15 @@ def build_model(
     Args:
         supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
     """
-    backend = attention.choose_backend(config.model.attention_backend, device.type)
-    log.info(f"attention: {backend} ({attention.describe_choice(backend, device.type)})")
+    backend = choose_backend(config.model.attention_backend, device_name(device)[1])
+    log.info(f"attention: {backend.name} ({backend.why})")
 
     def part(stage: Stage | None = None) -> Qwen3:
         with torch.device("meta"):
             model = Qwen3(spec, backend, stage)
-        return parallelize(model, config, layout, mesh).to_empty(device=device)
+        parallelize(model, config, layout, mesh)
+        read_on_host(model, device)  # last: its hook must run before FSDP2's
+        return model.to_empty(device=device)
 
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
@@ -58,7 +62,7 @@ def build_model(
     return ShardedModel(part(), mesh, layout.zero_stage, device)
 
 
-def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> Qwen3:
+def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
     """Wrap a model, or a pipeline stage of one, that is on the meta device, in place. No parameter changes its name."""
     training, lora = config.training, config.lora
     if lora.rank:
@@ -76,7 +80,6 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
         model.model.dtype = compute_dtype(training)  # DDP keeps fp32 weights and casts them where they are used
     else:
         apply_fsdp(model, mesh, training, layout)
-    return model
 
 
 def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:

@@ -24,7 +24,7 @@ from titan_mi100.settings import ParallelismConfig, TrainingConfig
 
 
 class ReplicatedModel(ParallelModel):
-    """DDP with its own mixed precision: fp32 weights, cast where they are used (qwen3.held); gradients in fp32.
+    """DDP with its own mixed precision: fp32 weights, cast where they are used (layers.local_weight); fp32 gradients.
 
     Frozen weights are in the compute dtype.
     """

@@ -22,7 +22,6 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hardware import count_gpus
 from titan_mi100.layout import Layout
 
-
 # the names of torch 2.13, which warns of those before
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -120,9 +119,10 @@ def gather_values(mine: Tensor, device: torch.device) -> Tensor:
 
     Gathered, not summed, for values of which some are to be summed and others need the maximum.
     """
-    found = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64, device=device)
+    ranks = dist.get_world_size()
+    found = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
     all_gather_tensor(found, mine.to(device, torch.float64))
-    return found.cpu()
+    return found.cpu().view(ranks, -1)
 
 
 def any_rank(mine: object, device: torch.device) -> bool:

@@ -112,7 +112,8 @@ class PipelinedModel(ParallelModel):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._weight, self._losses = weight, []
-        whole = {name: torch.cat([m[name] for m in microbatches]).to(self.device) for name in microbatches[0]}
+        # The schedule splits these along dim 0 again. What the host reads is split on the CPU and stays there.
+        whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
         ids = whole.pop("input_ids")
         inputs = (ids,) if 0 in self._mine else ()
         # the loss needs no target, but the last stage's schedule does

@@ -3,7 +3,8 @@
 Between the matrices of a block each rank holds a part of the sequence, inside them a part of the heads or of the
 intermediate size: activations are gathered before and summed and scattered after. The embedding and the head hold a
 part of the vocabulary each. Weights are DTensors on the mesh's tp axis, so that FSDP2 shards them further and a
-checkpoint knows where they belong; the computation is on local tensors (qwen3.held), its collectives in forward hooks.
+checkpoint knows where they belong; the computation is on local tensors (layers.local_weight), its collectives in
+forward hooks.
 """
 
 import functools
@@ -19,8 +20,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_mi100.loss import head_loss
+from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRALinear
-from titan_mi100.model.qwen3 import Qwen3, held
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output: heads, intermediate size
@@ -97,7 +99,7 @@ def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Ten
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
     """Each rank looks up the tokens of its part of the vocabulary; the sum is scattered over the sequence."""
-    weight = held(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
+    weight = local_weight(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
     local = input_ids - mesh.get_local_rank() * len(weight)
     outside = (local < 0) | (local >= len(weight))
     x = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)

@@ -1,0 +1,172 @@
+"""The choice of a backend, the name of the kernel that runs, and what a microbatch's documents cost."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import packed, random_documents
+from test_model import BACKENDS, SPECS
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_mi100.data.loader import Microbatch, collate
+from titan_mi100.layout import Layout
+from titan_mi100.model import attention_choice
+from titan_mi100.model.attention import Backend, Documents, SdpaDocuments, SdpaMask
+from titan_mi100.model.attention_choice import BY_NAME, NO_KERNEL, choose_backend, running_kernel
+from titan_mi100.model.inputs import describe_on_host, model_inputs, supervised_index
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ShardedModel
+from titan_mi100.parallel.distributed import World
+from titan_mi100.settings import Config
+
+CPU = torch.device("cpu")
+
+
+@torch.library.custom_op("titan_mi100_test::block_kernel", mutates_args=())
+def block_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q + k.sum() + v.sum()
+
+
+@block_kernel.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+class CustomKernel(Backend):
+    """As a kernel of our own would come: its operator is not named after attention."""
+
+    name = "custom"
+
+    def prepare(self, documents: Documents, device: torch.device) -> None:
+        return None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: None) -> torch.Tensor:
+        return block_kernel(q.contiguous() * 1.0, k, v)
+
+
+def microbatch() -> Microbatch:
+    """Two rows: three documents and padding, some tokens supervised; padding alone."""
+    dataset = packed(random_documents(311, [9, 5, 4], supervised_share=0.5), seq_len=20, pad_id=0)
+    return collate(dataset, [0, -1])
+
+
+def test_the_backend_follows_from_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choose_backend("sdpa", "cpu")
+    assert (chosen.name, chosen.why) == ("sdpa_documents", "measured fastest on cpu")
+    monkeypatch.setattr(attention_choice, "FASTEST", {"gfx908": SdpaMask})
+    chosen = choose_backend("sdpa", "gfx908:sramecc+:xnack-")
+    assert (chosen.name, chosen.why) == ("sdpa_mask", "measured fastest on gfx908")
+    for other in ("gfx90a:sramecc+:xnack-", "sm90", "cpu"):  # of the same torch device type, or not
+        chosen = choose_backend("sdpa", other)
+        assert chosen.name == "sdpa_documents"
+        assert chosen.why == f"not measured on {other.split(':')[0]}; holds no S x S mask"
+    assert choose_backend("eager", "gfx908").why == "reference implementation"
+    for name in BACKENDS:
+        assert choose_backend(name, "gfx908").name == name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_that_runs_is_named(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(backend: Backend) -> str:
+        return running_kernel(backend, SPECS["tied"], Documents(1, 16, (9, 7)), dtype, CPU)
+
+    fused = "_scaled_dot_product_flash_attention_for_cpu"
+    assert [kernel(BY_NAME[name]()) for name in BACKENDS] == [NO_KERNEL, fused, fused]
+    assert kernel(CustomKernel()) == "titan_mi100_test::block_kernel"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert kernel(SdpaDocuments()) == NO_KERNEL  # PyTorch's silent way back
+
+
+def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
+    batch = microbatch()
+    assert batch["document_ends"].tolist()[0][:5] == [9, 14, 18, 20, -1]
+    assert batch["document_ends"].tolist()[1] == [20] + [-1] * 19
+    assert Documents.from_ends(batch["document_ends"]) == Documents(2, 20, (9, 5, 4, 2, 20))
+    assert Documents.one_per_row(2, 5) == Documents(2, 5, (5, 5))
+    both = torch.cat([batch["supervised_columns"].flip(0), batch["supervised_columns"]])
+    labels = torch.cat([batch["labels"].flip(0), batch["labels"]])
+    assert supervised_index(both).tolist() == (labels.flatten() != -100).nonzero()[:, 0].tolist() != []
+    assert supervised_index(batch["supervised_columns"][1:]).tolist() == [0]
+    for wrong in ([[3, -1, -1, -1], [4, -1, -1, -1]], [[2, 1, 4, -1], [4, -1, -1, -1]]):
+        with pytest.raises(AssertionError, match="do not fill their rows"):
+            Documents.from_ends(torch.tensor(wrong))
+    for shape in {tensor.shape for tensor in batch.values()}:
+        assert shape == (2, 20)  # a pipeline splits all of them along dim 0
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) -> None:
+    """Under fake tensors whatever depends on a value, such as nonzero or item, raises."""
+    backend = BY_NAME[name]()
+    described = describe_on_host(backend, model_inputs(microbatch(), CPU), CPU)
+    with FakeTensorMode() as mode:
+        model = Qwen3(SPECS[head], backend)
+        inputs = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in described.items()}
+        loss = model(**inputs)
+        loss.sum().backward()
+        assert loss.shape == (1,)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        with pytest.raises(DynamicOutputShapeException):
+            (inputs["labels"] != 0).nonzero()
+
+
+def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None:
+    with torch.device("meta"):
+        model = Qwen3(SPECS["tied"], SdpaDocuments())
+    sharded = ShardedModel(model, distributed.build_mesh(Layout(), CPU), Config(), Layout(), CPU)
+    distributed.fill_parameters(sharded.named_parameters(), lambda name, shape, offset, size: torch.ones(size))
+    seen: list[dict[str, Any]] = []
+    hooks = model._forward_pre_hooks
+    (fsdp,) = [key for key, hook in hooks.items() if "FSDP" in str(getattr(hook, "__self__", hook.__qualname__))]
+    plain: Any = hooks[fsdp]
+
+    def spy(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        seen.append(kwargs)
+        return plain(module, args, kwargs)
+
+    hooks[fsdp] = spy
+    sharded.forward_backward([microbatch()], 1)
+    (kwargs,) = seen
+    assert set(kwargs) == {"input_ids", "labels", "positions", "documents", "supervised"}
+    assert kwargs["documents"] == Documents(2, 20, (9, 5, 4, 2, 20))
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view():
+            self.elements += result.numel()
+        return result
+
+
+def test_short_documents_cost_no_more_memory_traffic_than_long_ones() -> None:
+    """A slice per document would fill and add a whole row for each in backward. The values are the same, to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, 64, heads, 16, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    written = {}
+    for length in (32, 4):
+        documents = Documents(2, 64, (length,) * (128 // length))
+        with Written() as counter:
+            out = SdpaDocuments()(*leaves, documents)
+            gradients = torch.autograd.grad(out.square().sum(), leaves)
+        written[length] = counter.elements
+        alone = Documents.one_per_row(1, length)
+        slices = [
+            SdpaDocuments()(*(x[row : row + 1, start : start + length] for x in leaves), alone)
+            for row in range(2)
+            for start in range(0, 64, length)
+        ]
+        expected = torch.cat(slices, dim=1).view(2, 64, 4, 16)
+        assert torch.equal(out, expected)
+        for ours, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+            assert torch.equal(ours, theirs)
+    assert written[4] <= 1.05 * written[32]
