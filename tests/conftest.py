@@ -105,15 +105,3 @@ def supervised_of(labels):
     from titan_mi100.model.inputs import supervised_index
 
     return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))
-
-
-def packed(documents: list[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int):
-    """(ids, supervised) of each document, packed in memory."""
-    from titan_mi100.data.dataset import Documents, PackedDataset
-    from titan_mi100.data.packing import pack_rows
-    from titan_mi100.data.sft import Document
-
-    values = [Document(*document).values() for document in documents]
-    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import packed, random_documents
+from conftest import random_documents
 from test_model import BACKENDS, SPECS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.data.loader import Microbatch, collate
+from titan_mi100.data.made_up import packed
 from titan_mi100.layout import Layout
 from titan_mi100.model import attention_choice
 from titan_mi100.model.attention import Backend, Documents, SdpaDocuments, SdpaMask

@@ -15,14 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import checkpoint, resume, sealed, train
+from titan_mi100 import checkpoint, resume, sealed
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data.dataset import Row
-from titan_mi100.data.loader import collate
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.settings import Config, TrainingConfig
@@ -33,12 +31,19 @@ SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 class Job:
     """A small model with an optimizer that has some state."""
 
-    def __init__(self, world: World, folder: Path, spec: ModelSpec = SPEC, seed: int = 0, **options: Any) -> None:
-        config = Config(training=TrainingConfig(seq_len=8, seed=seed))
-        mesh = distributed.build_mesh(config.layout(1), world.device)
-        self.model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
-        build.load_weights(self.model, config, spec, checkpoint=None)
-        self.optimizer = build_optimizer(self.model.trained_parameters(), config.optimizer, world.device)
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        spec: ModelSpec = SPEC,
+        seed: int = 0,
+        precision: str = "bfloat16",
+        **options: Any,
+    ) -> None:
+        config = Config(training=TrainingConfig(seq_len=8, seed=seed, mixed_precision_param=precision))
+        data = made_up(random_rows(2, 8, spec.vocab_size, supervised_share=1.0))
+        self.run = open_run(config, world, spec=spec, data=data)
+        self.model, self.optimizer = self.run.model, self.run.optimizer
         self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, **options)
         self.step()
 
@@ -260,13 +265,8 @@ def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
 
 
 def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path) -> None:
-    config = Config(training=TrainingConfig(seq_len=8, mixed_precision_param="float32"))
-    job = Job(world, tmp_path)
-    ids = np.arange(8)
-    row = collate([Row(ids, ids, ids, np.zeros_like(ids))])
-    trainer = train.Trainer(
-        config.layout(1), config.batch(1), 1.0, job.model, job.optimizer, iter(lambda: dict(row), None)
-    )
+    job = Job(world, tmp_path, precision="float32")
+    trainer = job.run.trainer
     before = job.tensors()
     weight = dict(job.model.named_parameters())["model.norm.weight"]
     local = weight.to_local() if hasattr(weight, "to_local") else weight

@@ -536,7 +536,8 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
 
 
 def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
-    from titan_mi100.parallel import build, distributed
+    from titan_mi100.data.made_up import made_up, random_rows
+    from titan_mi100.open_run import open_run
     from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
 
     source = with_tokenizer(folder_of(tmp_path / "hf"))
@@ -547,9 +548,7 @@ def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) 
         config = Config(
             model=ModelConfig(attention_backend="eager"), checkpoint=CheckpointConfig(initial_load_path=str(path))
         )
-        mesh = distributed.build_mesh(config.layout(1), world.device)
-        model = build.build_model(config, config.spec(), mesh, world, 0.5)
-        build.load_weights(model, config, config.spec(), None)
+        model = open_run(config, world, data=made_up(random_rows(1, 1024, 10, supervised_share=0.5))).model
         found.append({name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()})
     expected = {name: tensor.float() for name, tensor in tensors(source).items()}
     assert all(same(expected, held) for held in found)

@@ -1,6 +1,7 @@
 """What is printed and recorded of a step."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from titan_mi100.model_spec import PRESETS
 from titan_mi100.settings import MetricsConfig
 
 RESULT = StepResult(
+    first_row=0,
+    next_row=16,
+    lr=1e-4,
     loss=1.5,
     grad_norm=0.25,
     tokens=2000,
@@ -23,13 +27,19 @@ RESULT = StepResult(
 )
 
 
+def open_reporter(
+    folder: Path, steps: int, last_step: int = 0, validation_due: bool = False, peak_flops: float | None = None
+) -> Reporter:
+    config, flops = MetricsConfig(enable_tensorboard=False), partial(train_flops, PRESETS["0.6B"])
+    return Reporter(folder, config, steps, 64, flops, peak_flops, "bf16", last_step, validation_due)
+
+
 def report(
     folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2, validation_due: bool = False
 ) -> list[dict]:
-    config, spec = MetricsConfig(enable_tensorboard=False), PRESETS["0.6B"]
-    reporter = Reporter(folder, config, first_step - 1, validation_due, steps, spec, peak_flops, "bf16")
+    reporter = open_reporter(folder, steps, first_step - 1, validation_due, peak_flops)
     for step in range(first_step, steps + 1):
-        reporter.step(step, step / 4, 1e-4, RESULT)
+        reporter.after_step(step, RESULT)
     reporter.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -55,9 +65,8 @@ def test_steps_that_are_trained_again_are_recorded_once(tmp_path: Path) -> None:
 
 
 def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_finite_is_null(tmp_path: Path) -> None:
-    config, spec = MetricsConfig(enable_tensorboard=False), PRESETS["0.6B"]
     for step, due, loss in ((0, False, float("nan")), (0, False, 2.0), (1, False, 3.0), (1, True, 1.0)):
-        reporter = Reporter(tmp_path, config, step, due, 9, spec, None, "bf16")
+        reporter = open_reporter(tmp_path, 9, step, due)
         reporter.validation(1, loss, loss / 2)
         reporter.close()
         found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -70,8 +79,8 @@ def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics.log, "propagate", True)
-    reporter = Reporter(tmp_path, MetricsConfig(enable_tensorboard=False), 0, False, 9, PRESETS["0.6B"], None, "bf16")
+    reporter = open_reporter(tmp_path, 9)
     reporter._file = Path("/dev/full").open("w")  # noqa: SIM115
     for step in (1, 2):
-        reporter.step(step, 0.1, 1e-4, RESULT)
+        reporter.after_step(step, RESULT)
     assert caplog.text.count("cannot be written to: No space left on device") == 1

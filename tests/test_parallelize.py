@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_mi100.layout import Layout
+from titan_mi100.layout import Batch, Layout
 from titan_mi100.model.attention import SdpaDocuments
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.base import ShardedModel
+from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
 
@@ -47,14 +47,12 @@ class Downcasts(TorchDispatchMode):
 
 def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "bfloat16") -> Qwen3:
     spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
-    with torch.device("meta"):
-        model = Qwen3(spec, SdpaDocuments())
     mesh = distributed.build_mesh(Layout(), world.device)
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
-    sharded = ShardedModel(model, mesh, config, Layout(), world.device)
+    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), mesh, world.device, supervised_share=0.5)
     distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
-    return model
+    return sharded.parts[0]
 
 
 def run(model: Qwen3, boundary: int) -> torch.Tensor:

@@ -35,18 +35,17 @@ from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, bus
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from titan_mi100 import train
 from titan_mi100.config import load_config
-from titan_mi100.data.dataset import Row
-from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import Microbatch, RowStream, collate
+from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.loader import collate
+from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
 from titan_mi100.layout import SCHEDULES, check_schedule
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
 
@@ -141,25 +140,21 @@ def config_of(cell: Cell) -> Config:
     )
 
 
-def random_rows(cell: Cell, vocabulary: int) -> list[Microbatch]:
-    """A step's microbatches: each one document of random tokens, all supervised."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (cell.microbatches, cell.seq_len + 1), generator=generator).numpy()
-    positions = np.arange(cell.seq_len)
-    return [collate([Row(row[:-1], row[1:], positions, np.zeros_like(positions))]) for row in ids]
+def one_document_rows(cell: Cell, vocabulary: int) -> PackedDataset:
+    """A step's rows: each one document of random tokens, all supervised."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, (cell.microbatches, cell.seq_len))
+    return packed([(row, np.ones(cell.seq_len, dtype=bool)) for row in ids], cell.seq_len)
 
 
 def run_cell(cell: Cell, world: World, watch: Watch) -> list[RankStep]:
     """This rank's steps that count. A collective."""
     config, spec = config_of(cell), spec_of(cell)
-    mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = build.build_model(config, spec, mesh, world, supervised_share=1.0)
-    build.load_weights(model, config, spec, checkpoint=None)
-    microbatches = random_rows(cell, spec.vocab_size)
+    model = open_run(config, world, spec=spec, data=made_up(rows := one_document_rows(cell, spec.vocab_size))).model
+    microbatches = [collate([rows.row(number)]) for number in range(cell.microbatches)]
     watch.steps.clear()
     for _ in range(WARMUP + cell.steps):
         dist.barrier()
-        model.forward_backward(microbatches, cell.microbatches * cell.seq_len)
+        model.forward_backward(microbatches, 1 / (cell.microbatches * cell.seq_len))
         for _, parameter in model.named_parameters():
             parameter.grad = None
     return watch.steps[WARMUP:]
@@ -168,16 +163,9 @@ def run_cell(cell: Cell, world: World, watch: Watch) -> list[RankStep]:
 def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dict[str, Any]]:
     """The figures of this rank's stages. A collective."""
     config = load_config(arguments, world.size)
-    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
-    data = prepare_run(config, None)
-    supervised_share = data.facts.train.supervised_share(config.training.seq_len)
-    mesh = distributed.build_mesh(layout, world.device)
-    model = build.build_model(config, spec, mesh, world, supervised_share)
-    build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    source = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size)
-    stream = RowStream(source, batch, distributed.data_parallel_rank(mesh))
-    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, iter(stream))
+    run = open_run(config, world)
+    model, optimizer, trainer = run.model, run.optimizer, run.trainer
+    supervised_share = run.data.facts.train.supervised_share(config.training.seq_len)
     bounds: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: bounds.append(watch.now()))
     optimizer.register_step_post_hook(lambda *_: bounds.append(watch.now()))

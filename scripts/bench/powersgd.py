@@ -15,16 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torchrun_job
 
-from titan_mi100.data.dataset import Row
-from titan_mi100.data.loader import collate
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.metrics import peak_memory_gib
 from titan_mi100.model_spec import PRESETS
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.ddp import PowerSGD, in_words
 from titan_mi100.settings import Config, ModelConfig, ParallelismConfig, TrainingConfig
 
@@ -39,11 +38,9 @@ def worker(flavor: str, rank: int, output: Path) -> None:
         parallelism=ParallelismConfig(zero_stage=0, powersgd_rank=rank, powersgd_start_step=WHOLE + 1),
     )
     spec = PRESETS[flavor]
-    mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = build.build_model(config, spec, mesh, world, supervised_share=1.0)
-    build.load_weights(model, config, spec, checkpoint=None)
-    ids = torch.randint(spec.vocab_size, (16,), generator=torch.Generator().manual_seed(world.rank)).numpy()
-    row = collate([Row(ids, ids, np.arange(16), np.zeros(16, dtype=np.int64))])
+    data = made_up(random_rows(world.size, 16, spec.vocab_size, supervised_share=1.0))
+    run = open_run(config, world, spec=spec, data=data)
+    model, row = run.model, run.stream.step(0)
     reduce, compressing = PowerSGD.reduce, []
 
     def timed_reduce(self: PowerSGD, step: int) -> int:
@@ -56,7 +53,7 @@ def worker(flavor: str, rank: int, output: Path) -> None:
     PowerSGD.reduce = timed_reduce  # type: ignore[method-assign]
     sent, reducing = [], []
     for step in range(1, STEPS + 1):
-        model.forward_backward([row], 16 * world.size)
+        model.forward_backward(row, 1 / (16 * world.size))
         sent.append(model.gradient_bytes)
         if step <= WHOLE:  # DDP hides its collectives behind backward; here they are alone
             dist.barrier()
@@ -74,7 +71,7 @@ def worker(flavor: str, rank: int, output: Path) -> None:
         "bytes": {"DDP": sent[0], "PowerSGD": sent[-1]},
         "seconds": {"DDP": min(reducing), "PowerSGD": min(compressing)},
         "memory_bytes": sum(tensor.nbytes for tensor in memory.values()),
-        "peak_gib": distributed.max_over_ranks(peak_memory_gib(world.device), world.device),
+        "peak_gib": max(distributed.gather(peak_memory_gib(world.device))),
     }
     if world.rank == 0:
         output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

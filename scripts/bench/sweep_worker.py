@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,14 @@ from sweep import Row, config_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from titan_mi100 import train
 from titan_mi100.costs import train_flops
-from titan_mi100.data.dataset import Documents, PackedDataset
-from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import RowStream
-from titan_mi100.data.packing import Packing
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.hardware import find_gpu
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.trainer import Trainer
 
-DOCUMENT = (100, 500)  # tokens of a made-up document, before a row's end cuts it
 PROFILED_STEPS = 2  # after the timed ones: profiling slows a step
 WINDOW = "sweep: profiled steps"
 COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)  # in the name of a kernel
@@ -46,18 +41,10 @@ Interval = tuple[float, float]
 def measure(row: Row, world: World) -> dict[str, Any]:
     """Times, memory and rates of the row's step; the same on every rank. A collective."""
     config = config_of(row)
-    spec, layout, batch = config.spec(), config.layout(world.size), config.batch(world.size)
-    distributed.seed_everything(config.training.seed)
-    mesh = distributed.build_mesh(layout, world.device)
-    data = made_up_rows(batch.global_batch_size, row.seq, spec.vocab_size, row.supervised)
-    model = build.build_model(config, spec, mesh, world, row.supervised)
-    build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    source = ShuffledEpochs(data, 0, batch.global_batch_size)
-    stream = iter(RowStream(source, batch, distributed.data_parallel_rank(mesh)))
-    # every step learns the same rows again, made before the first: no rank ever waits for another one's data
-    rows = list(islice(stream, batch.gradient_accumulation_steps))
-    trainer = train.Trainer(layout, batch, config.training.max_norm, model, optimizer, cycle(rows))
+    spec, batch = config.spec(), config.batch(world.size)
+    # one step's rows, which every step learns again
+    data = made_up(random_rows(batch.global_batch_size, row.seq, spec.vocab_size, row.supervised))
+    trainer = open_run(config, world, spec=spec, data=data).trainer
     for _ in range(row.warmup):
         trainer.step()
     steps = [trainer.step() for _ in range(row.steps)]
@@ -80,18 +67,7 @@ def measure(row: Row, world: World) -> dict[str, Any]:
     }
 
 
-def made_up_rows(rows: int, seq_len: int, vocabulary: int, supervised: float) -> PackedDataset:
-    """Full rows of documents of random tokens, each token supervised with the given probability."""
-    random, tokens = np.random.default_rng(7), rows * seq_len
-    values = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised)
-    ends = np.arange(0, tokens + 1, seq_len)  # of rows; where one ends, so does its last document
-    cuts = np.cumsum(random.integers(*DOCUMENT, tokens // DOCUMENT[0]))
-    starts = np.union1d(ends, cuts[cuts < tokens])
-    packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
-    return PackedDataset(Documents(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
-
-
-def communication(trainer: train.Trainer, world: World) -> dict[str, Any]:
+def communication(trainer: Trainer, world: World) -> dict[str, Any]:
     """Milliseconds per step in collectives, from the profiler: of the rank that has most, and of each. A collective."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     # the profiler's first step pays for its start, and is not kept

@@ -9,20 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from chaos.case import Case, Outcome
 from conftest import torchrun
 
-from titan_mi100 import durable, train
+from titan_mi100 import durable
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data.dataset import Row
-from titan_mi100.data.loader import collate
-from titan_mi100.layout import IGNORE, Batch
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.model_spec import ModelSpec, parameter_count
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
-from titan_mi100.parallel.distributed import measure_gradients, sum_over_ranks
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import gather_values, measure_gradients
 from titan_mi100.settings import Config, TrainingConfig
 
 SMALL = ModelSpec(8192, 256, 768, 4, 8, 4, 32, True, rope_theta=10_000.0)
@@ -44,14 +41,9 @@ def _measure(quick: bool, folder: Path, _: tuple[str, ...]) -> Outcome:
 def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     world = distributed.init_distributed()
     config = Config(training=TrainingConfig(seq_len=SEQ_LEN, mixed_precision_param="float32"))
-    layout, batch = config.layout(world.size), Batch(1, 1, world.size)
-    mesh = distributed.build_mesh(layout, world.device)
-    model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
-    build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    labels = np.append(np.arange(1, SEQ_LEN), IGNORE)
-    row = collate([Row(np.arange(SEQ_LEN), labels, np.arange(SEQ_LEN), np.zeros(SEQ_LEN, dtype=np.int64))])
-    trainer = train.Trainer(layout, batch, 1.0, model, optimizer, iter(lambda: row, None))
+    data = made_up(random_rows(world.size, SEQ_LEN, spec.vocab_size, supervised_share=1.0))
+    run = open_run(config, world, spec=spec, data=data)
+    model, optimizer, trainer = run.model, run.optimizer, run.trainer
     for _ in range(2):
         trainer.step()
 
@@ -88,8 +80,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
             torch.distributed.barrier()
             size = sum(file.stat().st_size for file in newest.iterdir())
             note("step alone s", seconds(trainer.step))
-    for microbatch in [row]:
-        model.forward_backward([microbatch], SEQ_LEN)
+    model.forward_backward(run.stream.step(0), 1 / SEQ_LEN)
     parameters = [parameter for _, parameter in model.named_parameters()]
     for _ in range(100):
         both, alone = (1000 * seconds(lambda do=do: do(parameters, world.device)) for do in (_flag, _norm))
@@ -120,16 +111,16 @@ class _NoHash:
         return "0" * 64
 
 
-def _flag(parameters: list[torch.nn.Parameter], device: torch.device) -> list[float]:
+def _flag(parameters: list[torch.nn.Parameter], device: torch.device) -> list[list[float]]:
     gradients = measure_gradients(parameters)
-    return sum_over_ranks([gradients.squares, 0.0, float(not gradients.finite)], device)
+    return gather_values(torch.stack([gradients.squares, gradients.finite.double()]), device).tolist()
 
 
-def _norm(parameters: list[torch.nn.Parameter], device: torch.device) -> list[float]:
+def _norm(parameters: list[torch.nn.Parameter], device: torch.device) -> list[list[float]]:
     """What clipping alone needs."""
     local = [distributed._local_gradient(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
-    squares = torch.stack(torch._foreach_norm(local)).double().square().sum().item()
-    return sum_over_ranks([squares], device)
+    squares = torch.stack(torch._foreach_norm(local)).double().square().sum()
+    return gather_values(squares[None], device).tolist()
 
 
 if __name__ == "__main__":

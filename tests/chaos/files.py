@@ -22,11 +22,11 @@ from chaos.worker import switch_off
 
 from titan_mi100 import sealed
 from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import Config, TrainingConfig
 
@@ -175,12 +175,9 @@ def _child(
             "gloo", store=dist.FileStore(str(outside / "store"), processes), rank=rank, world_size=processes
         )
         world = World(rank, processes, torch.device("cpu"))
-        config = Config(training=TrainingConfig(seq_len=8))
-        mesh = distributed.build_mesh(config.layout(processes), world.device)
-        model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
-        build.load_weights(model, config, SPEC, checkpoint=None)
-        optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-        work(world, Checkpointer(folder, KEEP, model, optimizer, world, in_background))
+        data = made_up(random_rows(processes, 8, SPEC.vocab_size, supervised_share=0.5))
+        run = open_run(Config(training=TrainingConfig(seq_len=8)), world, spec=SPEC, data=data)
+        work(world, Checkpointer(folder, KEEP, run.model, run.optimizer, world, in_background))
     except BaseException as error:
         code = 7 if isinstance(error, SaveError) else 8
         (outside / str(rank)).write_text(repr(error))

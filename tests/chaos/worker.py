@@ -91,11 +91,12 @@ if __name__ == "__main__":
 
 import torch
 
-from titan_mi100 import checkpoint, durable, run_folder, sealed, train
+from titan_mi100 import checkpoint, durable, open_run, run_folder, sealed, train, trainer
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.metrics import StepResult
 from titan_mi100.model.qwen3 import Block
 from titan_mi100.parallel.distributed import Gradients
+from titan_mi100.trainer import Trainer
 
 
 def around(
@@ -119,31 +120,31 @@ def observe(chaos: Chaos) -> None:
     def events(before: str, after: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda *_, **__: chaos.event(before), lambda *_, **__: chaos.event(after)
 
-    around(train, "build_model", *events("build", "built"))
-    around(train, "validation_loss", *events("validate", "validated"))
+    around(open_run, "build_model", *events("build", "built"))
+    around(open_run, "validation_loss", *events("validate", "validated"))
     around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
     around(checkpoint.Checkpointer, "save", *events("save", "saved"))
     around(checkpoint.Checkpointer, "_write_files", *events("write", "written"))
     around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
     around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
     around(ShuffledEpochs, "row", lambda _, number: chaos.event("row", number))
-    whole_step, steps = train.Trainer.step, Counter[str]()
+    whole_step, steps = Trainer.step, Counter[str]()
 
-    def step(trainer: train.Trainer) -> StepResult:
+    def step(self: Trainer) -> StepResult:
         asked = chaos.event("step")
-        before = digest(trainer) if chaos.watches_changes else ""
-        with faults(trainer._model, asked):
-            result = whole_step(trainer)
+        before = digest(self) if chaos.watches_changes else ""
+        with faults(self._model, asked):
+            result = whole_step(self)
         steps["taken"] += 1
         if before:
-            chaos.event("unchanged" if digest(trainer) == before else "changed", steps["taken"])
+            chaos.event("unchanged" if digest(self) == before else "changed", steps["taken"])
         chaos.event("stepped")
         return result
 
-    train.Trainer.step = step  # type: ignore[method-assign]
+    Trainer.step = step  # type: ignore[method-assign]
 
 
-def digest(trainer: train.Trainer) -> str:
+def digest(trainer: Trainer) -> str:
     """Of this rank's part of the parameters and of the optimizer's state."""
     found = hashlib.sha256()
     for _, tensor in [*trainer._model.named_parameters(), *trainer._optimizer.named_state()]:
@@ -182,9 +183,9 @@ def switch_off(protections: list[str]) -> None:
     if "hash check" in protections:
         sealed.check_file = lambda *_: None
     if "finite flag" in protections:
-        real = train.measure_gradients
-        train.measure_gradients = lambda *a: Gradients(real(*a).local, 1.0, True)
-        train.math.isfinite = lambda _: True  # type: ignore[assignment]
+        real, one, yes = trainer.measure_gradients, torch.ones((), dtype=torch.float64), torch.tensor(True)
+        trainer.measure_gradients = lambda *a: Gradients(real(*a).local, one, yes)
+        trainer.math.isfinite = lambda _: True  # type: ignore[assignment]
     if "lock" in protections:
         durable.FolderLock._take = lambda *_: None  # type: ignore[method-assign]
 

@@ -3,7 +3,6 @@
 Argument: a folder for checkpoints and the ranks' output files.
 """
 
-import itertools
 import logging
 import sys
 from pathlib import Path
@@ -12,17 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import packed
+from gloo.job_parity import CONSTANT, save
 from torch import Tensor
 
-from titan_mi100 import train
-from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.logging import log
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
 
@@ -60,10 +56,17 @@ def config_of(parallelism: dict[str, Any], accumulation: int = 1, reduce: str = 
         seq_len=32,
         local_batch_size=4 // accumulation,
         gradient_accumulation_steps=accumulation,
+        steps=100,
+        seed=0,
         mixed_precision_param="float32",
         mixed_precision_reduce=reduce,
     )
-    return Config(training=training, optimizer=OptimizerConfig(lr=lr), parallelism=ParallelismConfig(**parallelism))
+    return Config(
+        training=training,
+        optimizer=OptimizerConfig(lr=lr),
+        lr_scheduler=CONSTANT,
+        parallelism=ParallelismConfig(**parallelism),
+    )
 
 
 def run(
@@ -79,29 +82,18 @@ def run(
     """Train up to step `stop`; losses and bytes by step, and at the steps `keep_at` weights and communication state."""
     messages = Messages()
     log.addHandler(messages)
-    mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = build.build_model(config, SPEC, mesh, world, supervised_share=0.5)
-    build.load_weights(model, config, SPEC, resume)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    folder.mkdir(exist_ok=True)
-    checkpointer = Checkpointer(folder, 0, model, optimizer, world)
-    done = 0 if resume is None else checkpointer.load(resume)["step"]
-    batch = config.batch(world.size)
-    source = ShuffledEpochs(packed(documents(), 32, 0), 0, batch.global_batch_size)
-    stream = RowStream(source, batch, distributed.data_parallel_rank(mesh))
-    rows = itertools.islice(iter(stream), done * batch.gradient_accumulation_steps, None)
-    trainer = train.Trainer(config.layout(world.size), batch, 1.0, model, optimizer, rows)
+    run = open_run(config, world, spec=SPEC, data=made_up(packed(documents(), 32)), checkpoint=resume)
     record: dict[str, Any] = {"losses": {}, "bytes": {}, "reduced": {}, "kept": {}}
-    for step in range(done + 1, stop + 1):
+    for step in range(run.progress.step + 1, stop + 1):
         with Reduced() as reduced:
-            result = trainer.step()
+            result = run.step()
         record["losses"][step], record["bytes"][step] = result.loss, result.gradient_bytes
         record["reduced"][step] = reduced.bytes
         if step in save_at:
-            checkpointer.save(step, {"step": step}, about={})
+            save(run, folder)
         if step in keep_at:
-            weights = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
-            memory = {name: tensor.clone() for name, tensor in model.extra_state().items()}
+            weights = {name: local(parameter.detach()) for name, parameter in run.model.named_parameters()}
+            memory = {name: tensor.clone() for name, tensor in run.model.extra_state().items()}
             record["kept"][step] = {"weights": weights, "memory": memory}
     log.removeHandler(messages)
     return {**record, "messages": messages.lines}

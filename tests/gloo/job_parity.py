@@ -5,46 +5,30 @@ Arguments: input file (model spec, weights, documents, splits), folder for the r
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from conftest import packed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100 import train
-from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import RowStream
+from titan_mi100.checkpoint import Checkpointer
+from titan_mi100.data.made_up import made_up, packed
+from titan_mi100.open_run import Run, open_run
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
     Config,
     LoRAConfig,
+    LRSchedulerConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
 
-
-class CatchGradients:
-    """In the optimizer's place: keeps the whole gradients of a step and updates nothing."""
-
-    def __init__(self, model: ParallelModel) -> None:
-        self.model, self.gradients = model, []
-
-    def step(self) -> None:
-        for name, parameter in self.model.trained_parameters():
-            gradient = parameter.grad
-            assert gradient is not None, name
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
-            self.gradients.append((name, whole))
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        for _, parameter in self.model.named_parameters():
-            parameter.grad = None
+CONSTANT = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
 
 
 def config_of(case: dict, split: dict) -> Config:
@@ -55,9 +39,12 @@ def config_of(case: dict, split: dict) -> Config:
             seq_len=split.get("seq_len", case["seq_len"]),
             local_batch_size=split["local_batch_size"],
             gradient_accumulation_steps=split["accumulation"],
-            max_norm=0.0,
+            max_norm=split.get("max_norm", 0.0),
+            seed=split.get("seed", 0),
             mixed_precision_param=split.get("param", "float32"),
         ),
+        optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
+        lr_scheduler=CONSTANT,
         parallelism=ParallelismConfig(**split.get("parallelism", {})),
         activation_checkpoint=ActivationCheckpointConfig(mode=split.get("checkpointing", "none")),
         compile=CompileConfig(enable=split.get("compile", False), backend="aot_eager"),
@@ -65,29 +52,52 @@ def config_of(case: dict, split: dict) -> Config:
     )
 
 
-def build(world: World, case: dict, config: Config) -> tuple[ParallelModel, int]:
-    """The case's model in the config's layout, with the case's weights, and this rank's data-parallel rank."""
-    mesh = distributed.build_mesh(config.layout(world.size), world.device)
-    model = build_model(config, case["spec"], mesh, world, supervised_share=0.5)
+def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
+    """The split's run on the case's documents, with the case's weights; resumed, only with what a checkpoint lacks."""
+    config = config_of(case, split)
+    data = made_up(rows := packed(case["documents"], config.training.seq_len), validation=rows)
+    run = open_run(config, world, spec=case["spec"], data=data, **options)
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
         return case["weights"][name][part]
 
-    distributed.fill_parameters(model.named_parameters(), read)
-    return model, distributed.data_parallel_rank(mesh)
+    resumed = options.get("checkpoint") is not None
+    parameters = ((name, p) for name, p in run.model.named_parameters() if not (resumed and p.requires_grad))
+    distributed.fill_parameters(parameters, read)
+    return run
+
+
+def save(run: Run, folder: Path) -> None:
+    """A checkpoint of the step that the run has come to. A collective."""
+    checkpointer = Checkpointer(folder, 0, run.model, run.optimizer, run.world)
+    checkpointer.save(run.progress.step, run.progress.trainer_state(), run.about)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """A tensor's global value, a copy. A collective."""
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
+    """Will hold the whole gradients of the next step, as they come to the optimizer."""
+    kept: list[tuple[str, Tensor]] = []
+
+    def keep(*_: Any) -> None:
+        if not kept:
+            kept.extend((name, whole(p.grad)) for name, p in run.model.trained_parameters())
+
+    run.optimizer.register_step_pre_hook(keep)
+    return kept
 
 
 def run_split(world: World, case: dict, split: dict) -> dict:
     """One step of `split` on the case's documents."""
-    config = config_of(case, split)
-    model, dp_rank = build(world, case, config)
-    dataset = packed(case["documents"], config.training.seq_len, pad_id=0)
-    layout, batch = config.layout(world.size), config.batch(world.size)
-    optimizer = CatchGradients(model)
-    stream = RowStream(ShuffledEpochs(dataset, split.get("seed", 0), batch.global_batch_size), batch, dp_rank)
-    result = train.Trainer(layout, batch, 0.0, model, optimizer, iter(stream)).step()
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": optimizer.gradients,
+    run = open_split(world, case, split)
+    gradients = keep_gradients(run)
+    result = run.step()
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients,
             "supervised": result.supervised, "tokens": result.tokens}  # fmt: skip
 
 

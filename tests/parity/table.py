@@ -21,27 +21,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 # the folder that holds conftest, in place of this script's own
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from conftest import torchrun
+from gloo.job_parity import CONSTANT, keep_gradients, save, whole
 
-from titan_mi100 import train
-from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data.dataset import Documents, PackedDataset
-from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.data.loader import RowStream
-from titan_mi100.data.packing import pack_rows
-from titan_mi100.data.sft import Document
-from titan_mi100.evaluate import validation_loss
+from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.layout import SCHEDULES, check_schedule
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import build_optimizer
-from titan_mi100.parallel import build, distributed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.settings import (
     ActivationCheckpointConfig,
@@ -124,15 +117,13 @@ def spec_of(tied: bool) -> ModelSpec:
 def dataset() -> PackedDataset:
     """Two steps' rows of random documents, among them rows and documents without any supervision."""
     random = np.random.default_rng(7)
-    values = []
+    documents = []
     for row in range(2 * ROWS):
         share = (0.0, 0.0, 0.9, 0.5, 0.1, 1.0, 0.3, 0.05)[row % 8]
         for length in ([32], [17, 15], [20, 8, 4], [16, 13])[row % 4]:
             ids = random.integers(0, 320, length).astype(np.int32)
-            values.append(Document(ids, random.random(length) < share).values())
-    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, SEQ_LEN), SEQ_LEN, 0)
+            documents.append((ids, random.random(length) < share))
+    return packed(documents, SEQ_LEN)
 
 
 def config_of(cell: Cell) -> Config:
@@ -142,12 +133,14 @@ def config_of(cell: Cell) -> Config:
         seq_len=SEQ_LEN,
         local_batch_size=ROWS // (cell.accumulation * dp),
         gradient_accumulation_steps=cell.accumulation,
+        steps=STEPS,
         max_norm=cell.max_norm,
         mixed_precision_param=cell.precision,
     )
     return Config(
         training=training,
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
+        lr_scheduler=CONSTANT,
         parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(mode="none" if cell.tied else "full"),
     )
@@ -155,46 +148,22 @@ def config_of(cell: Cell) -> Config:
 
 def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     """This rank's record of the run, tensors whole. A collective."""
-    config, spec = config_of(cell), spec_of(cell.tied)
-    layout, batch = config.layout(world.size), config.batch(world.size)
-    mesh = distributed.build_mesh(layout, world.device)
-    model = build.build_model(config, spec, mesh, world, supervised_share=0.5)
-    if not cell.load_from:
-        build.load_weights(model, config, spec, checkpoint=None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    gradients: list[tuple[str, Tensor]] = []
-
-    def keep(*_: Any) -> None:
-        if not gradients:
-            gradients.extend((name, whole(p.grad)) for name, p in model.named_parameters())
-
-    optimizer.register_step_pre_hook(keep)
-    dp_rank = distributed.data_parallel_rank(mesh)
-    stream = RowStream(ShuffledEpochs(dataset(), 0, batch.global_batch_size), batch, dp_rank)
-    if cell.load_from:
-        state = Checkpointer(Path(), 0, model, optimizer, world).load(Path(cell.load_from))
-        stream.load_state_dict(state["loader"])
-    trainer = train.Trainer(layout, batch, cell.max_norm, model, optimizer, iter(stream))
+    checkpoint = Path(cell.load_from) if cell.load_from else None
+    data = made_up(dataset(), validation=dataset())
+    run = open_run(config_of(cell), world, spec=spec_of(cell.tied), data=data, checkpoint=checkpoint)
+    gradients = keep_gradients(run)
     steps = []
     for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
-        steps += [trainer.step() for _ in range(STEPS // 2)]
-        held_out = validation_loss(model, dataset(), batch, dp_rank)
+        steps += [run.step() for _ in range(STEPS // 2)]
+        held_out = run.validation_loss()
     if cell.save_to:
-        Path(cell.save_to).mkdir(exist_ok=True)
-        state = {"step": STEPS // 2, "loader": stream.state_dict()}
-        Checkpointer(Path(cell.save_to), 0, model, optimizer, world).save(STEPS // 2, state, about={})
+        save(run, Path(cell.save_to))
     return {
         "loss": [*(step.loss for step in steps), held_out],
         "norm": [step.grad_norm for step in steps],
         "gradients": gradients,
-        "weights": [(name, whole(p.detach())) for name, p in model.named_parameters()],
+        "weights": [(name, whole(p)) for name, p in run.model.named_parameters()],
     }
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    """A tensor's global value, a copy. A collective."""
-    assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:

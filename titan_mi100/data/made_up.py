@@ -1,0 +1,67 @@
+"""Rows that no file holds, as prepared data: what a benchmark or a test opens a run with."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titan_mi100.data.dataset import PADDING_DOCUMENT, Documents, PackedDataset
+from titan_mi100.data.facts import Facts, SetFacts
+from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.prepare import Prepared
+from titan_mi100.data.sft import Document
+from titan_mi100.layout import IGNORE
+
+_LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
+
+
+def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0) -> PackedDataset:
+    """Documents in rows, as preparation packs them. Args: documents: each (ids, supervised), (tokens,)."""
+    values = [Document(ids, supervised).values() for ids, supervised in documents]
+    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)
+
+
+def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: float, seed: int = 7) -> PackedDataset:
+    """Full rows of documents of random tokens, each token supervised with the given probability."""
+    random, tokens = np.random.default_rng(seed), rows * seq_len
+    values = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised_share)
+    ends = np.arange(0, tokens + 1, seq_len)  # of rows; where one ends, so does its last document
+    cuts = np.cumsum(random.integers(*_LENGTHS, tokens // _LENGTHS[0]))
+    starts = np.union1d(ends, cuts[cuts < tokens])
+    packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
+    return PackedDataset(Documents(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
+
+
+def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Prepared:
+    """What `prepare_run` would return if files had held these rows."""
+    digest = hashlib.sha256()
+    for rows in (train, validation):
+        if rows is not None:
+            digest.update(rows.documents.values.tobytes() + rows.packing.documents.tobytes())
+    fingerprint = digest.hexdigest()
+    facts = Facts(
+        seq_len=train.seq_len,
+        pad_id=train.pad_id,
+        n_vocab=0,
+        tokenizer="none",
+        fingerprint=fingerprint,
+        plan=fingerprint,
+        files=[],
+        made_of={},
+        train=_count(train),
+        validation=None if validation is None else _count(validation),
+        summary=[],
+        warnings=[],
+    )
+    return Prepared(Path(), train, validation, facts, cached=True)
+
+
+def _count(rows: PackedDataset) -> SetFacts:
+    supervised = tokens = 0
+    for row in map(rows.row, range(len(rows))):
+        supervised += int((row.labels != IGNORE).sum())
+        tokens += int((row.document_ids != PADDING_DOCUMENT).sum())
+    return SetFacts(len(rows.packing.documents), tokens, supervised, supervised_bytes=0, rows=len(rows))
