@@ -1,6 +1,6 @@
-"""Rows in their order, to the ranks that train on them. The order is a pure function of (seed, row number).
+"""Gives each rank its microbatches of packed rows. The order of rows is a pure function of (seed, row number).
 
-A row number counts rows from the start of training over all ranks: the whole state of the data.
+A row number counts the rows that all ranks have read since the start of training. It is the whole state of the data.
 """
 
 import functools
@@ -23,23 +23,22 @@ Microbatch = dict[str, Tensor]
 
 
 def rows_per_epoch(rows: int, global_batch_size: int) -> int:
-    """Rows of an epoch with the padding rows that fill its last step."""
+    """Rows of an epoch, including the padding rows that fill its last step."""
     return -(-rows // global_batch_size) * global_batch_size
 
 
 def renumber(number: int, before: tuple[int, int], now: tuple[int, int]) -> int:
-    """The row number of the same place in the same epoch where the set's rows or the global batch size change, and with
-    them the padding at an epoch's end.
+    """The row number of the same place in the same epoch, after the number of rows or the global batch size changed.
 
     Args:
-        before, now: rows, global batch size.
+        before, now: (rows, global batch size). The padding at the end of an epoch depends on both.
     """
     epoch, place = divmod(number, rows_per_epoch(*before))
     return epoch * rows_per_epoch(*now) + min(place, now[0])
 
 
 def row_at(number: int, rows: int, global_batch_size: int, seed: int) -> int:
-    """The dataset's row for row number `number`; -1: padding at an epoch's end."""
+    """The dataset's row for row number `number`; -1 for padding at the end of an epoch."""
     epoch, place = divmod(number, rows_per_epoch(rows, global_batch_size))
     return int(_epoch_order(rows, seed, epoch)[place]) if place < rows else -1
 
@@ -50,7 +49,7 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class RowStream:
-    """The microbatches of one data-parallel rank, without end. Its state is the number of rows consumed by all."""
+    """The endless microbatches of one data-parallel rank. Its state is the number of rows that all ranks consumed."""
 
     def __init__(self, dataset: PackedDataset, batch: Batch, dp_rank: int, seed: int) -> None:
         self.dataset, self.batch, self.dp_rank, self.seed = dataset, batch, dp_rank, seed
@@ -65,7 +64,7 @@ class RowStream:
             yield collate(self.dataset, [self._row(number) for number in numbers])
 
     def rows_of_last_step(self, microbatches: Iterable[int]) -> list[int]:
-        """The dataset's rows, -1 for padding, of these of this rank's microbatches of the step that was read last."""
+        """The dataset's rows (-1 for padding) in the given microbatches of this rank in the last step."""
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         first = self.rows_consumed - self.batch.global_batch_size + self.dp_rank * local
         return [self._row(first + m * local * ranks + place) for m in microbatches for place in range(local)]
@@ -111,7 +110,7 @@ def columns_where(mask: np.ndarray) -> np.ndarray:
 
 
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
-    """This rank's microbatches of the whole set in order; every rank gets as many, the last filled by padding rows."""
+    """This rank's microbatches of the whole set, in order. Every rank gets equally many; padding rows fill the last."""
     local, ranks = batch.local_batch_size, batch.dp_degree
     for start in range(dp_rank * local, rows_per_epoch(len(dataset), local * ranks), local * ranks):
         yield collate(dataset, [i if i < len(dataset) else -1 for i in range(start, start + local)])
