@@ -70,7 +70,7 @@ def columns_where(mask: np.ndarray) -> np.ndarray:
 
 
 def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
-    """This rank's microbatches of the whole set in order; every rank gets as many, the last filled by padding rows."""
+    """This rank's microbatches of the whole set, in order. Every rank gets equally many; padding rows fill the last."""
     local, ranks = batch.local_batch_size, batch.dp_degree
     for start in range(dp_rank * local, with_padding_rows(len(dataset), local * ranks), local * ranks):
         indices = (i if i < len(dataset) else PADDING_ROW for i in range(start, start + local))

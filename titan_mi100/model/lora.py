@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., 2021): beside frozen matrices W, small trained ones: y = W x + (alpha / rank) B A dropout(x).
+"""LoRA (Hu et al., 2021): each frozen matrix W gets two small trained ones: y = W x + (alpha / rank) B A dropout(x).
 
-Names are HF's with PEFT's ending: `<module>.lora_A.weight`, (rank, inputs), and `<module>.lora_B.weight`, (outputs,
-rank); W keeps its own.
+Parameter names are HF's, with PEFT's suffixes: `<module>.lora_A.weight`, (rank, inputs), and `<module>.lora_B.weight`,
+(outputs, rank). W keeps its name.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import Read
 from titan_mi100.settings import LoRAConfig
 
-_SAMPLE = 4096  # bytes of each tensor that its base is known by
+_SAMPLE = 4096  # bytes per tensor that go into the fingerprint of the base
 
 
 class LoRALinear(Linear):
@@ -35,7 +35,7 @@ class LoRALinear(Linear):
 
 
 def apply_lora(model: Qwen3, config: LoRAConfig) -> None:
-    """Freeze a model, or a pipeline stage of one, on the meta device, and put adapters beside its linear layers."""
+    """Freeze a model, or a pipeline stage, on the meta device, and add adapters to its linear layers."""
     model.requires_grad_(False)
     for layer in model.model.blocks():
         for parent in (layer.self_attn, layer.mlp):
@@ -47,14 +47,15 @@ def apply_lora(model: Qwen3, config: LoRAConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of a LoRA matrix."""
+    """Whether a parameter with this name is a LoRA matrix."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """A part of an adapter's initial value, as init.initial_values; the adapter changes nothing at first.
+    """A part of an adapter's initial value, with the arguments of init.initial_values.
 
-    As PEFT: A by kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(inputs); B zero.
+    As in PEFT: A by kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(inputs); B zero, so that the
+    adapter changes nothing at first.
     """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(size)
@@ -63,11 +64,11 @@ def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...]
 
 
 def base_fingerprint(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What a base's weights are known by: a digest of each tensor's name, shape, dtype and first bytes.
+    """Fingerprint of the base weights: a digest of the name, shape, dtype and first bytes of each tensor.
 
     Args:
         read: as for distributed.fill_parameters.
-        shapes: of every parameter.
+        shapes: the shape of every parameter.
     """
     digest = hashlib.sha256()
     for name, shape in sorted(shapes.items()):

@@ -159,12 +159,15 @@ def logits_or_loss(
 class Qwen3(nn.Module):
     """A causal language model, or the part of it that a pipeline stage holds.
 
+    Args:
+        backend: of attention; default Eager, the reference.
+        stage: default the whole model.
+
     Build it under `torch.device("meta")`, shard it, `to_empty`, then fill every parameter (it has no buffers): from a
     checkpoint, or with `init.initial_values`.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
-        """Args: backend: of attention; default the reference, Eager. stage: default the whole model."""
         super().__init__()
         stage = stage or Stage(range(spec.num_hidden_layers))
         self.model = Decoder(spec, backend or Eager(), stage)
