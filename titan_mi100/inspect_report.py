@@ -8,7 +8,7 @@ import argparse
 import codecs
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -147,6 +147,13 @@ def _row(shown: _Set, index: int) -> dict[str, Any]:
         "position": row.positions.tolist(),
         "supervised": supervised.tolist(),
     }
+
+
+def documents_in(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any], range]]:
+    """The documents of a shown row: place in the row, facts, and the range of their tokens."""
+    start = 0
+    for place, document in enumerate(row["documents"]):
+        yield place, document, range(start, start := start + document["tokens"])
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
@@ -371,7 +378,9 @@ def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
 
 def _characters_and_damage(sample: _Sample, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """(documents,) each: characters, and replacement characters U+FFFD, which mostly come from a wrong decoding."""
-    spelled = {token_id: tokenizer.token_bytes(token_id) for token_id in np.flatnonzero(np.bincount(sample.ids)).tolist()}
+    spelled = {
+        token_id: tokenizer.token_bytes(token_id) for token_id in np.flatnonzero(np.bincount(sample.ids)).tolist()
+    }
     pieces = [spelled[token_id] for token_id in sample.ids.tolist()]
     text = np.frombuffer(b"".join(pieces) + b"  ", np.uint8)  # room for the comparison of three bytes
     edges = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces])))[sample.edges]
