@@ -8,6 +8,7 @@ import argparse
 import codecs
 import csv
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -94,12 +95,12 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 def _numbers(text: str, rows: int) -> list[int]:
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        if not (match := re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)):
             raise UserError(f"--row {text}: {part!r} is not a row's number or a range such as 3-5")
-        if not int(first) <= int(last or first) < rows:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < rows:
             raise UserError(f"--row {part}: the rows are 0 to {rows - 1:,}")
-        numbers += range(int(first), int(last or first) + 1)
+        numbers += range(first, last + 1)
     return numbers
 
 
