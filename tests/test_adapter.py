@@ -13,7 +13,7 @@ from test_convert import folder_of, nothing_in, same, tensors, tool
 from test_model import SPECS
 from transformers import AutoModelForCausalLM
 
-from titan_mi100 import convert, generate, peft_io
+from titan_mi100 import convert, inference, peft_io
 from titan_mi100.adapter import merged
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source
@@ -106,10 +106,10 @@ def test_an_adapter_leaves_in_the_dtype_that_was_asked_for(lora_run: Path, tmp_p
 def test_generation_reads_the_adapter_on_its_base(lora_run: Path, tmp_path: Path) -> None:
     base, checkpoint = lora_run / "base", lora_run / "run" / "checkpoint" / "step-3"
     tokenizer, cpu = str(ASSETS / "tokenizer"), torch.device("cpu")
-    model = generate.load_model(str(base), str(checkpoint), tokenizer, cpu, torch.float32).load()
+    model = inference.Model(str(base), str(checkpoint), tokenizer, cpu, torch.float32).load()
     assert (model(IDS) - logits(base, lora_run / "run" / "hf-step-3")).abs().max() <= 1e-5
     with pytest.raises(UserError, match="is an adapter; name its base"):
-        generate.load_model(str(checkpoint), "", tokenizer, cpu, torch.float32)
+        inference.Model(str(checkpoint), "", tokenizer, cpu, torch.float32)
 
 
 def test_another_base_is_refused(lora_run: Path, tmp_path: Path) -> None:

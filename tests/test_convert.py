@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titan_mi100 import assets, convert, decode, durable, generate, hf_io, sealed
+from titan_mi100 import assets, convert, decode, durable, hf_io, inference, sealed
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
@@ -147,7 +147,7 @@ def test_a_checkpoint_and_its_export_say_the_same(tied: bool, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "hf")
     convert.to_dcp(open_source(with_tokenizer(tmp_path / "hf")), tmp_path / "dcp")
     convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "export")
-    found = generate.load_model(str(tmp_path / "dcp"), "", "", torch.device("cpu"), torch.float32)
+    found = inference.Model(str(tmp_path / "dcp"), "", "", torch.device("cpu"), torch.float32)
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 700, (3 + 2 * i,), generator=draw).tolist() for i in range(20)]
     ours = [said.ids for said in decode.generate(found.load(), prompts, decode.Sampling(), frozenset(), 64)]

@@ -9,9 +9,9 @@ import torch
 from conftest import ASSETS, REPO
 from test_generate import write_folder
 
-from titan_mi100 import exact_match, generate
-from titan_mi100.answers import Answer
+from titan_mi100 import exact_match, inference
 from titan_mi100.decode import Generated
+from titan_mi100.inference import AnswerBatch
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("#### 007.00", "7"),
         ("#### 100", "100"),
         ("#### -0.0", "0"),
+        ("#### 0.10", "0.1"),
+        ("#### 12,345,678,901,234,567,890,123,456,789,012.50", "12345678901234567890123456789012.5"),
         ("10-3 = 7, pages 3-5", "5"),
         ("pairs 1,2", "2"),
         ("it is -3", "-3"),
@@ -52,11 +54,11 @@ def test_exact_match_counts_and_goes_on(
     data, output = tmp_path / "data.jsonl", tmp_path / "output.jsonl"
     rows = [{"question": f"{n} and 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1:,}"} for n in (1, 2, 1999, 4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = generate.load_model(str(folder), "", "", torch.device("cpu"), torch.float32)
+    model = inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32)
     answers = ["It is 2.", "#### 4", "1999 + 1 = 2000\n#### 2000.0", "none"]
     asked: list[int] = []
 
-    def load_answer(*_: Any) -> Answer:
+    def load_answer(*_: Any) -> AnswerBatch:
         def answer(prompts: Any, numbers: Any) -> list[Generated]:
             asked.extend(numbers)
             return [Generated(model.tokenizer.encode(answers[number]), number != 3) for number in numbers]

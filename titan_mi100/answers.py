@@ -1,48 +1,72 @@
-"""Many prompts: rows of a file in, rows of a file out, of which a later start keeps those that are there."""
+"""What the commands that generate share: their options, and prompts answered in batches, rows in and rows out."""
 
 import json
 import os
 import sys
-import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from titan_mi100.data.files import read_records
+from titan_mi100.data.ledger import label
 from titan_mi100.data.strict_json import BadRow, parse
-from titan_mi100.decode import Generated
+from titan_mi100.decode import check_lengths
 from titan_mi100.errors import UserError
+from titan_mi100.inference import AnswerBatch, Model, Request
 from titan_mi100.plain_file import read_plain
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.weights import in_words
 
-_SAY_EVERY = 10  # seconds between lines where no bar can be drawn
 _LARGEST_OUTPUT = 1 << 34  # bytes
 _ROW_BEGINS = b'{"prompt": "'
 T = TypeVar("T")
+Row = dict[str, Any]
 
 
-class Request(NamedTuple):
-    """A prompt as the model reads it."""
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of every command that generates."""
+    add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
+    add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
+    add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
+    add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
+    add("--system", metavar="TEXT", help="system message for conversations that have none")
+    thinking.add_argument(
+        "--enable_thinking", action="store_true", default=None, help="set enable_thinking to true ..."
+    )
+    thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")
+    add("--max_new_tokens", type=int, default=512, metavar="N", help="default 512")
+    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
+    add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on a GPU, else float32")
 
-    where: str  # it comes from: file:line, or "prompt 1"
-    text: str
-    ids: list[int]
+
+def open_model(options: Namespace) -> Model:
+    """The model that the options name. Raises UserError: as `Model`, or the device cannot be used."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError):  # no such name; no such device; this torch is built without it
+        raise UserError(f"--device {device}: cannot be used here; use cpu, or leave it out") from None
+    dtype = getattr(torch, options.dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
+    return Model(options.model, options.adapter, options.tokenizer_path, torch.device(device), dtype)
 
 
-Answer = Callable[[Sequence[list[int]], Sequence[int]], list[Generated]]  # prompts and their numbers -> what was said
+def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
+    """Pass every row of a data file through `read`, which may raise BadRow.
 
-
-def read_rows(path: str, read: Callable[[dict[str, Any]], T]) -> list[tuple[str, T]]:
-    """Every row of a data file through `read`, which may raise BadRow; each with its file:line.
+    Returns:
+        (file:line, result) of each row.
 
     Raises:
-        UserError: the first line that is wrong, as file:line.
+        UserError: the first wrong row, as file:line.
     """
     rows = []
     for record in read_records(path):
-        where = f"{path}:{record.number}" + (f", element {record.element}" if record.element else "")
+        where = f"{path}:{label(record.number, record.element)}"
         try:
             if record.problem:
                 raise BadRow(record.problem)
@@ -52,116 +76,92 @@ def read_rows(path: str, read: Callable[[dict[str, Any]], T]) -> list[tuple[str,
     return rows
 
 
-class RowFile:
-    """The rows of an --output file, a line each, in the prompts' order; a later start goes on behind the last.
-
-    A batch's lines are written at once. What a kill or a full disk leaves of a line is cut off.
-    """
-
-    def __init__(self, path: str, requests: Sequence[Request], settings: dict[str, Any]) -> None:
-        """Read the rows that are there. Without a path there is no file, and the rows are only kept.
-
-        Args:
-            settings: what the rows are made with; kept in each of them.
-
-        Raises:
-            UserError: the file is of other prompts, or was made with other settings.
-        """
-        self.path, self.rows, self._settings = path, list[dict[str, Any]](), settings
-        if not path or not os.path.lexists(path):
-            return
-        content = read_plain(Path(path), _LARGEST_OUTPUT)
-        *whole, cut = content.split(b"\n")
-        self.rows += [self._checked(number, line, requests) for number, line in enumerate(whole, 1)]
-        if cut[: len(_ROW_BEGINS)] != _ROW_BEGINS[: len(cut)]:  # somebody else's file, of one line without an end
-            raise UserError(f"{path}:{len(whole) + 1}: was not written by this command; name another --output")
-        if cut:
-            os.truncate(path, len(content) - len(cut))
-
-    def _checked(self, number: int, line: bytes, requests: Sequence[Request]) -> dict[str, Any]:
-        where = f"{self.path}:{number}"
-        try:
-            row = parse(line)
-        except BadRow as bad:
-            raise UserError(f"{where}: {bad}; name another --output") from None
-        if not isinstance(row.get("settings"), dict) or not {"prompt", "output", "finish"} <= row.keys():
-            raise UserError(f"{where}: was not written by this command; name another --output")
-        keys = row["settings"].keys() | self._settings.keys()
-        if differing := sorted(key for key in keys if row["settings"].get(key) != self._settings.get(key)):
-            raise UserError(f"{where}: was made with another {', '.join(differing)}; name another --output")
-        if number > len(requests) or row["prompt"] != requests[number - 1].text:
-            raise UserError(f"{where}: answers another prompt than this input's; name another --output")
-        return row
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        rows = [{**row, "settings": self._settings} for row in rows]
-        self.rows += rows
-        if not self.path:
-            return
-        try:
-            with open(self.path, "ab") as file:
-                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); mend that and start again: it goes on there"
-            ) from None
-
-
 def answer_all(
+    options: Namespace,
+    model: Model,
     requests: Sequence[Request],
-    load: Callable[[], Answer],
-    tokenizer: Tokenizer,
-    batch_size: int,
-    file: RowFile,
-    more: Callable[[int, str], dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Answer the requests that the file does not hold yet, in batches, and add them to it.
+    load: Callable[[], AnswerBatch],
+    settings: Row,
+    judge: Callable[[int, str], Row] = lambda index, output: {},
+) -> list[Row]:
+    """Answer the requests in batches. With --output, append each batch to the file, and keep the rows already there.
 
     Args:
-        load: makes what answers; called if something is left to do.
-        more: what else a row holds, of the request's number and the output.
+        load: loads the weights; not called when every row is there already.
+        settings: what the rows depend on besides the prompts and the model; stored in each row.
+        judge: index and output of a request -> further keys of its row.
 
     Returns:
-        All rows: prompt, output, tokens, finish ("stop" or "length"), and what `more` gave.
+        All rows, in the order of the requests: prompt, output, tokens, finish ("stop" or "length"), the keys from
+        `judge`, settings.
+
+    Raises:
+        UserError: a prompt does not fit the model; or the output file is not from this command, has other prompts or
+            settings, or cannot be written.
     """
-    if len(file.rows) == len(requests):
-        return file.rows
-    answer = load()
-    with _Progress(len(requests), len(file.rows)) as progress:
-        while (done := len(file.rows)) < len(requests):
-            numbers = range(done, min(done + batch_size, len(requests)))
-            rows = []
-            for number, said in zip(numbers, answer([requests[n].ids for n in numbers], numbers), strict=True):
-                output = tokenizer.decode(said.ids)
-                finish = "stop" if said.stopped else "length"
-                row = {"prompt": requests[number].text, "output": output, "tokens": len(said.ids), "finish": finish}
-                rows.append({**row, **more(number, output)})
-            file.add(rows)
-            progress.advance(len(rows))
-    return file.rows
+    if options.batch_size < 1:
+        raise UserError(f"batch_size = {options.batch_size} must be at least 1")
+    check_lengths(model.spec, {request.where: len(request.ids) for request in requests}, options.max_new_tokens)
+    rows: list[Row] = []
+    if options.output:
+        paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
+        found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
+        settings = {**found, "dtype": in_words(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
+        rows = _finished_rows(options.output, requests, settings) if os.path.lexists(options.output) else []
+        _append(options.output, [])  # what is wrong with the path is reported now
+    if len(rows) == len(requests):
+        return rows
+    answer_batch = load()
+    interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines, and none from a short job
+    with tqdm(total=len(requests), initial=len(rows), unit="row", mininterval=interval, delay=interval) as progress:
+        while len(rows) < len(requests):
+            indices = range(len(rows), len(requests))[: options.batch_size]
+            answers = answer_batch([requests[index].ids for index in indices], indices)
+            batch = []
+            for index, answer in zip(indices, answers, strict=True):
+                output = model.tokenizer.decode(answer.ids)
+                row = {"prompt": requests[index].text, "output": output, "tokens": len(answer.ids)}
+                row |= {"finish": "stop" if answer.stopped else "length", **judge(index, output), "settings": settings}
+                batch.append(row)
+            if options.output:
+                _append(options.output, batch)
+            rows += batch
+            progress.update(len(batch))
+    return rows
 
 
-class _Progress:
-    """A bar with the time that is left on a terminal, else a line now and then; on stderr."""
+def _finished_rows(path: str, requests: Sequence[Request], settings: Row) -> list[Row]:
+    """The rows of an output file. A last line that a kill or a full disk left incomplete is removed from the file."""
+    content = read_plain(Path(path), _LARGEST_OUTPUT)
+    *lines, incomplete = content.split(b"\n")
+    if incomplete[: len(_ROW_BEGINS)] != _ROW_BEGINS[: len(incomplete)]:
+        lines.append(incomplete)  # not the beginning of a row, so another program's file
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse(line)
+        except BadRow:
+            row = {}
+        made_with, problem = row.get("settings"), ""
+        if not isinstance(made_with, dict) or not {"prompt", "output", "finish"} <= row.keys():
+            problem = "was not written by this command"
+        elif differing := [k for k in sorted({*made_with, *settings}) if made_with.get(k) != settings.get(k)]:
+            problem = f"was made with another {', '.join(differing)}"
+        elif number > len(requests) or row["prompt"] != requests[number - 1].text:
+            problem = "answers another prompt than this input's"
+        if problem:
+            raise UserError(f"{path}:{number}: {problem}; name another --output")
+        rows.append(row)
+    if incomplete:
+        os.truncate(path, len(content) - len(incomplete))
+    return rows
 
-    def __init__(self, total: int, done: int) -> None:
-        self._bar = tqdm(total=total, initial=done, unit="row", disable=not sys.stderr.isatty())
-        self._total, self._first, self._done = total, done, done
-        self._started = self._said = time.monotonic()
 
-    def advance(self, rows: int) -> None:
-        self._done += rows
-        self._bar.update(rows)
-        now = time.monotonic()
-        if self._bar.disable and now - self._said > _SAY_EVERY and self._done < self._total:
-            left = (now - self._started) / (self._done - self._first) * (self._total - self._done)
-            print(f"{self._done} of {self._total} rows, {left:.0f} s left", file=sys.stderr, flush=True)
-            self._said = now
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+def _append(path: str, rows: list[Row]) -> None:
+    try:
+        with open(path, "ab") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); fix that and start again") from None

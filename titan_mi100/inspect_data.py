@@ -1,4 +1,4 @@
-"""What really trains: any packed row token by token, and a picture of the whole set. `--help` lists the options.
+"""Show what trains: any packed row token by token, and a summary of the whole set. `--help` lists the options.
 
 There is one report (`inspect_report`) and three views of it: the terminal, `--json` and `--html`.
 """
@@ -17,14 +17,13 @@ from titan_mi100 import tool
 from titan_mi100.config import help_text, load_config
 from titan_mi100.data.prepare import RefusedData
 from titan_mi100.errors import UserError
-from titan_mi100.inspect_page import page
-from titan_mi100.inspect_report import COLUMNS, make_report, visible
+from titan_mi100.inspect_page import report_page
+from titan_mi100.inspect_report import COLUMNS, documents_in, make_report, visible
 from titan_mi100.logging import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     setup_logging(0)
     return tool.exit_code(lambda: _show(options, rest))
 
@@ -32,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     config = load_config(settings, world_size=None)
     try:
-        with redirect_stdout(sys.stderr):  # progress; what comes to stdout is the report alone
+        with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
             report = make_report(config, options)
     except RefusedData as refused:
         raise UserError(f"{refused}\nevery row: {refused.ledger}") from None
     if options.html:
-        print(f"{options.html}: {Path(options.html).write_bytes(page(report).encode()):,} bytes")
+        print(f"{options.html}: {Path(options.html).write_bytes(report_page(report).encode()):,} bytes")
     elif options.json:
         json.dump(report, sys.stdout, ensure_ascii=False)
         print()
@@ -63,7 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", action="store_true", help="a line per token: number, id, document, position, text")
     parser.add_argument("--html", metavar="PATH", default="", help="write one self-contained page")
     parser.add_argument("--json", action="store_true", help="for scripts: with --row or --where the rows alone")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="NO_COLOR is heard, too")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: on a terminal, unless NO_COLOR is set",
+    )
     return parser
 
 
@@ -71,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Paint:
-    """How the terminal's view tells things apart, with color and without."""
+    """Marks text for the terminal, with color or without."""
 
     def __init__(self, color: bool) -> None:
         self._color = color
 
     def __call__(self, code: str, text: str) -> str:
-        """Line by line: a pager forgets the color at a line's end."""
+        """Line by line, because a pager resets the color at the end of a line."""
         if not self._color:
             return text
         return "\n".join(f"\033[{code}m{line}\033[0m" if line else "" for line in text.split("\n"))
@@ -101,11 +105,9 @@ def _lines(report: dict[str, Any], paint: _Paint, table: bool) -> Iterator[str]:
         real = len(row["id"]) - row["padding"]
         yield paint.heading(f"row {row['row']} of {report['set']}: {len(row['documents'])} documents, {real:,} tokens")
         yield "supervised: " + paint.running([("so", True)])
-        start = 0
-        for place, document in enumerate(row["documents"]):
+        for place, document, inside in documents_in(row):
             count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
             yield paint("1;36", f"── document {place}: {document['where']}: {count} ──")
-            inside = range(start, start := start + document["tokens"])
             if not table:
                 tokens = ((row["text"][i].replace("↵", "↵\n"), row["supervised"][i]) for i in inside)
                 yield paint.running(tokens).removesuffix("\n")
@@ -124,8 +126,8 @@ def _summary_lines(report: dict[str, Any], paint: _Paint) -> Iterator[str]:
     yield from (f"{name}: {value}" for name, value in report["from"].items())
     yield from (f"warning: {line}" for line in report["warnings"])
     if report["sampled"] > 1:
-        yield f"what counts or compares tokens below looked at one document in {report['sampled']}"
-    yield paint.heading("options, and what they do")
+        yield f"one document in {report['sampled']} was examined for what counts or compares tokens below"
+    yield paint.heading("options and their effects")
     for entry in report["options"]:
         effect = entry["effect"].replace("; ", "\n" + 30 * " ")
         yield f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}"
@@ -133,9 +135,9 @@ def _summary_lines(report: dict[str, Any], paint: _Paint) -> Iterator[str]:
     for status, rows in report["ledger"]["statuses"].items():
         yield f"  {status}: {rows['rows']:,}"
         yield from (f"    {visible(first['where'])}: {visible(first['reason'])}" for first in rows["first"])
-    yield paint.heading("documents by length (x: rows that did not fit, as they were)")
+    yield paint.heading("documents by length (x: rows that did not fit, with their length before)")
     yield from _bar_lines(report["lengths"], report["seq_len"])
-    yield paint.heading("documents by the percentage of them that is supervised")
+    yield paint.heading("documents by supervised share in percent")
     yield from _bar_lines(report["shares"], 0)
     yield paint.heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
     for row in report["packing"]:

@@ -1,4 +1,4 @@
-"""The report that `inspect_data` shows: packed rows token by token, and the whole set in numbers, as JSON values.
+"""The report that `inspect_data` shows, as JSON values: packed rows token by token, and the whole set in numbers.
 
 Rows come from the `PackedDataset` that training reads. A token is supervised if it is the label of the position before
 it.
@@ -8,11 +8,12 @@ import argparse
 import codecs
 import csv
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +27,13 @@ from titan_mi100.layout import IGNORE
 from titan_mi100.settings import Config
 from titan_mi100.tokenizer import Tokenizer, load_tokenizer
 
-_SAMPLE_TOKENS = 1 << 22  # of a larger set every k-th document is looked into, so that time and memory stay bounded
-_PAGE_TOKENS = 1 << 15  # in the rows that are shown unasked
+_SAMPLE_TOKENS = 1 << 22  # of a larger set only every k-th document is examined, to bound time and memory
+_PAGE_TOKENS = 1 << 15  # in the rows that a page shows by default
 _FIRST = 5  # examples of each status in the ledger
-_PICTURED, COLUMNS = 24, 240  # rows of the packing picture, and into how many columns a row is drawn
+_PICTURED, COLUMNS = 24, 240  # rows in the packing picture, and columns per row
 _EXCERPT = 60  # tokens from each end of an odd document
 _MARKS = {"\n": "↵", "\t": "⇥"}
-_OURS = set("↵⇥⟨⟩⟦⟧")  # what the views write themselves; in the data they are shown by their number
+_OURS = set("↵⇥⟨⟩⟦⟧")  # the views use these as marks, so in the data they are shown as ⟨U+...⟩
 
 
 # --- what is read ---
@@ -50,7 +51,7 @@ class _Set:
     origins: Origins
 
     def rows_with(self, documents: Sequence[int] | np.ndarray) -> list[int]:
-        """The packed rows that hold any of them; none, where those are in the other set."""
+        """The packed rows that hold any of these documents; none if they are in the other set."""
         places = np.flatnonzero(np.isin(self.dataset.packing.documents, documents))
         return np.unique(np.searchsorted(self.dataset.packing.starts, places, side="right") - 1).tolist()
 
@@ -64,22 +65,21 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: an option names what is not there, or the data are refused.
     """
-    path, seq_len = config.tokenizer_path(), config.training.seq_len
-    name = "validation" if options.validation else "train"
+    name, seq_len = "validation" if options.validation else "train", config.training.seq_len
     try:
         data = prepare_run(config, None)
     except RefusedData as refused:
         if not options.where:
             raise
-        lines = _ledger_lines(refused.ledger, options.where)  # its own line's reason is what was asked for
+        lines = _ledger_lines(refused.ledger, options.where)  # the reason for this line is what was asked for
         raise UserError("\n".join(f"{line['where']}: {line['status']}: {line['reason']}" for line in lines)) from None
     dataset = data.validation if options.validation else data.train
     counts = data.facts.validation if options.validation else data.facts.train
     if dataset is None or counts is None:
         raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
     assert dataset.documents.origins is not None
-    shown = _Set(data, name, dataset, counts, load_tokenizer(path), dataset.documents.origins)
-    report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(counts)}
+    shown = _Set(data, name, dataset, counts, load_tokenizer(config.tokenizer_path()), dataset.documents.origins)
+    report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(shown.counts)}
     rows, chosen = _numbers(options.row, len(dataset)), bool(options.row or options.where)
     if options.where:
         report["where"] = _ledger_lines(data.ledger(), options.where)
@@ -100,17 +100,17 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 def _numbers(text: str, rows: int) -> list[int]:
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        if not (match := re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)):
             raise UserError(f"--row {text}: {part!r} is not a row's number or a range such as 3-5")
-        if not int(first) <= int(last or first) < rows:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < rows:
             raise UserError(f"--row {part}: the rows are 0 to {rows - 1:,}")
-        numbers += range(int(first), int(last or first) + 1)
+        numbers += range(first, last + 1)
     return numbers
 
 
 def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
-    """What became of the input line `FILE:LINE`; several where a file is read twice."""
+    """The ledger's entries for the input line `FILE:LINE`; several if a file is read twice."""
     file, _, line = where.rpartition(":")
     if not (file and line[:1].isdecimal()):
         raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12 (of an array train.json:1[12])")
@@ -130,7 +130,7 @@ def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
 
 
 def _row(shown: _Set, index: int) -> dict[str, Any]:
-    """A packed row as training gets it; columns of one value per token."""
+    """A packed row as training reads it, with lists of one value per token."""
     row = shown.dataset.row(index)
     supervised = np.concatenate(([False], row.labels[:-1] != IGNORE))
     assert (row.labels[:-1] == row.input_ids[1:])[supervised[1:]].all() and row.labels[-1] == IGNORE
@@ -155,10 +155,17 @@ def _row(shown: _Set, index: int) -> dict[str, Any]:
     }
 
 
+def documents_in(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any], range]]:
+    """The documents of a shown row: place in the row, facts, and the range of their tokens."""
+    start = 0
+    for place, document in enumerate(row["documents"]):
+        yield place, document, range(start, start := start + document["tokens"])
+
+
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Each token of a document as readable text: a space is a space, other invisible characters are ↵, ⇥ or ⟨U+00A0⟩.
 
-    Parts of a character are bytes, ⟨F0 9F⟩, and the last one says which: ⟨98 80⟩→😀.
+    A token with a part of a character is shown as bytes, ⟨F0 9F⟩, and the last part with the character: ⟨98 80⟩→😀.
     """
     decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
     for token_id in ids:
@@ -182,7 +189,7 @@ def _readable(spelled: bytes) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with nothing invisible in it but spaces, and nothing that a terminal would obey."""
+    """The text without invisible characters (except spaces) and without control characters of a terminal."""
     if text.isprintable() and not _OURS.intersection(text):
         return text
     plain = (char.isprintable() and char not in _OURS for char in text)
@@ -192,26 +199,36 @@ def visible(text: str) -> str:
 # --- the whole set ---
 
 
-class _Sample(NamedTuple):
-    """Documents of the set, end to end; document i is `ids[first[i]:first[i + 1]]`."""
+@dataclass(frozen=True)
+class _Sample:
+    """Every step-th document of the set, end to end."""
 
-    documents: np.ndarray  # their numbers
-    first: np.ndarray  # (documents + 1,)
+    step: int
+    documents: np.ndarray  # (documents,): their numbers in the set
+    edges: np.ndarray  # (documents + 1,): document i is ids[edges[i]:edges[i + 1]]
     ids: np.ndarray  # (tokens,) int64
     supervised: np.ndarray  # (tokens,) bool
-    step: int  # every step-th document of the set
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """The sum over each document of one value per token."""
-        return np.add.reduceat(values, self.first[:-1], dtype=np.float64)
+    def lengths(self) -> np.ndarray:
+        """(documents,): tokens of each document."""
+        return np.diff(self.edges)
+
+    def shares(self) -> np.ndarray:
+        """(documents,): supervised share of each document."""
+        return _sums(self.supervised, self.edges) / self.lengths()
 
     def starts_of(self, pattern: Sequence[int]) -> np.ndarray:
-        """Where these ids stand one after another."""
+        """The positions in `ids` where this sequence of ids begins."""
         size = max(len(self.ids) - len(pattern) + 1, 0) if len(pattern) else 0  # some tokenizers drop some texts
         found = np.ones(size, dtype=bool)
         for offset, token_id in enumerate(pattern):
             found &= self.ids[offset : offset + size] == token_id
         return np.flatnonzero(found)
+
+
+def _sums(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Sums of values[edges[i]:edges[i + 1]]."""
+    return np.diff(np.concatenate(([0], np.cumsum(values, dtype=np.int64)))[edges])
 
 
 def _sample(dataset: PackedDataset) -> _Sample:
@@ -220,37 +237,42 @@ def _sample(dataset: PackedDataset) -> _Sample:
     step = max(1, -(-int((starts[documents + 1] - starts[documents]).sum()) // _SAMPLE_TOKENS))
     documents = documents[::step]
     lengths = starts[documents + 1] - starts[documents]
-    first = np.concatenate(([0], np.cumsum(lengths)))
-    values = dataset.documents.values[np.repeat(starts[documents] - first[:-1], lengths) + np.arange(first[-1])]
+    edges = np.concatenate(([0], np.cumsum(lengths)))
+    values = dataset.documents.values[np.repeat(starts[documents] - edges[:-1], lengths) + np.arange(edges[-1])]
     supervised = (values & 1).astype(bool)
-    supervised[first[:-1]] = False  # nothing comes before it that could predict it
-    return _Sample(documents, first, (values >> 1).astype(np.int64), supervised, step)
+    supervised[edges[:-1]] = False  # no token before it could predict it
+    return _Sample(step, documents, edges, (values >> 1).astype(np.int64), supervised)
 
 
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
-    data, sample = shown.data, _sample(shown.dataset)
+    data, sample, seq_len = shown.data, _sample(shown.dataset), config.training.seq_len
     statuses, overlong, unrolled = _read_ledger(data.ledger())
-    rows_of = {name: status["rows"] for name, status in statuses.items()}
     template = config.model.chat_template or "the tokenizer's own"
     lengths = np.diff(shown.dataset.documents.starts)[shown.dataset.packing.documents]
-    shares = sample.sums(sample.supervised) / np.diff(sample.first)
-    spread = np.linspace(0, len(shown.dataset) - 1, _PICTURED)
+    pictured = np.linspace(0, len(shown.dataset) - 1, _PICTURED).round().astype(int).tolist()
+    rows_of = {name: status["rows"] for name, status in statuses.items()}
+    effects = {
+        **_supervision(shown, sample, unrolled),
+        "overlong": f"rows longer than {seq_len:,} tokens: {len(overlong):,}",
+        "duplicates": f"rows that repeat an earlier one: {rows_of.get('duplicate', 0):,}",
+        "on_bad_row": f"rows rejected: {rows_of.get('rejected', 0):,}",
+    }
     return {
         "read": data.facts.summary,
         "warnings": data.facts.warnings,
         "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(data.folder)},
-        "options": _options(config, shown, sample, rows_of, len(overlong), unrolled),
+        "options": [{"option": k, "value": getattr(config.data, k), "effect": effect} for k, effect in effects.items()],
         "ledger": {"path": str(data.ledger()), "statuses": statuses},
-        "lengths": _lengths(lengths, overlong, config.training.seq_len),
-        "shares": _shares(shares),
-        "packing": [_bar(shown.dataset, row) for row in sorted(set(spread.round().astype(int).tolist()))],
+        "lengths": _lengths(lengths, overlong, seq_len),
+        "shares": _shares(sample.shares()),
+        "packing": [_picture(shown.dataset, row) for row in dict.fromkeys(pictured)],
         "oddest": _oddest(shown, sample),
         "sampled": sample.step,
     }
 
 
 def _read_ledger(path: Path) -> tuple[dict[str, dict[str, Any]], np.ndarray, int]:
-    """Per status how many rows and the first with a reason; lengths of rows that did not fit; how many are unrolled."""
+    """Rows and first reasons per status; the lengths of rows that did not fit; the number of unrolled rows."""
     statuses: dict[str, dict[str, Any]] = {}
     overlong: list[int] = []
     unrolled = 0
@@ -267,35 +289,30 @@ def _read_ledger(path: Path) -> tuple[dict[str, dict[str, Any]], np.ndarray, int
     return statuses, np.array(overlong, dtype=np.int64), unrolled
 
 
-def _options(
-    config: Config, shown: _Set, sample: _Sample, rows_of: dict[str, int], overlong: int, unrolled: int
-) -> list[dict[str, str]]:
-    """The options that decide what is supervised, and what each did, in numbers."""
-    encode, counts, data = shown.tokenizer.encode, shown.counts, config.data
-    behind = sample.starts_of(encode("<|im_start|>assistant")) + len(encode("<|im_start|>assistant")) + 1
-    behind = behind[(behind < len(sample.ids)) & ~np.isin(behind, sample.first)]  # else the turn was cut off
-    empty = np.isin(behind, sample.starts_of(encode("<think>\n\n</think>")))
-    thinking = np.isin(behind, sample.starts_of(encode("<think>"))) & ~empty
+def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
+    """The options that decide what is supervised -> what each of them did, in numbers."""
+    encode, counts = shown.tokenizer.encode, shown.counts
+    header = encode("<|im_start|>assistant")
+    answers = sample.starts_of(header) + len(header) + 1  # + 1: the line break
+    answers = answers[(answers < len(sample.ids)) & ~np.isin(answers, sample.edges)]  # without turns cut off there
+    empty = np.isin(answers, sample.starts_of(encode("<think>\n\n</think>")))
+    thinking = np.isin(answers, sample.starts_of(encode("<think>"))) & ~empty
 
-    def turns(what: str, chosen: np.ndarray) -> str:
-        supervised = int(sample.supervised[behind[chosen]].sum())
-        return f"{what}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
+    def turns(kind: str, chosen: np.ndarray) -> str:
+        supervised = int(sample.supervised[answers[chosen]].sum())
+        return f"{kind}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
 
     share = f"({counts.supervised / counts.tokens:.1%})"
-    effects = {
+    return {
         "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} {share}",
         "empty_think": turns("empty think blocks", empty),
         "earlier_thinking": f"{turns('turns with reasoning', thinking)}; "
         f"{turns('without a think block', ~thinking & ~empty)}; rows unrolled: {unrolled:,}",
-        "overlong": f"rows longer than {config.training.seq_len:,} tokens: {overlong:,}",
-        "duplicates": f"rows that repeat an earlier one: {rows_of.get('duplicate', 0):,}",
-        "on_bad_row": f"rows rejected: {rows_of.get('rejected', 0):,}",
     }
-    return [{"option": name, "value": getattr(data, name), "effect": effect} for name, effect in effects.items()]
 
 
 def _lengths(lengths: np.ndarray, overlong: np.ndarray, seq_len: int) -> list[dict[str, int]]:
-    """16 bins up to seq_len for the documents, and doubling beyond it for the rows that did not fit, as they were."""
+    """16 bins up to seq_len for the documents; beyond it, bins of doubling width for the rows that did not fit."""
     edges = np.unique(np.linspace(0, seq_len, 17).round().astype(np.int64)).tolist()
     while overlong.size and edges[-1] < overlong.max():
         edges.append(2 * edges[-1])
@@ -309,8 +326,8 @@ def _shares(shares: np.ndarray) -> list[dict[str, int]]:
     return [{"from": 10 * i, "to": 10 * i + 10, "documents": n, "overlong": 0} for i, n in enumerate(counts)]
 
 
-def _bar(dataset: PackedDataset, index: int) -> dict[str, Any]:
-    """A row drawn into columns, as runs of (columns, document or -1, supervised)."""
+def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
+    """A row sampled at `COLUMNS` positions, as runs of (columns, document or -1, supervised)."""
     row = dataset.row(index)
     columns = np.arange(COLUMNS) * dataset.seq_len // COLUMNS
     supervised = np.concatenate(([False], row.labels[:-1] != IGNORE))
@@ -321,62 +338,73 @@ def _bar(dataset: PackedDataset, index: int) -> dict[str, Any]:
     return {"row": index, **counts, "runs": runs}
 
 
+# --- odd documents ---
+
+
 def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
-    """For each kind of oddity the document that has most of it, if any has."""
-    lengths, spells = np.diff(sample.first), [b""] * shown.data.facts.n_vocab
-    for token_id in np.flatnonzero(np.bincount(sample.ids)).tolist():
-        spells[token_id] = shown.tokenizer.token_bytes(token_id)
-    continuation = bytes(range(0x80, 0xC0))
-    characters = np.array([len(spelled.translate(None, continuation)) for spelled in spells])
-    replacement = np.array(["\ufffd".encode() in spelled for spelled in spells])
-    shares = sample.sums(sample.supervised) / lengths
-    damage = replacement[sample.ids]
-    damage[sample.starts_of(shown.tokenizer.encode("\ufffd"))] = True  # where it takes several tokens
-    damaged = sample.sums(damage)
-
-    so_far = np.concatenate(([0], np.cumsum(sample.supervised)))
-    is_end = sample.supervised & (sample.ids == shown.tokenizer.eos_token_id)
-    behind_end = np.maximum.reduceat(np.where(is_end, np.arange(1, len(is_end) + 1), 0), sample.first[:-1])
-    endless = so_far[sample.first[1:]] - so_far[np.maximum(behind_end, sample.first[:-1])]
-    endless = np.where(endless > 1, endless, 0)  # one may be the line break that the template writes behind it
-
-    document, size = np.repeat(np.arange(len(lengths)), lengths), len(spells)
-    pairs = np.sort((document[1:] * size + sample.ids[:-1]) * size + sample.ids[1:])
-    distinct = pairs[np.diff(pairs, prepend=-1) > 0] // size**2
-    repeated = 1 - np.bincount(distinct, minlength=len(lengths)) / lengths
-    kinds: list[tuple[str, np.ndarray]] = [
-        ("longest: {:,.0f} tokens", lengths),
-        ("shortest: {:,.0f} tokens", -lengths),
-        ("least supervised: {:.1%}", -shares),
-        ("most supervised: {:.1%}", shares),
-        (
-            f"no end token behind its last {{:,.0f}} supervised; documents with such: {np.count_nonzero(endless):,}",
-            endless,
-        ),
-        (f"damaged: {{:,.0f}} times U+FFFD; documents with such: {np.count_nonzero(damaged):,}", damaged),
-        ("most tokens per character: {:.2f}", lengths / sample.sums(characters[sample.ids]).clip(1)),
-        ("most repetitive: {:.0%} of its pairs of tokens came before", repeated),
-    ]
-    found: dict[int, dict[str, Any]] = {}
-    for kind, scores in kinds:
+    """For each kind of oddity the document with the highest score, if that is not 0."""
+    lengths, shares, edges = sample.lengths(), sample.shares(), sample.edges
+    unended = _supervised_after_end(sample, shown.tokenizer.eos_token_id)
+    repeated = _repeated_pairs(sample, shown.data.facts.n_vocab)
+    characters, damaged = _characters_and_damage(sample, shown.tokenizer)
+    with_such = "documents with such: {:,}".format
+    scores_of = {
+        "longest: {:,.0f} tokens": lengths,
+        "shortest: {:,.0f} tokens": -lengths,
+        "least supervised: {:.1%}": -shares,
+        "most supervised: {:.1%}": shares,
+        f"no end token after its last {{:,.0f}} supervised; {with_such(np.count_nonzero(unended))}": unended,
+        f"damaged: {{:,.0f}} times U+FFFD; {with_such(np.count_nonzero(damaged))}": damaged,
+        "most tokens per character: {:.2f}": lengths / characters.clip(1),
+        "most repetitive: {:.0%} of its pairs of tokens came before": repeated / lengths,
+    }
+    kinds_of: dict[int, list[str]] = {}  # one document may be the oddest of several kinds
+    for kind, scores in scores_of.items():
         place = int(np.argmax(scores))
-        if scores[place] and place not in found:
-            number, excerpt = int(sample.documents[place]), _excerpt(shown.tokenizer, sample, place)
-            found[place] = {
-                "kinds": [],
-                "where": shown.origins.where(number),
-                "row": shown.rows_with([number])[0],
-                "excerpt": excerpt,
-            }
         if scores[place]:
-            found[place]["kinds"].append(kind.format(abs(scores[place])))
-    return list(found.values())
+            kinds_of.setdefault(place, []).append(kind.format(abs(scores[place])))
+    odd = []
+    for place, kinds in kinds_of.items():
+        number, inside = int(sample.documents[place]), slice(edges[place], edges[place + 1])
+        excerpt = _excerpt(shown.tokenizer, sample.ids[inside].tolist(), sample.supervised[inside].tolist())
+        where, row = shown.origins.where(number), shown.rows_with([number])[0]
+        odd.append({"kinds": kinds, "where": where, "row": row, "excerpt": excerpt})
+    return odd
 
 
-def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:
+def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
+    """(documents,): supervised tokens after the last supervised end token. One is the template's line break, so 0."""
+    is_end = sample.supervised & (sample.ids == end_id)
+    after_end = np.where(is_end, np.arange(1, len(is_end) + 1), 0)
+    after_last = np.maximum(np.maximum.reduceat(after_end, sample.edges[:-1]), sample.edges[:-1])
+    so_far = np.concatenate(([0], np.cumsum(sample.supervised)))
+    count = so_far[sample.edges[1:]] - so_far[after_last]
+    return np.where(count > 1, count, 0)
+
+
+def _characters_and_damage(sample: _Sample, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(documents,) each: characters, and replacement characters U+FFFD, which mostly come from a wrong decoding."""
+    spelled = {
+        token_id: tokenizer.token_bytes(token_id) for token_id in np.flatnonzero(np.bincount(sample.ids)).tolist()
+    }
+    pieces = [spelled[token_id] for token_id in sample.ids.tolist()]
+    text = np.frombuffer(b"".join(pieces) + b"  ", np.uint8)  # room for the comparison of three bytes
+    edges = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces])))[sample.edges]
+    begins = (text & 0xC0) != 0x80  # all other bytes of UTF-8 continue a character
+    damage = (text[:-2] == 0xEF) & (text[1:-1] == 0xBF) & (text[2:] == 0xBD)
+    return _sums(begins, edges), _sums(damage, edges)
+
+
+def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
+    """(documents,): tokens that are not the first of a pair of neighbours that is new in the document."""
+    document = np.repeat(np.arange(len(sample.documents)), sample.lengths())
+    pairs = np.sort((document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:])
+    new = pairs[np.diff(pairs, prepend=-1) > 0] // n_vocab**2  # the documents of the distinct pairs
+    return sample.lengths() - np.bincount(new, minlength=len(sample.documents))
+
+
+def _excerpt(tokenizer: Tokenizer, ids: list[int], supervised: list[bool]) -> list[tuple[str, bool]]:
     """Beginning and end of a document: (text, supervised)."""
-    inside = slice(sample.first[place], sample.first[place + 1])
-    texts = token_texts(tokenizer, sample.ids[inside].tolist())
-    tokens = list(zip(texts, sample.supervised[inside].tolist(), strict=True))
+    tokens = list(zip(token_texts(tokenizer, ids), supervised, strict=True))
     left_out = [(f" … {len(tokens) - 2 * _EXCERPT:,} tokens … ", False)]
     return tokens if len(tokens) <= 2 * _EXCERPT else tokens[:_EXCERPT] + left_out + tokens[-_EXCERPT:]

@@ -12,6 +12,7 @@ from titan_mi100.logging import log, setup_logging
 
 def exit_code(program: Callable[[], object]) -> int:
     """Run a command whose output is what it prints; what a user caused is one message and code 2."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
         program()
         sys.stdout.flush()
