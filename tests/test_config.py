@@ -71,19 +71,28 @@ def test_lists_come_from_toml_and_the_command_line_and_go_back_to_toml(tmp_path:
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        ('path = "no/*.jsonl"', "[data] path = '{}/no/*.jsonl' matches no file"),
+        ('path = "no/*.jsonl"', "[data] path: {}/no/*.jsonl: matches no file"),
         ('path = ["no.jsonl", 3]', "[data] path = ['no.jsonl', 3] must be a text, or a list of such"),
         ('path = "a.jsonl"\nrepeats = [1, 2]', "[data] repeats has 2 values for 1 paths; give one for each path"),
         ('path = "a.jsonl"\nweights = 0.0', "[data] weights = [0.0] must all be above 0; leave a path out instead"),
         ('path = "a.jsonl"\nrepeats = 1\nweights = 1', "[data] weights and repeats are both set; keep one"),
         ('path = "a.jsonl"\nformat = "text"\nprompt_column = "q"', "[data] prompt_column and response_column go"),
         ('path = "a.jsonl"\nsystem_column = "q"', "[data] system_column needs prompt_column and response_column"),
+        (
+            'path = "a.jsonl"\nformat = "messages"\nprompt_column = "q"\nresponse_column = "a"',
+            '[data] prompt_column is set, but format = "messages"; remove one of them',
+        ),
+        ('path = "."', "[data] path: {}: is a folder; name its files, e.g. {}/*.jsonl"),
+        (
+            'path = "a.jsonl"\nvalidation_path = "b.jsonl"',
+            "[data] validation_path: {}/b.jsonl: cannot be read: ",
+        ),
     ],
 )
 def test_what_is_wrong_about_data_is_said(data: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     text = MINIMAL.replace(f'path = "{ASSETS / "arithmetic.jsonl"}"', data)
-    assert any(error.format(tmp_path) in line for line in errors(tmp_path, text)), errors(tmp_path, text)
+    assert any(error.format(tmp_path, tmp_path) in line for line in errors(tmp_path, text)), errors(tmp_path, text)
 
 
 def test_every_error_comes_at_once_with_file_key_and_remedy(tmp_path: Path) -> None:
@@ -143,10 +152,10 @@ mode = "some"
         ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be less than 1"),
         ("[optimizer]\nlr = nan", "[optimizer] lr = nan must be at least 0"),
         ("[optimizer]\neps = 0", "[optimizer] eps = 0 divides by zero"),
-        ("[data]\nvalidation_path = '" + "x" * 300 + "'", "[data] validation_path = "),
-        ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path = "),
+        ("[data]\nvalidation_path = '" + "x" * 300 + "'", "[data] validation_path: "),
+        ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path: "),
         ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
-        ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path = "),
+        ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),

@@ -444,8 +444,8 @@ def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], li
 @pytest.mark.parametrize("name", ["messages", "sharegpt", "alpaca", "columns", "prompt_completion"])
 def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair: Pair, tmp_path: Path) -> None:
     different, read, refused = [], 0, set()
-    columns = ("question", "answer", "system", "") if name == "columns" else ("", "", "", "")
-    form = choose_format("", name, *columns)
+    columns = {"prompt_column": "question", "response_column": "answer", "system_column": "system"}
+    form = choose_format("", DataConfig(format=name, **(columns if name == "columns" else {})))
     for each in hand_written():
         if (said := in_format(name, each)) is None:
             continue

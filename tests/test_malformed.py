@@ -17,6 +17,7 @@ from titan_mi100.data.conversation import ROLES
 from titan_mi100.data.files import read_records
 from titan_mi100.data.rows import FORMATS, BadRow, Example, Format, choose_format, content_hash, parse
 from titan_mi100.errors import UserError
+from titan_mi100.settings import DataConfig
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
@@ -65,11 +66,11 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"input_ids": [1, 2, 3], "labels": [-100, 2, -100], "attention_mask": [1, 1, 1]},
     ],
 }
-COLUMNS = {"columns": ("question", "answer", "", ""), "text": ("", "", "", "text")}
 
 
 def form(name: str) -> Format:
-    return choose_format("", name, *COLUMNS.get(name, ("", "", "", "")))
+    columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
+    return choose_format("", DataConfig(format=name, **columns))
 
 
 def gather(path: Path, form: Format) -> tuple[dict[int, Example], list[str]]:
@@ -120,9 +121,9 @@ LINES: list[tuple[bytes, str]] = [
     (columns('"b"').decode().encode("utf-16-le"), "NUL byte: the file is damaged, or not UTF-8 (UTF-16?)"),
     (columns('"b"')[:-1], "not JSON: Expecting ',' delimiter"),
     (columns('"b'), "not JSON: Unterminated string starting at (column 29)"),
-    (columns('"b"') + b"}", "not JSON: more follows behind the value"),
-    (columns('"b"') * 2, "not JSON: more follows behind the value"),
-    (columns('"b"') + b",", "not JSON: more follows behind the value"),
+    (columns('"b"') + b"}", "not JSON: more follows after the value"),
+    (columns('"b"') * 2, "not JSON: more follows after the value"),
+    (columns('"b"') + b",", "not JSON: more follows after the value"),
     (columns('"b",'), "not JSON: "),
     (columns(""), "not JSON: Expecting value"),
     (columns("b"), "not JSON: Expecting value"),
@@ -156,8 +157,8 @@ LINES: list[tuple[bytes, str]] = [
     (columns('"b", "score": NaN'), "not a number: NaN is not JSON"),
     (columns('"b", "score": 1e999'), "number too large: 1e999 is infinite"),
     (columns('"b", "score": -1e999'), "number too large: -1e999 is infinite"),
-    (columns('"b", "id": ' + "7" * 1001), "number too large: an integer of 1,001 digits"),
-    (columns('"b", "id": [-' + "7" * 100_000 + "]"), "number too large: an integer of 100,001 digits"),
+    (columns('"b", "id": ' + "7" * 4301), "number too large: an integer of over 4,300 digits"),
+    (columns('"b", "id": [-' + "7" * 100_000 + "]"), "number too large: an integer of over 4,300 digits"),
     (columns('"b", "id": 1' + "0" * 400 + ".5"), "is infinite as a float"),
     (columns('"b", "question": "c"'), "duplicate key: 'question' stands twice"),
     (columns('"b", "x": {"y": [{"z": 1, "z": 1}]}'), "duplicate key: 'z' stands twice"),
@@ -476,19 +477,19 @@ ARRAYS: list[tuple[str, list[int], list[tuple[int, str]]]] = [
     (f"[{QA},\n" + '{"question": "a\n"}]', [1], [(2, "broken JSON array: Invalid control character at")]),
     (f"[{QA},\n" + '{"question": "a', [1], [(2, "broken JSON array: Unterminated string starting at")]),
     (f"[{QA},\n" + "{'question': 'a'}]", [1], [(2, "broken JSON array: Expecting property name")]),
-    (f"[{QA}]\n{QA}", [1], [(2, "broken JSON array: more follows behind the closing bracket")]),
+    (f"[{QA}]\n{QA}", [1], [(2, "broken JSON array: more follows after the closing bracket")]),
     (f"[{QA}]\n]", [1], [(2, "broken JSON array: more follows")]),
     (f"[{QA},\n" + "[" * 100_000 + "]", [1], [(2, "broken JSON array: nested too deeply")]),
     (f"[{QA},\nnull,\n{QA}]", [1, 3], [(2, "not an object: a row must be a JSON object, this is null")]),
     (f"[{QA},\n1,\n2.5e3]", [1], [(2, "not an object"), (3, "this is a number")]),
     (f'[{QA},\n"a, b]",\n{QA}]', [1, 3], [(2, "not an object: a row must be a JSON object, this is a text")]),
     (f"[[{QA}],\n{QA}]", [2], [(1, "not an object: a row must be a JSON object, this is a list")]),
-    (f"[{QA},\nbroken,\n{QA}]", [1, 3], [(2, "not JSON: Expecting value")]),
+    (f"[{QA},\nbroken,\n{QA}]", [1], [(2, "broken JSON array: Expecting value")]),
     (f"[{QA},\n" + '{"question": "a"},\n' + f"{QA}]", [1, 3], [(2, "missing key: there is no 'answer'")]),
     (f"[{QA},\n" + '{"a": NaN},\n' + f"{QA}]", [1, 3], [(2, "not a number: NaN")]),
     (f"[{QA},\n" + '{"a": 1,\n"a": 2},\n' + f"{QA}]", [1, 4], [(2, "duplicate key: 'a'")]),
     (f"[{QA},\n" + '{"a": "\\ud800"},\n' + f"{QA}]", [1, 3], [(2, "lone surrogate")]),
-    (f"[{QA},\n" + '{"a": ' + "7" * 5000 + "},\n" + f"{QA}]", [1, 3], [(2, "number too large: an integer of 5,000")]),
+    (f"[{QA},\n" + '{"a": ' + "7" * 5000 + "},\n" + f"{QA}]", [1, 3], [(2, "number too large: an integer of over")]),
     (f"[{QA},\n" + '{"a": "\udcff"},\n' + f"{QA}]", [1, 3], [(2, "not UTF-8: at byte 8")]),
     (f"\ufeff[{QA},\n{QA}]", [1, 2], [(1, "byte order mark")]),
     (f"[{QA}\0]", [1], [(1, "broken JSON array: Expecting ',' or ']'")]),
@@ -515,8 +516,6 @@ GZ = gzip.compress(
 # Files that are refused as a whole: name, bytes, reason.
 FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b"", "is empty; expected JSONL (one JSON object per line), a JSON array of objects, or parquet"),
-    ("a.jsonl", b"\n\r\n \n", "is empty"),
-    ("a.jsonl", b"\xef\xbb\xbf", "is empty"),
     ("a.json", b"[]", "holds no rows"),
     ("a.json", b"[\n]\n", "holds no rows"),
     (
@@ -563,14 +562,14 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.gz", gzip.compress(b""), "is empty"),
     ("a.jsonl.gz", gzip.compress(b"hello\n"), "neither JSON nor parquet"),
     ("a.jsonl.gz", gzip.compress(b"PAR1" + NOISE), "is parquet inside gzip; unpack it first (gzip -d)"),
-    ("a.jsonl.gz", b"\x1f\x8b", "the gzip data is damaged or cut off behind line 0 (it ends too early)"),
-    ("a.jsonl.gz", b"\x1f\x8b" + NOISE, "the gzip data is damaged or cut off behind line 0 (Error -3"),
-    ("a.jsonl.gz", GZ[:-8], "the gzip data is damaged or cut off behind line 9000 (it ends too early); copy or write"),
-    ("a.jsonl.gz", GZ[:-4] + b"\1\2\3\4", "the gzip data is damaged or cut off behind line 8"),
-    ("a.jsonl.gz", GZ[: len(GZ) // 2], "the gzip data is damaged or cut off behind line 4"),
-    ("a.jsonl.gz", GZ[: len(GZ) // 2] + bytes(100) + GZ[len(GZ) // 2 + 100 :], "is damaged or cut off behind line"),
-    ("a.jsonl.gz", GZ + b"garbage", "is damaged or cut off behind line 9000 (Error -3"),
-    ("a.json.gz", gzip.compress(f"[{QA},\n{QA}]".encode())[:-8], "the gzip data is damaged or cut off behind line 0"),
+    ("a.jsonl.gz", b"\x1f\x8b", "the gzip data is damaged or truncated after line 0 (Compressed file ended"),
+    ("a.jsonl.gz", b"\x1f\x8b" + NOISE, "the gzip data is damaged or truncated after line 0 (Unknown"),
+    ("a.jsonl.gz", GZ[:-8], "truncated after line 9000 (Compressed file ended before the end-of-stream marker"),
+    ("a.jsonl.gz", GZ[:-4] + b"\1\2\3\4", "the gzip data is damaged or truncated after line 9000"),
+    ("a.jsonl.gz", GZ[: len(GZ) // 2], "the gzip data is damaged or truncated after line 4"),
+    ("a.jsonl.gz", GZ[: len(GZ) // 2] + bytes(100) + GZ[len(GZ) // 2 + 100 :], "is damaged or truncated after line"),
+    ("a.jsonl.gz", GZ + b"garbage", "is damaged or truncated after line 9000 (Not a gzipped file"),
+    ("a.json.gz", gzip.compress(f"[{QA},\n{QA}]".encode())[:-8], "the gzip data is damaged or truncated after line"),
     ("a.parquet", b"PAR1" + NOISE, "is parquet that cannot be read"),
     ("a.parquet", b"PAR1", "is parquet that cannot be read"),
     ("a.parquet", b"PAR1" + bytes(100) + b"PAR1", "is parquet that cannot be read"),
@@ -705,13 +704,16 @@ def good_row(name: str, number: int) -> dict[str, Any]:
     return marks[name]
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(1500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_of_1500_mutated_lines_each_is_read_or_refused_and_its_neighbours_are_read(name: str, tmp_path: Path) -> None:
+def test_mutated_lines_are_each_read_or_refused_and_their_neighbours_are_read(
+    name: str, count: int, tmp_path: Path
+) -> None:
     chance = random.Random(name)
     lines = [json.dumps(row, ensure_ascii=chance.random() < 0.5).encode() for rows in GOOD.values() for row in rows]
     own = [json.dumps(row).encode() for row in GOOD[name]]
     path, content, expected, line_number = tmp_path / "rows.jsonl", [], {}, 1
-    for number in range(1500):
+    for number in range(count):
         row = good_row(name, number)
         expected[line_number] = form(name).read(row)
         bad = mutated(chance, own if chance.random() < 0.7 else lines)
@@ -720,7 +722,7 @@ def test_of_1500_mutated_lines_each_is_read_or_refused_and_its_neighbours_are_re
     path.write_bytes(b"\n".join([*content, b'{"end": 1}\n']))
     rows, reasons = gather(path, form(name))
     assert len(rows) + len(reasons) == line_number
-    assert len(reasons) > 500 and len(rows) > 1500  # some mutations do no harm
+    assert len(reasons) > count / 4 and len(rows) > count  # some mutations do no harm
     assert {number: rows[number] for number in expected} == expected
     for example in rows.values():
         check_well_formed(example)
@@ -732,7 +734,7 @@ def test_of_1500_mutated_lines_each_is_read_or_refused_and_its_neighbours_are_re
             except BadRow as bad:
                 kinds.add(bad.kind)
                 said_on_one_line &= "\n" not in str(bad)
-    assert said_on_one_line and len(kinds) > 10 and all(len(kind) < 25 for kind in kinds)
+    assert said_on_one_line and len(kinds) > 5 + count // 300 and all(len(kind) < 25 for kind in kinds)
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -765,12 +767,13 @@ def test_any_value_in_any_place_is_read_or_refused() -> None:
     assert count > 2000 and 50 < longest < 1000
 
 
-def test_mutated_arrays_and_gzip_files_give_their_first_rows_or_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.full)])
+def test_mutated_arrays_and_gzip_files_give_their_first_rows_or_are_refused(count: int, tmp_path: Path) -> None:
     chance = random.Random(1)
     elements = [json.dumps(good_row("columns", number), indent=1).encode() for number in range(20)]
     read = form("columns").read
     path = tmp_path / "rows"
-    for _ in range(600):
+    for _ in range(2 * count):
         kept = chance.randrange(20)
         array = b"[\n" + b",\n".join([*elements[:kept], mutated(chance, elements), *elements[kept:]]) + b"\n]"
         path.write_bytes(array)
@@ -781,14 +784,15 @@ def test_mutated_arrays_and_gzip_files_give_their_first_rows_or_are_refused(tmp_
     whole = gzip.compress(b"".join(json.dumps(good_row("columns", n)).encode() + b"\n" for n in range(1000)))
     good = {n + 1: read(good_row("columns", n)) for n in range(1000)}
     outcomes = set()
-    for _ in range(200):
+    for _ in range(count):
         path.write_bytes(mutated(chance, [whole]))
         try:
             rows, reasons = gather(path, form("columns"))
             outcomes.add("read" if rows == good else "changed")
         except UserError as error:
-            outcomes.add("damaged" if "the gzip data is damaged or cut off behind line" in str(error) else "refused")
-    assert {"damaged", "read"} <= outcomes and "changed" not in outcomes
+            outcomes.add("damaged" if "the gzip data is damaged or truncated after line" in str(error) else "refused")
+    assert "damaged" in outcomes and "changed" not in outcomes
+    assert "read" in outcomes or count < 300  # some mutations do no harm
 
 
 def test_the_reading_functions_are_what_the_trainer_can_send_to_processes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from titan_mi100 import assets, model_spec
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.layout import SCHEDULES, Batch, Layout, check_schedule, resolve_batch, resolve_layout
+from titan_mi100.patterns import matching_files
 
 FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")  # what a run stays
 
@@ -414,11 +415,7 @@ def _check_paths(config: Config) -> list[str]:
         errors.append("[data] path is not set; name a file or a glob, or several")
     for key in ("path", "validation_path"):
         for pattern in getattr(config.data, key):
-            if not os.path.isfile(pattern) and not any(map(os.path.isfile, glob.iglob(pattern, recursive=True))):
-                what = "matches no file" if glob.has_magic(pattern) else "is not a file"
-                if os.path.isdir(pattern):
-                    what = f"is a folder; name its files, such as {os.path.join(pattern, '*.jsonl')}"
-                errors.append(f"[data] {key} = {pattern!r} {what}")
+            errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
     template = config.model.chat_template
     if template and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")

@@ -3,22 +3,21 @@
 What a file is goes by its content, not by its name. Nothing here looks into a record; `rows` does.
 """
 
-import glob
+import gzip
 import io
 import json
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from titan_mi100.data.json_array import BrokenArray, array_elements, object_spans_lines
+from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
+from titan_mi100.patterns import matching_files, unusable
 
 LONGEST_LINE = 64 * 2**20  # bytes of one record; a longer one is passed over unread, so that memory stays bounded
 CHUNK = 2**20  # bytes read at a time
-HEAD = 2**18  # bytes that tell what a file is
-_GZIP_PIECE = 2**16  # bytes unpacked at a time; what a damaged piece held is lost
+HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
 _PARQUET_BATCH = 256  # rows unpacked at a time
 _BOM = b"\xef\xbb\xbf"
 
@@ -74,34 +73,15 @@ def file_size(path: str) -> int:
 
 
 def expand(patterns: Sequence[str]) -> list[list[str]]:
-    """The files that each path or glob pattern (`**`: any folders) stands for, sorted by name.
+    """The files of each path or glob pattern.
 
     Raises:
         UserError: every pattern that gives no file, or one that cannot be read, a line each.
     """
-    found, wrong = [], []
-    for pattern in patterns:
-        literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # a file may be called data[1].jsonl
-        files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
-        wrong += [f"{file}: {reason}" for file in files if (reason := _unusable(file))]
-        if not files:
-            wrong.append(f"{pattern}: matches no file")
-        found.append(files)
-    if wrong:
+    found = [matching_files(pattern) for pattern in patterns]
+    if wrong := [line for _, problems in found for line in problems]:
         raise UserError("\n".join(wrong))
-    return found
-
-
-def _unusable(path: str) -> str:
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if stat.S_ISDIR(mode):
-        return f"is a folder; name its files, e.g. {os.path.join(path, '*.jsonl')}"
-    if not stat.S_ISREG(mode):
-        return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
-    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
+    return [files for files, _ in found]
 
 
 class RecordReader:
@@ -127,7 +107,7 @@ class RecordReader:
             UserError: the file is of no kind that can be read, holds nothing, or is damaged so that no more can be
                 read. Lines that are wrong by themselves come as records with a `problem`.
         """
-        if reason := _unusable(self.path):
+        if reason := unusable(self.path):
             raise UserError(f"{self.path}: {reason}")
         number = 0
         try:
@@ -136,10 +116,10 @@ class RecordReader:
                 for record in self._records(file):
                     number = record.number
                     yield record
-        except (EOFError, zlib.error) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
-                f"{self.path}: the gzip data is damaged or cut off behind line {number} ({error}); copy or write the "
-                "file again (gzip -t tells whether it is whole)"
+                f"{self.path}: the gzip data is damaged or truncated after line {number} ({error}); copy or write the "
+                "file again (gzip -t checks it)"
             ) from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
@@ -149,18 +129,14 @@ class RecordReader:
             raise UserError(f"{self.path}: holds no rows; {_WANTED}")
 
     def _records(self, file: io.FileIO) -> Iterator[Record]:
-        head = file.read(HEAD)
-        file.seek(0)
-        if head.startswith(b"PAR1"):
+        stream: io.BufferedReader = io.BufferedReader(file, max(CHUNK, HEAD))
+        if stream.peek().startswith(b"PAR1"):
             return self._parquet_rows()
-        source: io.RawIOBase = file
-        if head.startswith(b"\x1f\x8b"):
-            head = _start_of_gzip(file)
-            file.seek(0)
-            source = _Gunzip(file)
+        if stream.peek().startswith(b"\x1f\x8b"):
+            stream = io.BufferedReader(_Gunzip(fileobj=stream), max(CHUNK, HEAD))  # type: ignore[arg-type]
+        head = stream.peek()[:HEAD]
         if reason := _foreign(head):
             raise UserError(f"{self.path}: is {reason}")
-        stream: io.BufferedReader = io.BufferedReader(source, CHUNK)
         return _elements(stream, head.startswith(_BOM)) if _first_byte(head) == b"[" else _lines(stream)
 
     def _parquet_rows(self) -> Iterator[Record]:
@@ -226,46 +202,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-class _Gunzip(io.RawIOBase):
-    """The unpacked bytes of a gzip file, of several members too. What stands before damage is handed out first."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file, self._packed = file, b""
-        self._unpacker = zlib.decompressobj(wbits=31)
-
-    def readable(self) -> bool:
-        return True
+class _Gunzip(gzip.GzipFile):
+    """What stands before damage is handed out first: `readinto` of the base class would lose it."""
 
     def readinto(self, buffer: Any) -> int:
-        while True:
-            self._packed = self._packed or self._file.read(CHUNK)
-            at_end = not self._packed
-            if self._unpacker.eof:  # another member, padding, or nothing follows
-                if at_end:
-                    return 0
-                self._packed = self._packed.lstrip(b"\0")
-                if self._packed:
-                    self._unpacker = zlib.decompressobj(wbits=31)
-                continue
-            data = self._unpacker.decompress(self._packed, min(len(buffer), _GZIP_PIECE))
-            self._packed = self._unpacker.unconsumed_tail or self._unpacker.unused_data
-            if data:
-                buffer[: len(data)] = data
-                return len(data)
-            if at_end and not self._unpacker.eof:
-                raise EOFError("it ends too early")
-
-
-def _start_of_gzip(file: io.FileIO) -> bytes:
-    """As much of the first `HEAD` unpacked bytes as is sound; damage is for the reader, which knows the line."""
-    stream, start, piece = _Gunzip(file), bytearray(), bytearray(_GZIP_PIECE)
-    try:
-        while len(start) < HEAD and (count := stream.readinto(piece)):
-            start += piece[:count]
-    except (EOFError, zlib.error):
-        if not start:
-            raise
-    return bytes(start)
+        data = self.read1(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _first_byte(text: bytes) -> bytes:
@@ -279,15 +222,17 @@ def _foreign(head: bytes) -> str:
             return reason
     if head[257:262] == b"ustar":
         return "a tar archive; unpack it first (tar -x)"
-    lines = [line for line in head.splitlines() if _first_byte(line)]
-    if not lines:
-        return "" if len(head) >= HEAD else f"empty; {_WANTED}"
-    if _first_byte(head) == b"[":
+    lines = [line.strip() for line in head.removeprefix(_BOM).splitlines() if _first_byte(line)]
+    if not head:
+        return f"empty; {_WANTED}"
+    if not lines or lines[0].startswith(b"["):
         return ""
-    if not any(_first_byte(line) == b"{" for line in lines):
+    if not any(line.startswith(b"{") for line in lines):
         shown = repr(lines[0][:40].decode("latin-1"))
         return f"neither JSON nor parquet: its first line begins with {shown}; {_WANTED}"
-    if object_spans_lines(head.removeprefix(_BOM), whole=len(head) < HEAD):
+    # A row that was cut off may end like this, too, but then other lines are whole rows.
+    goes_on = lines[0].endswith((b"{", b"[", b",", b":"))
+    if goes_on and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
         return "JSON whose first object takes several lines; write each row on one line (jq -c), or an array of rows"
     return ""
 

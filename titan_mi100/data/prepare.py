@@ -217,8 +217,7 @@ def _fill(folder: Path, request: _Request, made_of: dict[str, Any]) -> None:
     started = time.perf_counter()
     config, seq_len = request.config, request.seq_len
     tokenizer = load_tokenizer(request.tokenizer_path)
-    columns = (config.prompt_column, config.response_column, config.system_column, config.text_column)
-    sources = [Source(file, choose_format(file, config.format, *columns), file_size(file)) for file in request.files()]
+    sources = [Source(file, choose_format(file, config), file_size(file)) for file in request.files()]
     template = None
     if any(source.format.name not in ("text", "tokens") for source in sources):
         template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)

@@ -12,6 +12,7 @@ from titan_mi100.data.files import read_records
 from titan_mi100.data.strict_json import BadRow, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 from titan_mi100.layout import IGNORE
+from titan_mi100.settings import DataConfig
 
 _LARGEST_ID = 2**31 - 1  # ids are kept as int32
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
@@ -50,42 +51,35 @@ def content_hash(example: Example) -> bytes:
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), check_circular=False)
 
 
-def choose_format(
-    path: str, name: str, prompt_column: str, response_column: str, system_column: str, text_column: str
-) -> Format:
-    """The format of the config's [data] settings; `auto` goes by the keys of the file's first row that can be read.
+def choose_format(path: str, config: DataConfig) -> Format:
+    """The format of a file's rows; `auto` goes by the keys of the file's first row that can be read.
 
     Args:
-        path: read only where the format does not follow from the other arguments.
-        name: of `FORMATS`, or auto.
-        prompt_column, response_column, system_column, text_column: "" where not named.
+        path: read only where the format does not follow from the config.
+        config: checked, so its columns go together and with its format.
 
     Raises:
-        UserError: the settings contradict each other, or the keys fit no known format.
+        UserError: the keys fit no known format.
     """
-    if bool(prompt_column) != bool(response_column):
-        raise UserError("[data] prompt_column and response_column go together: set both, or none")
+    name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
     if name == "auto" and prompt_column:
         name = "columns"
     elif name == "auto" and text_column not in ("", "text"):  # the default is no wish
         name = "text"
-    if name not in ("auto", *FORMATS):
-        raise UserError(f"[data] format = {name!r} is not known; known are auto, {', '.join(FORMATS)}")
-    if name not in ("auto", "columns") and (prompt_column or system_column):
-        raise UserError(f"[data] format = {name!r} has no columns; leave prompt_, response_ and system_column out")
+    assert name in ("auto", *FORMATS)
     if name in _FIXED:
         return _FIXED[name]
     if name == "text":
         return _text_format(text_column or "text")
     if prompt_column:
-        return _columns_format(prompt_column, response_column, system_column)
+        return _columns_format(prompt_column, config.response_column, config.system_column)
     keys = _first_keys(path)
     for format_name, needed in _KEYS.items():
         if name == "auto" and keys >= needed:
             return _FIXED[format_name]
     for pair in _COLUMN_PAIRS:
         if keys >= set(pair):
-            return _columns_format(*pair, system_column)
+            return _columns_format(*pair, "")
     if name == "auto" and "text" in keys:
         return _text_format("text")
     raise UserError(

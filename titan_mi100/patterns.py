@@ -1,0 +1,28 @@
+"""The data files that a path or glob pattern of the config stands for. Imports no torch."""
+
+import glob
+import os
+import stat
+
+
+def matching_files(pattern: str) -> tuple[list[str], list[str]]:
+    """The files of a path or a glob pattern (`**`: any folders), sorted by name; and what is wrong, a line each."""
+    literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # a file may be called data[1].jsonl
+    files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
+    problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
+    return files, problems if files else [f"{pattern}: matches no file"]
+
+
+def unusable(path: str) -> str:
+    """Why the path is not a file that can be read; "" if it is."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a NUL byte
+        return f"cannot be read: {error}"
+    if stat.S_ISDIR(mode):
+        return f"is a folder; name its files, e.g. {os.path.join(path, '*.jsonl')}"
+    if not stat.S_ISREG(mode):
+        return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
+    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
