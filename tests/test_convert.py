@@ -17,6 +17,7 @@ from conftest import ASSETS, REPO, torchrun
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -29,7 +30,6 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
 from titan_mi100.verify_logits import compare
-from titan_mi100.weights import Kind, row_blocks
 
 TOOLS = REPO / "checkpoint_tools"
 TOKENIZER = ASSETS / "tokenizer"
@@ -79,15 +79,15 @@ def nothing_in(folder: Path) -> bool:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors go in several blocks, as large ones do."""
-    monkeypatch.setattr("titan_mi100.weights._BLOCK_BYTES", 5000)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors go in several pieces, as large ones do."""
+    monkeypatch.setattr("titan_mi100.convert._PIECE_BYTES", 5000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("name", "shard"), [("tied", "5GB"), ("untied", "60KB"), ("wide heads", "60KB")])
 def test_hf_to_dcp_to_hf_is_bit_identical(
-    name: str, shard: str, dtype: torch.dtype, tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+    name: str, shard: str, dtype: torch.dtype, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "SHARD_BYTES", 60_000 if shard == "60KB" else 5_000_000_000)
     source = folder_of(tmp_path / "hf", name, dtype, shard)
@@ -103,24 +103,17 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "back"))
     assert before == after
-    chunks = sum(len(list(row_blocks(Kind(tuple(t.shape), t.dtype)))) for t in tensors(source).values())
-    size = sum(t.nbytes for t in tensors(source).values())
-    assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < size + 2500 * chunks  # and no view's whole storage
+    entries = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata.values()
+    chunks, size = sum(len(entry.chunks) for entry in entries), sum(t.nbytes for t in tensors(source).values())
+    assert chunks > len(entries)
+    # no chunk takes along the storage of the whole tensor that it is a part of
+    assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < size + 2500 * chunks
     # torch's own tools read the folder in between
     stock = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors(source).items()}
     dcp.load(stock, checkpoint_id=tmp_path / "dcp")
     assert same(tensors(source), stock)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "stock.pt")
     assert same(tensors(source), torch.load(tmp_path / "stock.pt", weights_only=True))
-
-
-def test_large_tensors_go_in_blocks() -> None:
-    kind = Kind((151936, 4096), torch.bfloat16)
-    blocks = list(row_blocks(kind))
-    assert [start for start, _ in blocks[1:]] == [stop for _, stop in blocks[:-1]]
-    assert (blocks[0][0], blocks[-1][1]) == (0, 151936)
-    assert max((stop - start) * 4096 * 2 for start, stop in blocks) <= 16 << 20
-    assert list(row_blocks(Kind((), torch.float32))) == [(0, 1)]
 
 
 def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> None:
@@ -182,7 +175,7 @@ def test_a_run_is_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(t
         assert {tensor.dtype for tensor in tensors(tmp_path / str(dtype)).values()} == {dtype}
 
 
-def test_a_torch_file_comes_and_goes(tmp_path: Path, small_blocks: None) -> None:
+def test_a_torch_file_comes_and_goes(tmp_path: Path, small_pieces: None) -> None:
     source = folder_of(tmp_path / "hf", "untied")
     convert.to_dcp(open_source(source), tmp_path / "dcp")
     convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
@@ -359,8 +352,8 @@ def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
 def flip_after(function):
     """The function, after which one byte of what it wrote is another."""
 
-    def spoiled(folder: Path, *rest):
-        result = function(folder, *rest)
+    def spoiled(folder: Path, *rest, **options):
+        result = function(folder, *rest, **options)
         file = max(folder.iterdir(), key=lambda f: f.stat().st_size)
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -384,14 +377,12 @@ def forget_the_end(*arguments):
     return {**assets.export_assets(*arguments), "generation_config.json": b'{"eos_token_id": 5}'}
 
 
-def swap_tensors(folder: Path, kinds, blocks, shard):
+def swap_tensors(folder: Path, kinds, pieces, shard_bytes: int):
     """Every byte is there, under another name: two matrices of one shape."""
-    held: dict[str, list] = {}
-    for name, row, rows in blocks:
-        held.setdefault(name, []).append((row, rows))
+    held = dict(pieces)
     a, b = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
     held[a], held[b] = held[b], held[a]
-    return hf_io.write_hf(folder, kinds, ((n, r, t) for n in kinds for r, t in held[n]), shard)
+    return hf_io.write_hf(folder, kinds, ((name, held[name]) for name in kinds), shard_bytes)
 
 
 @pytest.mark.parametrize(
@@ -459,11 +450,11 @@ def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(
     out.mkdir()
     slow = (
         "import sys, time; from titan_mi100 import convert, weights; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._read\n"
+        "from pathlib import Path; read = convert._pieces\n"
         "def slowly(*a):\n"
         "    for block in read(*a):\n"
         "        print('block', flush=True); time.sleep(0.02); yield block\n"
-        "convert._read = slowly\n"
+        "convert._pieces = slowly\n"
         "convert.to_hf(open_source(sys.argv[1]), Path(sys.argv[2]), verify='bytes')\n"
     )
     for blocks in (1, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
@@ -647,15 +638,20 @@ def test_what_other_trainers_write_is_read(kind: str, tmp_path: Path) -> None:
         assert same(tensors(tmp_path / f"{number}"), tensors(source))
 
 
-def test_chunks_of_columns_are_put_together(tmp_path: Path, small_blocks: None) -> None:
-    """As tensor parallel leaves them, in a folder by DCP's own writer, twice as many as a block has rows."""
+@pytest.mark.parametrize(
+    ("boxes", "parts"),
+    [([(0, 0, 64, 40), (0, 40, 64, 56)], 1), ([(40, 0, 24, 96), (0, 0, 25, 96), (25, 0, 15, 96)], 3)],
+    ids=["columns", "rows"],
+)
+def test_chunks_are_put_together(boxes: list[tuple[int, int, int, int]], parts: int, tmp_path: Path) -> None:
+    """As tensor parallel and FSDP leave them, in a folder by DCP's own writer; rows are read chunk by chunk."""
     whole = torch.randn(64, 96)
-    save_in_chunks(tmp_path / "dcp", whole, [(0, 0, 64, 40), (0, 40, 64, 56)])
+    save_in_chunks(tmp_path / "dcp", whole, boxes)
     weights = open_weights(tmp_path / "dcp")
-    blocks = list(row_blocks(weights.kinds["w"]))
-    assert len(blocks) > 3
-    assert torch.equal(torch.cat([weights.rows("w", *block) for block in blocks]), whole)
-    assert torch.equal(weights.read("w", whole.shape, (3, 30), (9, 20)), whole[3:12, 30:50])
+    found = list(weights.parts("w"))
+    assert len(found) == parts and torch.equal(torch.cat(found), whole)
+    assert torch.equal(weights.tensor("w"), whole)
+    assert torch.equal(weights.read("w", whole.shape, (3, 30), (39, 20)), whole[3:42, 30:50])
 
 
 def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
@@ -756,11 +752,11 @@ def test_a_converted_folder_may_be_called_like_a_step(tmp_path: Path) -> None:
 def test_a_conversion_that_is_told_to_end_clears_up(sent: signal.Signals, code: int, tmp_path: Path) -> None:
     slow = (
         "import sys, time; from titan_mi100 import convert, tool; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._read\n"
+        "from pathlib import Path; read = convert._pieces\n"
         "def slowly(*a):\n"
         "    for block in read(*a):\n"
         "        print('block', flush=True); time.sleep(0.05); yield block\n"
-        "convert._read = slowly\n"
+        "convert._pieces = slowly\n"
         "tool.run(lambda: convert.to_dcp(open_source(sys.argv[1]), Path(sys.argv[2])))\n"
     )
     (tmp_path / "out").mkdir()
