@@ -2,13 +2,22 @@
 
 import dataclasses
 import errno
+import io
+import itertools
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,24 +36,82 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from titan_mi100 import assets, convert, decode, durable, generate, hf_io, sealed
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
+from titan_mi100.logging import log
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
+from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
+from titan_mi100.tool import run as run_command
+from titan_mi100.train import _is_exported
 from titan_mi100.verify_logits import compare
 
 TOOLS = REPO / "checkpoint_tools"
 TOKENIZER = ASSETS / "tokenizer"
 
 
-def tool(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
-    result = subprocess.run(
-        [sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-    )
-    assert not check or result.returncode == 0, result.stdout + result.stderr
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def tool(name: str, *arguments: object, check: bool = True) -> Result:
+    """A tool's command line, in this process: starting Python and torch anew takes longer than what they do here."""
+    output = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    before = log.handlers, log.level, log.propagate, signal.getsignal(signal.SIGTERM)
+    code = 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output[0]), redirect_stderr(output[1]):
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        try:
+            runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        except SystemExit as error:
+            code = int(error.code or 0)
+    log.handlers, log.level, log.propagate = before[:3]
+    signal.signal(signal.SIGTERM, before[3])
+    for stream in output:
+        stream.seek(0)
+    result = Result(code, *(stream.read() for stream in output))
+    assert not check or code == 0, result
     return result
+
+
+def forked(function: Callable[[], object], output: Path) -> int:
+    """Run the function in a copy of this process, with its output in a file; returns the copy's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        sys.stdout = sys.stderr = os.fdopen(descriptor, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
+        function()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def slow_pieces(count: int, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the piece of this number on, in writing or in verifying, a conversion is slow; it says so by `marker`."""
+    read, pieces = convert._pieces, itertools.count()
+
+    def slowly(*arguments):
+        for piece in read(*arguments):
+            if next(pieces) >= count:
+                marker.touch()
+                time.sleep(0.5)
+            yield piece
+
+    monkeypatch.setattr(convert, "_pieces", slowly)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def folder_of(path: Path, name: str = "tied", dtype: torch.dtype = torch.bfloat16, shard: str = "5GB") -> Path:
@@ -91,8 +158,9 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
 ) -> None:
     monkeypatch.setattr(convert, "SHARD_BYTES", 60_000 if shard == "60KB" else 5_000_000_000)
     source = folder_of(tmp_path / "hf", name, dtype, shard)
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
-    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back")
+    verify = "logits" if dtype == torch.bfloat16 else "bytes"
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify=verify)
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back", verify=verify)
     assert same(tensors(source), tensors(tmp_path / "back"))
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     assert (len(files) > 1) == (shard == "60KB")
@@ -177,7 +245,7 @@ def test_a_run_is_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(t
 
 def test_a_torch_file_comes_and_goes(tmp_path: Path, small_pieces: None) -> None:
     source = folder_of(tmp_path / "hf", "untied")
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
     convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
     assert sorted(os.listdir(tmp_path / "torch")) == ["config.json", "generation_config.json", "model.pt"]
     content = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
@@ -186,7 +254,7 @@ def test_a_torch_file_comes_and_goes(tmp_path: Path, small_pieces: None) -> None
     torch.save(trainer, tmp_path / "torch" / "nested.pt")
     for name in ("model.pt", "nested.pt"):
         convert.to_dcp(open_source(tmp_path / "torch" / name), tmp_path / f"dcp of {name}")
-        convert.to_hf(open_source(tmp_path / f"dcp of {name}"), tmp_path / f"hf of {name}")
+        convert.to_hf(open_source(tmp_path / f"dcp of {name}"), tmp_path / f"hf of {name}", verify="bytes")
         assert same(tensors(source), tensors(tmp_path / f"hf of {name}"))
 
 
@@ -273,6 +341,11 @@ def other_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
 
 
+def deeper(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "layer_types": None}))
+
+
 def own_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.Model"}}))
@@ -297,6 +370,7 @@ def own_code(folder: Path) -> None:
         (pickle_under_its_name, hf_io.SINGLE, "claims a header of"),
         (other_family, "config.json", "model_type = 'qwen2'; only 'qwen3'"),
         (own_code, "config.json", "asks for Python code"),
+        (deeper, "hf", "missing: model.layers.3."),
         (lambda f: (f / "config.json").unlink(), "config.json", "needs"),
     ],
 )
@@ -308,6 +382,20 @@ def test_a_bad_folder_is_named_and_nothing_is_written(spoil, file: str, reason: 
         convert.to_hf(open_source(folder), tmp_path / "out" / "hf")
     assert file in str(caught.value) and reason in str(caught.value)
     assert nothing_in(tmp_path / "out")
+
+
+def test_only_the_model_of_a_downloaded_folder_is_read(tmp_path: Path) -> None:
+    """`hf download` fetches all of a repository, and keeps records of its own beside it."""
+    folder = with_tokenizer(folder_of(tmp_path / "hf"))
+    names = {path.name for path in folder.iterdir()}
+    strays = ("pytorch_model.bin", "modeling_qwen3.py", "model.gguf", "README.md", "optimizer.pt", ".gitattributes")
+    below = ("onnx/model.onnx", "original/model.safetensors", ".cache/huggingface/download/x.0badcafe.incomplete")
+    for name in (*strays, *below):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"something else")
+    convert.to_hf(open_source(folder), tmp_path / "back", verify="bytes")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert same(tensors(tmp_path / "back"), load_file(folder / hf_io.SINGLE))
 
 
 def test_the_tools_end_with_code_2_one_message_and_no_output(tmp_path: Path) -> None:
@@ -443,31 +531,17 @@ def test_a_full_disk_leaves_nothing(to: str, tmp_path: Path, monkeypatch: pytest
     assert nothing_in(tmp_path / "out")
 
 
-def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(tmp_path: Path) -> None:
     source, out = folder_of(tmp_path / "hf", "untied"), tmp_path / "out"
     out.mkdir()
-    slow = (
-        "import sys, time; from titan_mi100 import convert, weights; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._pieces\n"
-        "def slowly(*a):\n"
-        "    for block in read(*a):\n"
-        "        print('block', flush=True); time.sleep(0.02); yield block\n"
-        "convert._pieces = slowly\n"
-        "convert.to_hf(open_source(sys.argv[1]), Path(sys.argv[2]), verify='bytes')\n"
-    )
-    for blocks in (1, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", slow, str(source), str(out / "hf")], stdout=subprocess.PIPE, env=environment
-        )
-        assert process.stdout is not None
-        for _ in range(blocks):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    for count in (0, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
+        marker = tmp_path / f"at {count}"
+        with pytest.MonkeyPatch.context() as patch:
+            slow_pieces(count, marker, patch)
+            child = forked(lambda: convert.to_hf(open_source(source), out / "hf", verify="bytes"), tmp_path / "said")
+        wait_for(marker)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         left = os.listdir(out)
         assert len(left) == 1 and left[0].startswith(".hf.") and left[0].endswith(".incomplete")
     convert.to_hf(open_source(source), out / "hf", verify="bytes")
@@ -496,7 +570,7 @@ TP2 = ("--parallelism.tensor_parallel_degree", "2", "--training.gradient_accumul
 
 
 def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the_same_bytes(tmp_path: Path) -> None:
-    """Two steps under FSDP2; then one without learning under FSDP2, a pipeline, tensor parallel: the same weights."""
+    """Two steps under FSDP2; then one without learning under a pipeline and tensor parallel: the same weights."""
     run = tmp_path / "run"
     train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
     assert sorted(os.listdir(run / "hf-step-2")) == [
@@ -506,20 +580,18 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    again = train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
-    assert "was reached before" in again.stdout and "logits" not in again.stdout  # it is there
-    exports = {}
-    for name, layout in (("fsdp2", ()), ("pp2", PP2), ("tp2", TP2)):
+    assert _is_exported(run / "hf-step-2", Config())  # so the next start would leave it alone
+    convert.to_hf(open_source(run / "checkpoint" / "step-2"), tmp_path / "fsdp2-hf", verify="bytes")
+    for name, layout in (("pp2", PP2), ("tp2", TP2)):
         shutil.copytree(run, tmp_path / name)
-        still = ("--training.steps", "3", "--optimizer.lr", "0")
-        train(tmp_path / name, *still, *layout)
-        layouts = json.loads((tmp_path / name / "checkpoint" / "step-3" / "manifest.json").read_text())["layout"]
+        train(tmp_path / name, "--training.steps", "3", "--optimizer.lr", "0", *layout)
+        checkpoint = tmp_path / name / "checkpoint" / "step-3"
+        layouts = json.loads((checkpoint / "manifest.json").read_text())["layout"]
         assert layouts["pp"] == (2 if name == "pp2" else 1) and layouts["tp"] == (2 if name == "tp2" else 1)
-        output = tmp_path / f"{name}-hf"
-        convert.to_hf(open_source(tmp_path / name / "checkpoint" / "step-3"), output, verify="bytes")
-        exports[name] = {file.name: file.read_bytes() for file in output.iterdir()}
-    assert exports["fsdp2"] == exports["pp2"] == exports["tp2"]
-    assert exports["fsdp2"]["model.safetensors"] == (run / "hf-step-2" / "model.safetensors").read_bytes()
+        convert.to_hf(open_source(checkpoint), tmp_path / f"{name}-hf", verify="bytes")
+    exports = [tmp_path / "fsdp2-hf", tmp_path / "pp2-hf", tmp_path / "tp2-hf", run / "hf-step-2"]
+    contents = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in exports]
+    assert contents[0] == contents[1] == contents[2] == contents[3]
     assert not any("optimizer" in name or "exp_avg" in name for name in tensors(tmp_path / "pp2-hf"))
     stock = {n: torch.empty(t.shape) for n, t in tensors(run / "hf-step-2").items()}
     dcp.load(stock, checkpoint_id=run / "checkpoint" / "step-2")
@@ -528,10 +600,9 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
 
 def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
     from titan_mi100 import build, distributed
-    from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
 
     source = with_tokenizer(folder_of(tmp_path / "hf"))
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
     convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
     found = []
     for path in (source, tmp_path / "dcp", tmp_path / "torch" / "model.pt"):
@@ -692,27 +763,33 @@ def save_in_chunks(folder: Path, whole: torch.Tensor, boxes: list[tuple[int, int
     dcp.save({"w": whole}, checkpoint_id=folder, planner=Planner())
 
 
+def run_checkpoint(folder: Path, tmp_path: Path) -> Path:
+    """A DCP folder whose manifest is as a run's: it says which model was trained."""
+    source = open_source(folder_of(tmp_path / "base"))
+    convert.to_dcp(source, folder, verify="bytes")
+    manifest = sealed.read_manifest(folder)
+    written = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    sealed.write_manifest(folder, written, {"step": 1, "fingerprints": {"model": dataclasses.asdict(source.spec)}})
+    return folder
+
+
 def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(run, "--training.steps", "1", processes=1)
-    checkpoint = run / "checkpoint" / "step-1"
+    checkpoint = run_checkpoint(tmp_path / "step-1", tmp_path)
     with pytest.raises(UserError, match="nowhere: is no folder"):
         open_source(checkpoint, tmp_path / "nowhere")
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((checkpoint / "config.json").read_text())
+    config.pop("rope_parameters", None)
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, 10000.0"):
+    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, "):
         open_source(checkpoint, other)
     with pytest.raises(UserError, match="is inside of"):
         convert.to_hf(open_source(checkpoint), checkpoint / "hf")
     convert.to_hf(open_source(checkpoint), tmp_path / "hf", verify="bytes")  # and with its own it goes
-    (run / "hf-step-1").mkdir()
-    again = torchrun(
-        "-m", "titan_mi100.train", *DEBUG, "--job.run_folder", str(run), "--training.steps", "1",
-        "--checkpoint.export_hf", "true", processes=1, check=False,
-    )  # fmt: skip
-    assert "hf-step-1: is there, but is no export" in again.stdout + again.stderr
+    (tmp_path / "hf-step-1").mkdir()
+    with pytest.raises(UserError, match="hf-step-1: is there, but is no export"):
+        _is_exported(tmp_path / "hf-step-1", Config())
 
 
 @pytest.mark.parametrize(
@@ -749,30 +826,19 @@ def test_a_converted_folder_may_be_called_like_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_conversion_that_is_told_to_end_clears_up(sent: signal.Signals, code: int, tmp_path: Path) -> None:
-    slow = (
-        "import sys, time; from titan_mi100 import convert, tool; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._pieces\n"
-        "def slowly(*a):\n"
-        "    for block in read(*a):\n"
-        "        print('block', flush=True); time.sleep(0.05); yield block\n"
-        "convert._pieces = slowly\n"
-        "tool.run(lambda: convert.to_dcp(open_source(sys.argv[1]), Path(sys.argv[2])))\n"
-    )
-    (tmp_path / "out").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, str(folder_of(tmp_path / "hf")), str(tmp_path / "out" / "dcp")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        text=True,
-        # a suite in the background has it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    for _ in range(3):
-        process.stdout.readline()
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in said
-    assert nothing_in(tmp_path / "out")
+@pytest.mark.parametrize("count", [3, 40], ids=["writing", "verifying"])
+def test_a_conversion_that_is_told_to_end_clears_up(
+    count: int, sent: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = folder_of(tmp_path / "hf"), tmp_path / "out"
+    out.mkdir()
+    slow_pieces(count, tmp_path / "marker", monkeypatch)
+    program = partial(convert.to_dcp, open_source(folder), out / "dcp", verify="bytes")
+    child = forked(lambda: run_command(program), tmp_path / "said")
+    wait_for(tmp_path / "marker")
+    os.kill(child, sent)
+    _, status = os.waitpid(child, 0)
+    said = (tmp_path / "said").read_text()
+    assert os.waitstatus_to_exitcode(status) == code and "Traceback" not in said
+    assert ("interrupted" in said) == (sent == signal.SIGINT)
+    assert nothing_in(out)

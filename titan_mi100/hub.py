@@ -97,7 +97,7 @@ def _explained(error: Exception, name: str) -> tuple[type[Exception], str]:
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
         return UserError, f"{name}: the hub refuses the upload: no token, or one that may not write there; {_TOKEN}"
     if status is not None:
-        return RuntimeError, f"{name}: {constants.ENDPOINT} answers {status}; try again later"
+        return RuntimeError, f"{constants.ENDPOINT} answers {status} for {name}; try again later"
     if isinstance(error, errors.HTTPError | ConnectionError | TimeoutError):
         problem = f"{constants.ENDPOINT} cannot be reached ({error})"
         return RuntimeError, f"{problem}; check the network, the proxy or HF_ENDPOINT"
