@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from titan_mi100 import convert, tool
+from titan_mi100 import convert, hub
 from titan_mi100.adapter import merged
 from titan_mi100.model_source import open_source
 
@@ -19,12 +19,14 @@ def main() -> None:
         "--dtype", choices=convert.DTYPES, default="keep", help="of the written weights (default: the base's)"
     )
     parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
+    hub.add_options(parser)
     options = parser.parse_args()
-    tool.run(
-        lambda: convert.to_hf(
-            merged(open_source(options.base), options.adapter), options.output_dir, options.dtype, options.verify
-        )
-    )
+
+    def merge() -> None:
+        source = merged(open_source(options.base), options.adapter)
+        convert.to_hf(source, options.output_dir, options.dtype, options.verify)
+
+    hub.run(merge, options)
 
 
 if __name__ == "__main__":

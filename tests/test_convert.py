@@ -2,13 +2,22 @@
 
 import dataclasses
 import errno
+import io
+import itertools
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,6 +26,7 @@ from conftest import ASSETS, REPO, torchrun
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -24,27 +34,86 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titan_mi100 import assets, convert, decode, durable, hf_io, inference, sealed
+from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
+from titan_mi100.export import is_exported
+from titan_mi100.logging import log
 from titan_mi100.model_source import open_source, open_weights
 from titan_mi100.model_spec import PRESETS
+from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import World
+from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
+from titan_mi100.tool import run as run_command
 from titan_mi100.verify_logits import compare
-from titan_mi100.weights import Kind, row_blocks
 
 TOOLS = REPO / "checkpoint_tools"
 TOKENIZER = ASSETS / "tokenizer"
 
 
-def tool(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
-    result = subprocess.run(
-        [sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-    )
-    assert not check or result.returncode == 0, result.stdout + result.stderr
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def tool(name: str, *arguments: object, check: bool = True) -> Result:
+    """A tool's command line, in this process: starting Python and torch anew takes longer than what they do here."""
+    output = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    before = log.handlers, log.level, log.propagate, signal.getsignal(signal.SIGTERM)
+    code = 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output[0]), redirect_stderr(output[1]):
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        try:
+            runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        except SystemExit as error:
+            code = int(error.code or 0)
+    log.handlers, log.level, log.propagate = before[:3]
+    signal.signal(signal.SIGTERM, before[3])
+    for stream in output:
+        stream.seek(0)
+    result = Result(code, *(stream.read() for stream in output))
+    assert not check or code == 0, result
     return result
+
+
+def forked(function: Callable[[], object], output: Path) -> int:
+    """Run the function in a copy of this process, with its output in a file; returns the copy's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        sys.stdout = sys.stderr = os.fdopen(descriptor, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
+        function()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def slow_pieces(count: int, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the piece of this number on, in writing or in verifying, a conversion is slow; it says so by `marker`."""
+    read, pieces = convert._pieces, itertools.count()
+
+    def slowly(*arguments):
+        for piece in read(*arguments):
+            if next(pieces) >= count:
+                marker.touch()
+                time.sleep(0.5)
+            yield piece
+
+    monkeypatch.setattr(convert, "_pieces", slowly)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def folder_of(path: Path, name: str = "tied", dtype: torch.dtype = torch.bfloat16, shard: str = "5GB") -> Path:
@@ -79,20 +148,21 @@ def nothing_in(folder: Path) -> bool:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors go in several blocks, as large ones do."""
-    monkeypatch.setattr("titan_mi100.weights._BLOCK_BYTES", 5000)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors go in several pieces, as large ones do."""
+    monkeypatch.setattr("titan_mi100.convert._PIECE_BYTES", 5000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("name", "shard"), [("tied", "5GB"), ("untied", "60KB"), ("wide heads", "60KB")])
 def test_hf_to_dcp_to_hf_is_bit_identical(
-    name: str, shard: str, dtype: torch.dtype, tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+    name: str, shard: str, dtype: torch.dtype, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "SHARD_BYTES", 60_000 if shard == "60KB" else 5_000_000_000)
     source = folder_of(tmp_path / "hf", name, dtype, shard)
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
-    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back")
+    verify = "logits" if dtype == torch.bfloat16 else "bytes"
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify=verify)
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back", verify=verify)
     assert same(tensors(source), tensors(tmp_path / "back"))
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     assert (len(files) > 1) == (shard == "60KB")
@@ -103,24 +173,17 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "back"))
     assert before == after
-    chunks = sum(len(list(row_blocks(Kind(tuple(t.shape), t.dtype)))) for t in tensors(source).values())
-    size = sum(t.nbytes for t in tensors(source).values())
-    assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < size + 2500 * chunks  # and no view's whole storage
+    entries = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata.values()
+    chunks, size = sum(len(entry.chunks) for entry in entries), sum(t.nbytes for t in tensors(source).values())
+    assert chunks > len(entries)
+    # no chunk takes along the storage of the whole tensor that it is a part of
+    assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < size + 2500 * chunks
     # torch's own tools read the folder in between
     stock = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors(source).items()}
     dcp.load(stock, checkpoint_id=tmp_path / "dcp")
     assert same(tensors(source), stock)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "stock.pt")
     assert same(tensors(source), torch.load(tmp_path / "stock.pt", weights_only=True))
-
-
-def test_large_tensors_go_in_blocks() -> None:
-    kind = Kind((151936, 4096), torch.bfloat16)
-    blocks = list(row_blocks(kind))
-    assert [start for start, _ in blocks[1:]] == [stop for _, stop in blocks[:-1]]
-    assert (blocks[0][0], blocks[-1][1]) == (0, 151936)
-    assert max((stop - start) * 4096 * 2 for start, stop in blocks) <= 16 << 20
-    assert list(row_blocks(Kind((), torch.float32))) == [(0, 1)]
 
 
 def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> None:
@@ -169,7 +232,7 @@ def test_a_dtype_is_what_a_cast_gives(dtype: str, tmp_path: Path) -> None:
     assert assets.config_dtype(assets.read_assets(tmp_path / "back")) == dtype
 
 
-def test_a_run_is_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(tmp_path: Path) -> None:
+def test_a_runis_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(tmp_path: Path) -> None:
     """A run's weights are fp32, whatever they come from; its config.json is the base's."""
     folder = folder_of(tmp_path / "hf", dtype=torch.float32)
     config = json.loads((folder / "config.json").read_text())
@@ -182,9 +245,9 @@ def test_a_run_is_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(t
         assert {tensor.dtype for tensor in tensors(tmp_path / str(dtype)).values()} == {dtype}
 
 
-def test_a_torch_file_comes_and_goes(tmp_path: Path, small_blocks: None) -> None:
+def test_a_torch_file_comes_and_goes(tmp_path: Path, small_pieces: None) -> None:
     source = folder_of(tmp_path / "hf", "untied")
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
     convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
     assert sorted(os.listdir(tmp_path / "torch")) == ["config.json", "generation_config.json", "model.pt"]
     content = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
@@ -193,7 +256,7 @@ def test_a_torch_file_comes_and_goes(tmp_path: Path, small_blocks: None) -> None
     torch.save(trainer, tmp_path / "torch" / "nested.pt")
     for name in ("model.pt", "nested.pt"):
         convert.to_dcp(open_source(tmp_path / "torch" / name), tmp_path / f"dcp of {name}")
-        convert.to_hf(open_source(tmp_path / f"dcp of {name}"), tmp_path / f"hf of {name}")
+        convert.to_hf(open_source(tmp_path / f"dcp of {name}"), tmp_path / f"hf of {name}", verify="bytes")
         assert same(tensors(source), tensors(tmp_path / f"hf of {name}"))
 
 
@@ -280,6 +343,11 @@ def other_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
 
 
+def deeper(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4, "layer_types": None}))
+
+
 def own_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_x.Model"}}))
@@ -304,6 +372,7 @@ def own_code(folder: Path) -> None:
         (pickle_under_its_name, hf_io.SINGLE, "claims a header of"),
         (other_family, "config.json", "model_type = 'qwen2'; only 'qwen3'"),
         (own_code, "config.json", "asks for Python code"),
+        (deeper, "hf", "missing: model.layers.3."),
         (lambda f: (f / "config.json").unlink(), "config.json", "needs"),
     ],
 )
@@ -315,6 +384,20 @@ def test_a_bad_folder_is_named_and_nothing_is_written(spoil, file: str, reason: 
         convert.to_hf(open_source(folder), tmp_path / "out" / "hf")
     assert file in str(caught.value) and reason in str(caught.value)
     assert nothing_in(tmp_path / "out")
+
+
+def test_only_the_model_of_a_downloaded_folder_is_read(tmp_path: Path) -> None:
+    """`hf download` fetches all of a repository, and keeps records of its own beside it."""
+    folder = with_tokenizer(folder_of(tmp_path / "hf"))
+    names = {path.name for path in folder.iterdir()}
+    strays = ("pytorch_model.bin", "modeling_qwen3.py", "model.gguf", "README.md", "optimizer.pt", ".gitattributes")
+    below = ("onnx/model.onnx", "original/model.safetensors", ".cache/huggingface/download/x.0badcafe.incomplete")
+    for name in (*strays, *below):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"something else")
+    convert.to_hf(open_source(folder), tmp_path / "back", verify="bytes")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert same(tensors(tmp_path / "back"), load_file(folder / hf_io.SINGLE))
 
 
 def test_the_tools_end_with_code_2_one_message_and_no_output(tmp_path: Path) -> None:
@@ -359,8 +442,8 @@ def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
 def flip_after(function):
     """The function, after which one byte of what it wrote is another."""
 
-    def spoiled(folder: Path, *rest):
-        result = function(folder, *rest)
+    def spoiled(folder: Path, *rest, **options):
+        result = function(folder, *rest, **options)
         file = max(folder.iterdir(), key=lambda f: f.stat().st_size)
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -384,14 +467,12 @@ def forget_the_end(*arguments):
     return {**assets.export_assets(*arguments), "generation_config.json": b'{"eos_token_id": 5}'}
 
 
-def swap_tensors(folder: Path, kinds, blocks, shard):
+def swap_tensors(folder: Path, kinds, pieces, shard_bytes: int):
     """Every byte is there, under another name: two matrices of one shape."""
-    held: dict[str, list] = {}
-    for name, row, rows in blocks:
-        held.setdefault(name, []).append((row, rows))
+    held = dict(pieces)
     a, b = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
     held[a], held[b] = held[b], held[a]
-    return hf_io.write_hf(folder, kinds, ((n, r, t) for n in kinds for r, t in held[n]), shard)
+    return hf_io.write_hf(folder, kinds, ((name, held[name]) for name in kinds), shard_bytes)
 
 
 @pytest.mark.parametrize(
@@ -452,31 +533,17 @@ def test_a_full_disk_leaves_nothing(to: str, tmp_path: Path, monkeypatch: pytest
     assert nothing_in(tmp_path / "out")
 
 
-def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(tmp_path: Path) -> None:
     source, out = folder_of(tmp_path / "hf", "untied"), tmp_path / "out"
     out.mkdir()
-    slow = (
-        "import sys, time; from titan_mi100 import convert, weights; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._read\n"
-        "def slowly(*a):\n"
-        "    for block in read(*a):\n"
-        "        print('block', flush=True); time.sleep(0.02); yield block\n"
-        "convert._read = slowly\n"
-        "convert.to_hf(open_source(sys.argv[1]), Path(sys.argv[2]), verify='bytes')\n"
-    )
-    for blocks in (1, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        process = subprocess.Popen(
-            [sys.executable, "-c", slow, str(source), str(out / "hf")], stdout=subprocess.PIPE, env=environment
-        )
-        assert process.stdout is not None
-        for _ in range(blocks):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    for count in (0, 20, 37, 60):  # in writing and in verifying: there are 36 tensors
+        marker = tmp_path / f"at {count}"
+        with pytest.MonkeyPatch.context() as patch:
+            slow_pieces(count, marker, patch)
+            child = forked(lambda: convert.to_hf(open_source(source), out / "hf", verify="bytes"), tmp_path / "said")
+        wait_for(marker)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         left = os.listdir(out)
         assert len(left) == 1 and left[0].startswith(".hf.") and left[0].endswith(".incomplete")
     convert.to_hf(open_source(source), out / "hf", verify="bytes")
@@ -505,7 +572,7 @@ TP2 = ("--parallelism.tensor_parallel_degree", "2", "--training.gradient_accumul
 
 
 def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the_same_bytes(tmp_path: Path) -> None:
-    """Two steps under FSDP2; then one without learning under FSDP2, a pipeline, tensor parallel: the same weights."""
+    """Two steps under FSDP2; then one without learning under a pipeline and tensor parallel: the same weights."""
     run = tmp_path / "run"
     train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
     assert sorted(os.listdir(run / "hf-step-2")) == [
@@ -515,20 +582,18 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    again = train(run, "--training.steps", "2", "--checkpoint.export_hf", "true")
-    assert "was reached before" in again.stdout and "logits" not in again.stdout  # it is there
-    exports = {}
-    for name, layout in (("fsdp2", ()), ("pp2", PP2), ("tp2", TP2)):
+    assert is_exported(run / "hf-step-2", "auto", is_adapter=False)  # so the next start would leave it alone
+    convert.to_hf(open_source(run / "checkpoint" / "step-2"), tmp_path / "fsdp2-hf", verify="bytes")
+    for name, layout in (("pp2", PP2), ("tp2", TP2)):
         shutil.copytree(run, tmp_path / name)
-        still = ("--training.steps", "3", "--optimizer.lr", "0")
-        train(tmp_path / name, *still, *layout)
-        layouts = json.loads((tmp_path / name / "checkpoint" / "step-3" / "manifest.json").read_text())["layout"]
+        train(tmp_path / name, "--training.steps", "3", "--optimizer.lr", "0", *layout)
+        checkpoint = tmp_path / name / "checkpoint" / "step-3"
+        layouts = json.loads((checkpoint / "manifest.json").read_text())["layout"]
         assert layouts["pp"] == (2 if name == "pp2" else 1) and layouts["tp"] == (2 if name == "tp2" else 1)
-        output = tmp_path / f"{name}-hf"
-        convert.to_hf(open_source(tmp_path / name / "checkpoint" / "step-3"), output, verify="bytes")
-        exports[name] = {file.name: file.read_bytes() for file in output.iterdir()}
-    assert exports["fsdp2"] == exports["pp2"] == exports["tp2"]
-    assert exports["fsdp2"]["model.safetensors"] == (run / "hf-step-2" / "model.safetensors").read_bytes()
+        convert.to_hf(open_source(checkpoint), tmp_path / f"{name}-hf", verify="bytes")
+    exports = [tmp_path / "fsdp2-hf", tmp_path / "pp2-hf", tmp_path / "tp2-hf", run / "hf-step-2"]
+    contents = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in exports]
+    assert contents[0] == contents[1] == contents[2] == contents[3]
     assert not any("optimizer" in name or "exp_avg" in name for name in tensors(tmp_path / "pp2-hf"))
     stock = {n: torch.empty(t.shape) for n, t in tensors(run / "hf-step-2").items()}
     dcp.load(stock, checkpoint_id=run / "checkpoint" / "step-2")
@@ -536,12 +601,9 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
 
 
 def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) -> None:
-    from titan_mi100.data.made_up import made_up, random_rows
-    from titan_mi100.open_run import open_run
-    from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
 
     source = with_tokenizer(folder_of(tmp_path / "hf"))
-    convert.to_dcp(open_source(source), tmp_path / "dcp")
+    convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
     convert.to_torch(open_source(tmp_path / "dcp"), tmp_path / "torch")
     found = []
     for path in (source, tmp_path / "dcp", tmp_path / "torch" / "model.pt"):
@@ -646,15 +708,20 @@ def test_what_other_trainers_write_is_read(kind: str, tmp_path: Path) -> None:
         assert same(tensors(tmp_path / f"{number}"), tensors(source))
 
 
-def test_chunks_of_columns_are_put_together(tmp_path: Path, small_blocks: None) -> None:
-    """As tensor parallel leaves them, in a folder by DCP's own writer, twice as many as a block has rows."""
+@pytest.mark.parametrize(
+    ("boxes", "parts"),
+    [([(0, 0, 64, 40), (0, 40, 64, 56)], 1), ([(40, 0, 24, 96), (0, 0, 25, 96), (25, 0, 15, 96)], 3)],
+    ids=["columns", "rows"],
+)
+def test_chunks_are_put_together(boxes: list[tuple[int, int, int, int]], parts: int, tmp_path: Path) -> None:
+    """As tensor parallel and FSDP leave them, in a folder by DCP's own writer; rows are read chunk by chunk."""
     whole = torch.randn(64, 96)
-    save_in_chunks(tmp_path / "dcp", whole, [(0, 0, 64, 40), (0, 40, 64, 56)])
+    save_in_chunks(tmp_path / "dcp", whole, boxes)
     weights = open_weights(tmp_path / "dcp")
-    blocks = list(row_blocks(weights.kinds["w"]))
-    assert len(blocks) > 3
-    assert torch.equal(torch.cat([weights.rows("w", *block) for block in blocks]), whole)
-    assert torch.equal(weights.read("w", whole.shape, (3, 30), (9, 20)), whole[3:12, 30:50])
+    found = list(weights.parts("w"))
+    assert len(found) == parts and torch.equal(torch.cat(found), whole)
+    assert torch.equal(weights.tensor("w"), whole)
+    assert torch.equal(weights.read("w", whole.shape, (3, 30), (39, 20)), whole[3:42, 30:50])
 
 
 def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
@@ -695,27 +762,33 @@ def save_in_chunks(folder: Path, whole: torch.Tensor, boxes: list[tuple[int, int
     dcp.save({"w": whole}, checkpoint_id=folder, planner=Planner())
 
 
+def run_checkpoint(folder: Path, tmp_path: Path) -> Path:
+    """A DCP folder whose manifest is as a run's: it says which model was trained."""
+    source = open_source(folder_of(tmp_path / "base"))
+    convert.to_dcp(source, folder, verify="bytes")
+    manifest = sealed.read_manifest(folder)
+    written = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    sealed.write_manifest(folder, written, {"step": 1, "fingerprints": {"model": dataclasses.asdict(source.spec)}})
+    return folder
+
+
 def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(run, "--training.steps", "1", processes=1)
-    checkpoint = run / "checkpoint" / "step-1"
+    checkpoint = run_checkpoint(tmp_path / "step-1", tmp_path)
     with pytest.raises(UserError, match="nowhere: is no folder"):
         open_source(checkpoint, tmp_path / "nowhere")
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((checkpoint / "config.json").read_text())
+    config.pop("rope_parameters", None)
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, 10000.0"):
+    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, "):
         open_source(checkpoint, other)
     with pytest.raises(UserError, match="is inside of"):
         convert.to_hf(open_source(checkpoint), checkpoint / "hf")
     convert.to_hf(open_source(checkpoint), tmp_path / "hf", verify="bytes")  # and with its own it goes
-    (run / "hf-step-1").mkdir()
-    again = torchrun(
-        "-m", "titan_mi100.train", *DEBUG, "--job.run_folder", str(run), "--training.steps", "1",
-        "--checkpoint.export_hf", "true", processes=1, check=False,
-    )  # fmt: skip
-    assert "hf-step-1: is there, but is no export" in again.stdout + again.stderr
+    (tmp_path / "hf-step-1").mkdir()
+    with pytest.raises(UserError, match="hf-step-1: is there, but is no export"):
+        is_exported(tmp_path / "hf-step-1", "auto", is_adapter=False)
 
 
 @pytest.mark.parametrize(
@@ -752,30 +825,19 @@ def test_a_converted_folder_may_be_called_like_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_conversion_that_is_told_to_end_clears_up(sent: signal.Signals, code: int, tmp_path: Path) -> None:
-    slow = (
-        "import sys, time; from titan_mi100 import convert, tool; from titan_mi100.model_source import open_source\n"
-        "from pathlib import Path; read = convert._read\n"
-        "def slowly(*a):\n"
-        "    for block in read(*a):\n"
-        "        print('block', flush=True); time.sleep(0.05); yield block\n"
-        "convert._read = slowly\n"
-        "tool.run(lambda: convert.to_dcp(open_source(sys.argv[1]), Path(sys.argv[2])))\n"
-    )
-    (tmp_path / "out").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, str(folder_of(tmp_path / "hf")), str(tmp_path / "out" / "dcp")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        text=True,
-        # a suite in the background has it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    for _ in range(3):
-        process.stdout.readline()
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in said
-    assert nothing_in(tmp_path / "out")
+@pytest.mark.parametrize("count", [3, 40], ids=["writing", "verifying"])
+def test_a_conversion_that_is_told_to_end_clears_up(
+    count: int, sent: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = folder_of(tmp_path / "hf"), tmp_path / "out"
+    out.mkdir()
+    slow_pieces(count, tmp_path / "marker", monkeypatch)
+    program = partial(convert.to_dcp, open_source(folder), out / "dcp", verify="bytes")
+    child = forked(lambda: run_command(program), tmp_path / "said")
+    wait_for(tmp_path / "marker")
+    os.kill(child, sent)
+    _, status = os.waitpid(child, 0)
+    said = (tmp_path / "said").read_text()
+    assert os.waitstatus_to_exitcode(status) == code and "Traceback" not in said
+    assert ("interrupted" in said) == (sent == signal.SIGINT)
+    assert nothing_in(out)

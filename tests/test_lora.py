@@ -434,7 +434,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
         (adapter / CONFIG).write_bytes(content)
         refused(message)
     (adapter / CONFIG).unlink()
-    refused("no such file; a PEFT adapter folder has one")
+    refused("no such file; name a folder that peft's save_pretrained wrote")
     (adapter / CONFIG).write_bytes(config)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-9])
     refused("not a whole safetensors file")

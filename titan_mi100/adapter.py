@@ -1,6 +1,5 @@
 """A LoRA adapter on its base: found in a PEFT folder or a run's checkpoint, and merged as the weights are read."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ def adapter_tensors(source: ModelSource, lora: LoRAConfig) -> dict[str, Tensor]:
     assert source.spec is not None, "a run's checkpoint says its model's shape"
     verify_files(source.path)
     source.weights.check(adapter_shapes(source.spec, lora.rank, lora.target_modules))
-    return {name: source.weights.rows(name, 0, kind.shape[0]) for name, kind in source.weights.kinds.items()}
+    return {name: source.weights.tensor(name) for name in source.weights.kinds}
 
 
 def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
@@ -54,8 +53,8 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
     names = base.names()
     if (Path(adapter) / peft_io.CONFIG).exists():
         lora, tensors = peft_io.read_adapter(adapter)
-        named = json.loads((Path(adapter) / peft_io.CONFIG).read_bytes()).get("base_model_name_or_path")
-        if isinstance(named, str) and Path(named).is_dir() and not base.path.samefile(named):
+        named = peft_io.base_of(adapter)
+        if named and Path(named).is_dir() and not base.path.samefile(named):
             log.warning(f"{adapter}: was trained on {named}, and is merged into {base.path}")
     else:
         source = open_source(adapter)

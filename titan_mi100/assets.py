@@ -1,6 +1,6 @@
-"""What an HF folder holds beside its weights: config, tokenizer and chat template, as they are. Imports no torch.
+"""The files of an HF folder besides its weights: config, tokenizer and chat template, unchanged. Imports no torch.
 
-The same files lie in a checkpoint, so that it is a model by itself: a folder with weights in another form.
+A checkpoint holds the same files, so it is a model by itself, with its weights in another format.
 """
 
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
+from titan_mi100.json_file import parse_object
 from titan_mi100.model_spec import ModelSpec, read_hf_config, to_hf_config
 from titan_mi100.plain_file import LARGEST_CONFIG, LARGEST_TABLE, read_plain
 
@@ -20,6 +21,8 @@ _TOKENIZER = (
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers since 5, and before
 
+_REMEDY = "correct it, or remove it"
+
 Assets = dict[str, bytes]  # file name -> content
 
 
@@ -29,32 +32,23 @@ def folder_of(path: str | Path) -> Path:
 
 
 def read_assets(folder: Path) -> Assets:
-    """Those of the files that are there.
+    """Those of the model's files that the folder has.
 
     Raises:
         UserError: one is no regular file, or too large.
     """
-    return read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
-
-
-def is_asset(name: str) -> bool:
-    """Whether a folder's file of this name is one of them."""
-    return name in (CONFIG, GENERATION) or is_tokenizer_file(name)
-
-
-def is_tokenizer_file(name: str) -> bool:
-    return name in _TOKENIZER or ("/" not in name and name.endswith((".tiktoken", ".model")))
+    return _read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
 
 
 def tokenizer_files(path: Path) -> Assets:
-    """Those of a tokenizer that is named by its folder, or by one of the files that are not HF's."""
+    """The files of a tokenizer, named by its folder or by a tokenizer file that is not HF's."""
     if path.is_dir():
         own = [file.name for kind in ("*.tiktoken", "*.model") for file in sorted(path.glob(kind))]
-        return read_files(path, (*_TOKENIZER, *own))
-    return read_files(path.parent, (path.name, "tokenizer_config.json", TEMPLATE))
+        return _read_files(path, (*_TOKENIZER, *own))
+    return _read_files(path.parent, (path.name, "tokenizer_config.json", TEMPLATE))
 
 
-def read_files(folder: Path, names: tuple[str, ...]) -> Assets:
+def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
     found = {}
     for name in names:
         try:
@@ -73,7 +67,7 @@ def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -
         base: the folder or file that the run's weights come from; empty: none.
         tokenizer, chat_template: as the config names them.
     """
-    assets = read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
+    assets = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
     if CONFIG not in assets:
         assets[CONFIG] = _json(to_hf_config(spec))
     assets |= tokenizer_files(Path(tokenizer))
@@ -84,7 +78,7 @@ def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -
 
 def config_dtype(assets: Assets) -> str | None:
     """The dtype that config.json names, such as `bfloat16`."""
-    config = _object(assets, CONFIG)
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
@@ -95,12 +89,12 @@ def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list
         dtype: of the exported weights; None: of several.
         ends: ids of tokens that end a text, that of a turn first; empty: unknown.
     """
-    config = _object(assets, CONFIG) or to_hf_config(spec)
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY) or to_hf_config(spec)
     config["architectures"] = to_hf_config(spec)["architectures"]
     if dtype is not None:
         known = [key for key in _DTYPE_KEYS if key in config]
         config |= dict.fromkeys(known or ["torch_dtype"], dtype)
-    generation = _object(assets, GENERATION)
+    generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
     named = generation.get("eos_token_id")
     stops = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(stop) is int for stop in stops):
@@ -121,16 +115,6 @@ def spec_of(folder: Path, fingerprint: dict[str, Any] | None) -> ModelSpec | Non
     if (folder / CONFIG).exists():
         return read_hf_config(folder)
     return ModelSpec(**fingerprint) if fingerprint else None
-
-
-def _object(assets: Assets, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(assets.get(name, b"{}"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: cannot be read as JSON: {error}; mend it, or remove it") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{name}: must hold one JSON object")
-    return value
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -1,22 +1,22 @@
-"""HF safetensors <-> DCP <-> `torch.save`: streamed, read again and compared, and whole or not there at all."""
+"""HF safetensors <-> DCP <-> `torch.save`: tensor by tensor, read again and compared, complete or not there at all."""
 
 import argparse
 import importlib.util
-import threading
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from titan_mi100 import peft_io, sealed, tool
+from titan_mi100 import hub, peft_io, sealed, tool
 from titan_mi100.adapter import adapter_tensors, lora_of, merged
 from titan_mi100.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets
-from titan_mi100.dcp_io import DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
+from titan_mi100.dcp_io import MODEL_FILE, DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
 from titan_mi100.durable import appearing_folder, sync
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hf_io import HFWeights, is_hf_folder, write_hf
@@ -25,7 +25,7 @@ from titan_mi100.model_source import ModelSource, open_source, verify_files
 from titan_mi100.model_spec import ModelSpec, parameter_count
 from titan_mi100.settings import LoRAConfig, fingerprint
 from titan_mi100.tokenizer import Tokenizer
-from titan_mi100.weights import Kind, Weights, in_words, row_blocks, some
+from titan_mi100.weights import Kind, Piece, Weights, in_words, raw_bytes, some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
 VERIFY = ("auto", "logits", "bytes", "off")
@@ -38,56 +38,63 @@ _DTYPE_HELP = {
     "auto": "of the written weights; auto, the default: of a run's checkpoint the dtype that its config.json names, of "
     "everything else as they are",
 }
-MODEL_FILE = "model.pt"
 SHARD_BYTES = 5_000_000_000
-_THREADS = 2  # that read and hash blocks, which is more work than writing them
+_PIECE_BYTES = 16 << 20  # malloc would return larger memory to the kernel, which clears it, each time
 _LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
+_VERIFIED = {
+    "off": "not verified",
+    "bytes": "every tensor read again and equal",
+    "logits": "every tensor read again and equal, and the same logits from transformers",
+}
 
 Kinds = dict[str, Kind]
-Digests = dict[str, list[int]]
-Block = tuple[str, int, Tensor]  # name, first row, rows
+Result = TypeVar("Result")
+
+
+class Digest(NamedTuple):
+    """What a tensor must be after a conversion."""
+
+    kind: Kind
+    crc: int  # CRC-32 of the bytes; SHA-256 would take longer than the copying
+    finite: bool
+
+
+Digests = dict[str, Digest]
 
 
 class VerificationError(SaveError):
-    """What was written is not what was to be written; nothing of it is left."""
+    """What was written is not what was meant; nothing of it is left."""
 
 
 def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
     """Write the weights as a DCP folder, sealed by a manifest, with the model's other files in it.
 
     Raises:
-        UserError: the source is no model, the output is there, or transformers is needed and missing.
+        UserError: the source is no model, the output exists, or transformers is needed and missing.
         VerificationError: what was written is not the source.
     """
-    kinds = _kinds(source, dtype)
-    _check_place(source, output)
-    verify = _resolve_verify(verify, source, kinds, can_compare=isinstance(source.weights, HFWeights))
+    kinds, verify = _plan(source, output, dtype, verify, comparable=isinstance(source.weights, HFWeights))
     with appearing_folder(output, _total(kinds)) as aside:
-        intact = _Meanwhile(verify_files, source.path)  # the disk is busy with writing
-        digests: Digests = {}
-        with ByteProgress("writing", _total(kinds)) as progress:
-            written = write_dcp(aside, kinds, _stream(source.weights, kinds, digests, progress.advance))
+        written = _copy(source, kinds, verify, aside, write_dcp, DCPWeights)
         written |= _write_assets(aside, source.assets)
-        intact.result()
-        _verify_bytes(verify, DCPWeights(aside), kinds, digests)
         if verify == "logits":
             _compare_logits(source.path, DCPWeights(aside), kinds, source.spec, texts=False)
         sealed.write_manifest(aside, written, {"step": 0, "torch": torch.__version__})
-    log.info(f"{output}: {_words(kinds)}, {_VERIFIED[verify]}")
+    _log_result(output, kinds, verify)
 
 
 def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
-    """Write the weights as an HF folder that transformers and vLLM load; of a LoRA run's checkpoint, as a PEFT folder.
+    """Write the weights as an HF folder that transformers and vLLM load; a LoRA run's checkpoint as a PEFT folder.
 
     Args:
-        dtype: of DTYPES; or auto: of a run's checkpoint, whose weights are in fp32, the dtype that its config.json
-            names; everything else as it is.
+        dtype: one of DTYPES; or auto: the dtype that config.json names for a run's checkpoint, whose weights are in
+            fp32; as stored for everything else.
 
     Raises:
         UserError, VerificationError: as to_dcp; or nothing says the model's shape.
     """
-    _check_place(source, output)
     if (lora := lora_of(source)) is not None:
+        _check_place(source, output)
         _to_peft(source, lora, output, dtype, verify)
         return
     if source.spec is None:
@@ -97,26 +104,32 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     if dtype == "auto":
         named = config_dtype(source.assets) if source.is_run else None
         dtype = named if named in DTYPES else "keep"
-    kinds = _kinds(source, dtype)
-    verify = _resolve_verify(verify, source, kinds)
+    kinds, verify = _plan(source, output, dtype, verify)
     with appearing_folder(output, _total(kinds)) as aside:
-        intact = _Meanwhile(verify_files, source.path)
-        _write_assets(aside, source.assets)
-        _write_assets(aside, _assets_of_export(source, kinds))
-        digests: Digests = {}
-        with ByteProgress("writing", _total(kinds)) as progress:
-            write_hf(aside, kinds, _stream(source.weights, kinds, digests, progress.advance), SHARD_BYTES)
-        intact.result()
-        _verify_bytes(verify, HFWeights(aside), kinds, digests)
+        _write_assets(aside, source.assets | _assets_of_export(source, kinds))
+        _copy(source, kinds, verify, aside, partial(write_hf, shard_bytes=SHARD_BYTES), HFWeights)
         if verify == "logits":
             _compare_logits(aside, source.weights, kinds, source.spec, texts=True)
-    log.info(f"{output}: {_words(kinds)}, {_VERIFIED[verify]}")
+    _log_result(output, kinds, verify)
+
+
+def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
+    """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files beside it.
+
+    Raises:
+        UserError, VerificationError: as to_dcp.
+    """
+    kinds, verify = _plan(source, output, dtype, verify, comparable=False)
+    with appearing_folder(output, 2 * _total(kinds)) as aside:
+        _copy(source, kinds, verify, aside, write_torch, lambda folder: TorchWeights(folder / MODEL_FILE))
+        _write_assets(aside, source.assets)
+    _log_result(output / MODEL_FILE, kinds, verify)
 
 
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
     """Write an adapter that peft loads, with the tokenizer's files, in fp32 unless told otherwise.
 
-    It is compared as it is read again; and, on its base, by peft with what our merge computes.
+    It is read again and compared; with verify = logits also loaded by peft onto its base, and compared with our merge.
     """
     assert source.manifest is not None and source.spec is not None
     base, tensors = source.manifest["lora"]["base"], adapter_tensors(source, lora)
@@ -124,16 +137,10 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     tokenizer = {name: content for name, content in source.assets.items() if name not in (CONFIG, GENERATION)}
     can_compare = bool(base) and is_hf_folder(base) and _installed("transformers", "peft")
-    if verify == "auto":
-        small = 2 * parameter_count(source.spec) < _LOGITS_BELOW  # as in bf16
-        verify = "logits" if can_compare and small else "bytes"
-    if verify == "logits" and not can_compare:
-        raise UserError(
-            f"--verify logits needs transformers, peft and the HF folder that the adapter was trained on "
-            f"({base or 'none'}); use --verify bytes"
-        )
+    needed = f"transformers, peft and the HF folder that the adapter was trained on ({base or 'none'})"
+    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if can_compare else needed)  # as in bf16
     if base and not is_hf_folder(base):
-        log.warning(f"{output}: peft will not find its base, {base} is no HF folder; export that, and name the export")
+        log.warning(f"{output}: peft will not find its base: {base} is no HF folder; export that, and name the export")
     with appearing_folder(output, sum(tensor.nbytes for tensor in tensors.values())) as aside:
         peft_io.write_adapter(aside, tensors, lora, base)
         for file in aside.iterdir():
@@ -143,9 +150,8 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
             again, found = peft_io.read_adapter(aside)
             if fingerprint(again) != fingerprint(lora) or found.keys() != tensors.keys():
                 raise VerificationError("the adapter's settings or names are not what was written")
-            kept = {name: tensor.dtype == found[name].dtype for name, tensor in tensors.items()}
-            if wrong := [n for n, tensor in tensors.items() if not kept[n] or not torch.equal(tensor, found[n])]:
-                raise VerificationError(f"{len(wrong)} tensors are not what was written: {some(wrong)}")
+            same = {n: t.dtype == found[n].dtype and torch.equal(t, found[n]) for n, t in tensors.items()}
+            _refuse([name for name in tensors if not same[name]])
         if verify == "logits":
             whole = merged(open_source(base), aside)
             kinds = {name: Kind(whole.weights.kinds[name].shape, torch.float32) for name in whole.names()}
@@ -153,57 +159,35 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     log.info(f"{output}: LoRA adapter of rank {lora.rank}, {len(tensors)} tensors, {_VERIFIED[verify]}")
 
 
-def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
-    """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files beside it.
+def _plan(source: ModelSource, output: Path, dtype: str, verify: str, comparable: bool = True) -> tuple[Kinds, str]:
+    """What will be written, and how it will be verified.
 
-    Raises:
-        UserError, VerificationError: as to_dcp.
+    Args:
+        comparable: there will be an HF folder whose logits can be compared.
     """
-    kinds = _kinds(source, dtype)
     _check_place(source, output)
-    verify = _resolve_verify(verify, source, kinds, can_compare=False)
-    with appearing_folder(output, 2 * _total(kinds)) as aside:
-        intact = _Meanwhile(verify_files, source.path)
-        digests: Digests = {}
-        with ByteProgress("writing", _total(kinds)) as progress:
-            write_torch(aside / MODEL_FILE, kinds, _stream(source.weights, kinds, digests, progress.advance))
-        _write_assets(aside, source.assets)
-        intact.result()
-        _verify_bytes(verify, TorchWeights(aside / MODEL_FILE), kinds, digests)
-    log.info(f"{output / MODEL_FILE}: {_words(kinds)}, {_VERIFIED[verify]}")
+    kinds = {name: source.weights.kinds[name] for name in source.names()}
+    if dtype != "keep":
+        target: torch.dtype = getattr(torch, dtype)
+        kinds = {n: Kind(shape, target if own.is_floating_point else own) for n, (shape, own) in kinds.items()}
+    needed = "" if _installed("transformers") else "transformers: pip install 'titan_mi100[eval]'"
+    if not comparable or source.spec is None:
+        needed = "an HF folder to compare with"
+    return kinds, _resolve_verify(verify, _total(kinds), needed)
 
 
-class _Meanwhile:
-    """A function in a thread; nobody waits for it where something else has failed."""
+def _resolve_verify(verify: str, nbytes: int, needed: str) -> str:
+    """What `auto` stands for.
 
-    def __init__(self, function: Callable[[Path], None], path: Path) -> None:
-        self._error: Exception | None = None
-
-        def run() -> None:
-            try:
-                function(path)
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> None:
-        """Wait for it; raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-def _kinds(source: ModelSource, dtype: str) -> Kinds:
-    """What is to be written."""
-    own = {name: source.weights.kinds[name] for name in source.names()}
-    if dtype == "keep":
-        return own
-    target = getattr(torch, dtype)
-    return {
-        name: Kind(kind.shape, target if kind.dtype.is_floating_point else kind.dtype) for name, kind in own.items()
-    }
+    Args:
+        nbytes: of the weights.
+        needed: what a comparison of logits lacks; empty: nothing.
+    """
+    if verify == "auto":
+        return "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
+    if verify == "logits" and needed:
+        raise UserError(f"--verify logits needs {needed}; or use --verify bytes")
+    return verify
 
 
 def _check_place(source: ModelSource, output: Path) -> None:
@@ -216,114 +200,93 @@ def _total(kinds: Mapping[str, Kind]) -> int:
     return sum(kind.nbytes for kind in kinds.values())
 
 
-def _words(kinds: Kinds) -> str:
-    dtypes = sorted({in_words(kind.dtype) for kind in kinds.values()})
-    return f"{len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {' and '.join(dtypes)}"
-
-
-_VERIFIED = {
-    "off": "not verified",
-    "bytes": "every tensor read again and equal",
-    "logits": "every tensor read again and equal, and the same logits from transformers",
-}
-
-
-def _resolve_verify(verify: str, source: ModelSource, kinds: Kinds, can_compare: bool = True) -> str:
-    """What `auto` stands for."""
-    installed = _installed("transformers")
-    if verify == "auto":
-        can_compare = can_compare and source.spec is not None and _total(kinds) < _LOGITS_BELOW
-        if can_compare and not installed:
-            log.info("transformers is not installed: logits are not compared (pip install 'titan_mi100[eval]')")
-        return "logits" if can_compare and installed else "bytes"
-    if verify == "logits":
-        if not can_compare or source.spec is None:
-            raise UserError("--verify logits needs an HF folder to compare with; use --verify bytes")
-        if not installed:
-            raise UserError(
-                "--verify logits needs transformers: pip install 'titan_mi100[eval]'; or use --verify bytes"
-            )
-    return verify
+def _log_result(output: Path, kinds: Kinds, verify: str) -> None:
+    dtypes = " and ".join(sorted({in_words(kind.dtype) for kind in kinds.values()}))
+    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
 def _installed(*names: str) -> bool:
     return all(importlib.util.find_spec(name) is not None for name in names)
 
 
-def _stream(weights: Weights, kinds: Kinds, digests: Digests, advance: Callable[[int], None]) -> Iterator[Block]:
-    """Every tensor's rows, in the dtype of `kinds`.
+def _copy(
+    source: ModelSource,
+    kinds: Kinds,
+    verify: str,
+    folder: Path,
+    write: Callable[[Path, Kinds, Iterator[Piece]], Result],
+    read: Callable[[Path], Weights],
+) -> Result:
+    """Write all tensors to a folder, then read them again and compare.
 
     Args:
-        digests: gets the CRC-32 of each tensor's blocks: SHA-256 would take longer than the copying.
+        write: into the folder.
+        read: what it wrote, with the reader that a user's program has.
+
+    Returns:
+        What `write` returns.
     """
-    odd: list[str] = []
-    for block in _read(weights, kinds, digests, odd):
-        yield block
-        advance(block[2].nbytes)
-    if odd:
-        log.warning(f"{weights.source}: NaN or infinite values in {len(odd)} tensors: {some(odd)}")
+    verify_files(source.path)
+    digests: Digests = {}
+    result = write(folder, kinds, _one_ahead(_pieces(source.weights, kinds, digests, "writing")))
+    if odd := [name for name, digest in digests.items() if not digest.finite]:
+        log.warning(f"{source.weights.source}: NaN or infinite values in {len(odd)} tensors: {some(odd)}")
+    if verify != "off":
+        written, found = read(folder), Digests()
+        for _ in _pieces(written, written.kinds, found, "verifying"):
+            pass
+        _refuse([name for name in {**digests, **found} if digests.get(name) != found.get(name)])
+    return result
 
 
-def _read(weights: Weights, kinds: Kinds, digests: Digests, odd: list[str]) -> Iterator[Block]:
-    """Blocks in order, read and hashed by two threads, of which each is a block or two ahead."""
-    parts: Digests = {}
-
-    def block(name: str, start: int, stop: int) -> tuple[Block, int, bool]:
-        stored, dtype = weights.rows(name, start, stop), kinds[name].dtype
-        rows = stored.to(dtype).contiguous()
-        finite = _is_finite(rows)
-        if not finite and _is_finite(stored):
-            raise UserError(
-                f"{weights.source}: {name} has values that {in_words(dtype)} cannot hold; use bfloat16 or float32"
-            )
-        return (name, start, rows), zlib.crc32(rows.flatten().view(torch.uint8).numpy().data), finite
-
-    places = ((name, start, stop) for name, kind in kinds.items() for start, stop in row_blocks(kind))
-    with ThreadPoolExecutor(_THREADS) as pool:
-        ahead: deque[Future[tuple[Block, int, bool]]] = deque()
-        try:
-            for place in places:
-                ahead.append(pool.submit(block, *place))
-                if len(ahead) <= _THREADS:
-                    continue
-                yield _next(ahead, parts, odd)
-            while ahead:
-                yield _next(ahead, parts, odd)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    digests |= parts
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
 
 
-def _is_finite(rows: Tensor) -> bool:
-    if not rows.numel() or not rows.dtype.is_floating_point:
+def _pieces(weights: Weights, kinds: Kinds, digests: Digests, what: str) -> Iterator[Piece]:
+    """Every tensor in order, some rows at a time, in the dtype of `kinds`, each piece in memory of its own.
+
+    Args:
+        digests: receives each tensor's digest.
+        what: the progress bar's label.
+
+    Raises:
+        UserError: a value that the dtype cannot hold.
+    """
+    with ByteProgress(what, _total(kinds)) as progress:
+        for name, kind in kinds.items():
+            crc, finite = 0, True
+            for part in weights.parts(name):
+                rows = max(1, _PIECE_BYTES * len(part) // max(part.nbytes, 1)) if part.ndim else 0
+                for stored in part.split(rows) if rows else (part,):
+                    piece = torch.empty(stored.shape, dtype=kind.dtype).copy_(stored)
+                    if not _is_finite(piece):
+                        finite = False
+                        if _is_finite(stored):
+                            problem = f"{name} has values that {in_words(kind.dtype)} cannot hold"
+                            raise UserError(f"{weights.source}: {problem}; use bfloat16 or float32")
+                    crc = zlib.crc32(raw_bytes(piece).numpy().data, crc)
+                    yield name, piece
+                    progress.advance(piece.nbytes)
+                del part, stored  # or this part stays in memory while the next one is read
+            digests[name] = Digest(kind, crc, finite)
+
+
+def _is_finite(values: Tensor) -> bool:
+    if not values.numel() or not values.dtype.is_floating_point:
         return True
-    wide = rows.float() if rows.itemsize == 1 else rows  # float8 has no minimum
+    wide = values.float() if values.itemsize == 1 else values  # float8 has no minimum
     return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))  # NaN is both
 
 
-def _next(ahead: "deque[Future[tuple[Block, int, bool]]]", parts: Digests, odd: list[str]) -> Block:
-    block, digest, finite = ahead.popleft().result()
-    parts.setdefault(block[0], []).append(digest)
-    if not finite and block[0] not in odd:
-        odd.append(block[0])
-    return block
-
-
-def _verify_bytes(verify: str, written: Weights, kinds: Kinds, digests: Digests) -> None:
-    """Read everything again, with the reader that a user's program has, and compare."""
-    if verify == "off":
-        return
-    if written.kinds != kinds:
-        wrong = [name for name in {**kinds, **written.kinds} if kinds.get(name) != written.kinds.get(name)]
-        raise VerificationError(
-            f"{len(wrong)} tensors have other names, shapes or dtypes than was meant: {some(wrong)}"
-        )
-    again: Digests = {}
-    with ByteProgress("verifying", _total(kinds)) as progress:
-        for _, _, rows in _read(written, kinds, again, []):
-            progress.advance(rows.nbytes)
-    if wrong := [name for name in kinds if again[name] != digests[name]]:
-        raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
+def _one_ahead(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """The same pieces; a thread reads the next one while one is written."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, pieces, None)
+        while (piece := coming.result()) is not None:
+            coming = pool.submit(next, pieces, None)
+            yield piece
 
 
 def _compare_logits(
@@ -379,10 +342,15 @@ def command(
     checks = [check for check in VERIFY if convert is not to_torch or check != "logits"]
     parser.add_argument("--verify", choices=checks, default="auto", help=VERIFY_HELP)
     parser.add_argument("--hf_assets_path", default="", help="folder of config.json and tokenizer, if not the input's")
+    if convert is to_hf:
+        hub.add_options(parser)
     options = parser.parse_args()
 
     def main() -> None:
         source = open_source(options.input_dir, options.hf_assets_path)
         convert(source, options.output_dir, options.dtype, options.verify)
 
-    tool.run(main)
+    if convert is to_hf:
+        hub.run(main, options)
+    else:
+        tool.run(main)

@@ -1,9 +1,11 @@
-"""DCP folders and `torch.save` files as weights: reading parts of them, and writing them as a stream."""
+"""DCP folders and files of `torch.save` as weights: reading them, and writing them tensor by tensor."""
 
 import os
 import pickle
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,15 @@ from titan_mi100.errors import UserError
 from titan_mi100.safe_read import SafeReader, read_torch_file
 from titan_mi100.sealed import Written
 from titan_mi100.state_keys import is_weight
-from titan_mi100.weights import EMBEDDING, Kind, Weights
+from titan_mi100.weights import EMBEDDING, Kind, Piece, Weights, raw_bytes
 
+MODEL_FILE = "model.pt"
 _WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
 _STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
 
 
 class HashedFiles(FileSystem):
-    """What DCP and we write, synced; keeps each file's size and SHA-256."""
+    """Files that DCP or this package writes: synced, with the size and SHA-256 of each."""
 
     def __init__(self) -> None:
         self.written: Written = {}
@@ -56,29 +59,29 @@ class HashedFiles(FileSystem):
             stream.write(content)
 
 
-def wrapped_in(names: Collection[str]) -> str:
-    """What other trainers put before the names of all weights; empty: nothing."""
+def wrapper_prefix(names: Collection[str]) -> str:
+    """The prefix that other trainers put before the names of all weights; empty: none."""
     return next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in names), "")
 
 
 class DCPWeights(Weights):
-    """The weights of a DCP folder, whoever wrote it; what else it holds is not looked at."""
+    """The weights of a DCP folder, whoever wrote it. Entries that are no tensors are ignored."""
 
     def __init__(self, folder: str | Path, only_weights: bool = True) -> None:
-        """Look at the folder.
+        """Read the folder's metadata.
 
         Args:
             only_weights: leave out optimizer state and what ranks keep for themselves.
 
         Raises:
-            UserError: it is no DCP folder, damaged, or holds anything that none needs.
+            UserError: it is no DCP folder, damaged, or holds anything that no DCP metadata needs.
         """
         self.source = Path(folder)
         self._reader = SafeReader(self.source)
         entries = self._reader.read_metadata().state_dict_metadata
         self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
         self.kinds = {}
-        self._prefix = wrapped_in(entries)
+        self._prefix = wrapper_prefix(entries)
         for stored, entry in entries.items():
             name = stored.removeprefix(self._prefix)
             if (
@@ -87,18 +90,17 @@ class DCPWeights(Weights):
                 and (is_weight(name) or not only_weights)
             ):
                 self.kinds[name] = Kind(tuple(entry.size), entry.properties.dtype)
-                self._chunks[name] = entry.chunks
-        self._held: dict[MetadataIndex, Tensor] = {}  # a block of rows may end inside a chunk
+                self._chunks[name] = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         whole: Tensor | None = None
         for chunk in self._chunks[name]:
-            # the box that the part and the chunk have in common
+            # the intersection of the wanted box and the chunk
             starts = [max(a, b) for a, b in zip(offset, chunk.offsets, strict=True)]
             stops = [min(a + n, b + m) for a, n, b, m in zip(offset, size, chunk.offsets, chunk.sizes, strict=True)]
             if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
                 continue
-            stored = self._chunk(name, chunk.offsets)
+            stored = self._read_chunk(name, chunk)
             inner = stored[tuple(slice(a - b, z - b) for a, z, b in zip(starts, stops, chunk.offsets, strict=True))]
             if inner.shape == size:
                 return inner
@@ -107,19 +109,19 @@ class DCPWeights(Weights):
             whole[tuple(slice(a - b, z - b) for a, z, b in zip(starts, stops, offset, strict=True))] = inner
         return torch.empty(size, dtype=self.kinds[name].dtype) if whole is None else whole
 
-    def _chunk(self, name: str, offsets: torch.Size) -> Tensor:
-        index = MetadataIndex(self._prefix + name, offsets)
-        held = self._held  # other threads read, and replace it
-        if index not in held:
-            # of columns, each block of rows needs all: the tensor stays; of rows, the one that was read last
-            in_columns = any(place for chunk in self._chunks[name] for place in chunk.offsets[1:])
-            kept = {other: chunk for other, chunk in held.items() if in_columns and other.fqn == index.fqn}
-            held = self._held = {**kept, index: self._reader.read_chunk(index)}
-        return held[index]
+    def parts(self, name: str) -> Iterator[Tensor]:
+        chunks = self._chunks[name]
+        if any(chunk.sizes[1:] != self.kinds[name].shape[1:] for chunk in chunks):  # split in columns, as by TP
+            yield self.tensor(name)
+        else:
+            yield from (self._read_chunk(name, chunk) for chunk in chunks)
+
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        return self._reader.read_chunk(MetadataIndex(self._prefix + name, chunk.offsets))
 
 
 class TorchWeights(Weights):
-    """The weights of a file that `torch.save` wrote: a dict of tensors, or one under a usual name."""
+    """The weights of a file that `torch.save` wrote: a dict of tensors, alone or under one of the usual keys."""
 
     def __init__(self, path: str | Path) -> None:
         """Map the file.
@@ -138,7 +140,7 @@ class TorchWeights(Weights):
                     f"{path}: {name!r} is no tensor by its name but {what}; name a file that holds a dict of tensors, "
                     f"alone or under {', '.join(_STATE_DICTS)}"
                 )
-        prefix = wrapped_in(found)
+        prefix = wrapper_prefix(found)
         self._tensors: dict[str, Tensor] = {
             name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)
         }
@@ -148,61 +150,48 @@ class TorchWeights(Weights):
         return self._tensors[name].detach()[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
 
 
-def write_dcp(folder: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[str, int, Tensor]]) -> Written:
+def write_dcp(folder: Path, kinds: Mapping[str, Kind], pieces: Iterable[Piece]) -> Written:
     """Write a DCP folder, synced; returns its files.
 
     Args:
         kinds: of all tensors.
-        blocks: (name, first row, rows) of every tensor; each becomes a chunk, as a rank's shard is one.
+        pieces: of every tensor, in order; each becomes a chunk, as a rank's shard is one.
 
-    The form is that of DCP's own writer, which has no way to get tensors as a stream: planned by name, it holds what it
-    has written until the end (torch 2.8).
+    The format is that of DCP's own writer, which cannot take tensors one after the other: it holds what it has written
+    until the end (torch 2.8).
     """
-    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in kinds}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    entries, places = {}, {}
     files, file = HashedFiles(), "__0_0.distcp"
     with files.create_stream(folder / file, "wb") as stream:
-        for name, row, tensor in blocks:
-            offsets = torch.Size((row, *[0] * (tensor.ndim - 1)) if tensor.ndim else ())
-            begin = stream.tell()
-            torch.save(_alone(tensor.contiguous()), stream)
-            places[MetadataIndex(name, offsets, len(chunks[name]))] = _StorageInfo(file, begin, stream.tell() - begin)
-            chunks[name].append(ChunkStorageMetadata(offsets, tensor.shape))
-    entries = {
-        name: TensorStorageMetadata(TensorProperties(dtype=kind.dtype), torch.Size(kind.shape), chunks[name])
-        for name, kind in kinds.items()
-    }
+        for name, group in groupby(pieces, lambda piece: piece[0]):
+            chunks: list[ChunkStorageMetadata] = []
+            row = 0
+            for _, rows in group:
+                offsets = torch.Size((row, *[0] * (rows.ndim - 1)) if rows.ndim else ())
+                begin = stream.tell()
+                torch.save(rows, stream)
+                places[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(file, begin, stream.tell() - begin)
+                chunks.append(ChunkStorageMetadata(offsets, rows.shape))
+                row += len(rows) if rows.ndim else 0
+            kind = kinds[name]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=kind.dtype), torch.Size(kind.shape), chunks)
     metadata = Metadata(dict(entries), {name: (name,) for name in kinds}, places)
     with files.create_stream(folder / ".metadata", "wb") as stream:
         pickle.dump(metadata, stream)
     return files.written
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own: torch.save would take along the whole storage of a view."""
-    begin = tensor.storage_offset() * tensor.itemsize
-    storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())  # type: ignore[arg-type]
-
-
-def write_torch(path: Path, kinds: Mapping[str, Kind], blocks: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write a dict of tensors with `torch.save`, synced. They are collected in a file beside it, not in memory."""
-    scratch = path.with_name(f"{path.name}.scratch")
-    total = sum(-(-kind.nbytes // 64) * 64 for kind in kinds.values())
-    storage = torch.UntypedStorage.from_file(str(scratch), shared=True, nbytes=max(total, 64))
-    try:
-        tensors, at = {}, 0
-        for name, kind in kinds.items():
-            tensor = torch.empty(kind.shape, dtype=kind.dtype, device="meta")  # for its strides
-            part = storage[at : at + kind.nbytes]
-            tensor = torch.empty(0, dtype=kind.dtype).set_(part, 0, tensor.shape, tensor.stride())  # type: ignore[arg-type]
-            tensors[name] = tensor
-            at += -(-kind.nbytes // 64) * 64
-        for name, row, rows in blocks:
-            (tensors[name][row : row + len(rows)] if rows.ndim else tensors[name]).copy_(rows)
-        with path.open("wb") as file:
-            torch.save(tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        scratch.unlink(missing_ok=True)
+def write_torch(folder: Path, kinds: Mapping[str, Kind], pieces: Iterable[Piece]) -> None:
+    """Write a dict of tensors with `torch.save`, synced. They are collected in mapped files, not in memory."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, (folder / MODEL_FILE).open("wb") as output:
+        tensors: dict[str, Tensor] = {}
+        for name, group in groupby(pieces, lambda piece: piece[0]):
+            path, (shape, dtype) = Path(scratch) / str(len(tensors)), kinds[name]
+            with path.open("wb") as file:
+                file.writelines(raw_bytes(rows).numpy().data for _, rows in group)
+            count = torch.Size(shape).numel()
+            mapped = torch.from_file(str(path), size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+            tensors[name] = mapped.view(shape)
+        torch.save(tensors, output)
+        output.flush()
+        os.fsync(output.fileno())

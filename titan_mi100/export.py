@@ -19,7 +19,7 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
     target = folder / f"hf-step-{step}"
     with raise_together():
         try:
-            if rank == 0 and not _is_exported(target, dtype, is_adapter):
+            if rank == 0 and not is_exported(target, dtype, is_adapter):
                 to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, dtype)
         except OSError as error:
             raise SaveError(f"{target}: could not be written: {error}") from error
@@ -27,7 +27,7 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
             wait_for_all("exported")
 
 
-def _is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
+def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
     """Whether an earlier start has left what this one would; raises UserError if it is something else."""
     if not target.exists():
         return False

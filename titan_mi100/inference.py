@@ -14,14 +14,16 @@ from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.data.conversation import Message
 from titan_mi100.decode import Generated, Sampling, generate
 from titan_mi100.errors import UserError
+from titan_mi100.json_file import read_object
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_source, verify_files
 from titan_mi100.model_spec import parameter_shapes
 from titan_mi100.parallel.distributed import device_name, fill_parameters
-from titan_mi100.plain_file import read_object
 from titan_mi100.tokenizer import load_tokenizer
+
+_COPY = "copy it from the model that you started from"
 
 
 class Request(NamedTuple):
@@ -66,7 +68,9 @@ class Model:
             )
         self.stop_ids = {*self.tokenizer.end_ids(), *_named_stop_ids(folder_of(path) / GENERATION)}
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
-        if config.with_name(TEMPLATE).is_file() or (config.is_file() and read_object(config, "").get("chat_template")):
+        if config.with_name(TEMPLATE).is_file() or (
+            config.is_file() and read_object(config, _COPY).get("chat_template")
+        ):
             self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
 
     def fingerprint(self) -> str:
@@ -85,7 +89,7 @@ class Model:
 
 def _named_stop_ids(file: Path) -> list[int]:
     """The stop tokens that a generation_config.json names, if it is there."""
-    named = read_object(file, "").get("eos_token_id") if file.is_file() else None
+    named = read_object(file, _COPY).get("eos_token_id") if file.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token_id) is int for token_id in ids):
         raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of token ids")

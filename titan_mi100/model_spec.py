@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
-from titan_mi100.plain_file import read_object
+from titan_mi100.json_file import read_object
+from titan_mi100.plain_file import refuse_code
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         UserError: no such file, not a dense Qwen3, code of its own, or a feature that this model does not have.
     """
     path = Path(folder) / "config.json"
-    raw = read_object(path, "an HF folder has a config.json, for other weights name model.flavor")
+    raw = read_object(path, "name an HF folder, which has a config.json, or for other weights model.flavor")
+    refuse_code(path, raw)
     for key, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list)):
         if not isinstance(raw.get(key) or kind(), kind):
             raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100.errors import UserError
 from titan_mi100.hf_io import open_safetensors
+from titan_mi100.json_file import read_object
 from titan_mi100.model_spec import LINEARS
 from titan_mi100.parallel.distributed import Read
-from titan_mi100.plain_file import read_object
+from titan_mi100.plain_file import refuse_code
 from titan_mi100.settings import LoRAConfig, fingerprint
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -62,6 +62,12 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         "use_dora": False,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def base_of(folder: str | Path) -> str:
+    """The base that an adapter folder names: a path, a hub name, or empty. Raises UserError as read_adapter."""
+    named = _read_config(Path(folder) / CONFIG).get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
 
 
 def read_adapter(folder: str | Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
@@ -129,7 +135,8 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Rea
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    raw = read_object(path, "a PEFT adapter folder has one")
+    raw = read_object(path, "name a folder that peft's save_pretrained wrote")
+    refuse_code(path, raw)
     if raw.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type = {_short(raw.get('peft_type'))}; only LORA is supported")
     raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults
@@ -158,18 +165,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
-    try:
-        handle = open_safetensors(path)
-        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
-    except UserError:
-        raise
-    except FileNotFoundError:
-        pickled = folder / "adapter_model.bin"
-        why = "is pickled, which is not read; save it" if os.path.lexists(pickled) else "is there; save the adapter"
-        what = pickled.name if os.path.lexists(pickled) else "no adapter"
-        raise UserError(f"{path}: no such file; {what} {why} with save_pretrained of a peft since 0.8") from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from None
+    if not os.path.lexists(path):
+        pickled = "adapter_model.bin is pickled, which is not read; "
+        found = pickled if os.path.lexists(folder / "adapter_model.bin") else ""
+        raise UserError(f"{path}: no such file; {found}save the adapter with save_pretrained of a peft since 0.8")
+    handle = open_safetensors(path)
+    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
     if not tensors:
         raise UserError(f"{path}: holds no tensors; copy it again")
     return tensors

@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import json
 import os
 import stat
 from collections.abc import Mapping
@@ -46,29 +45,6 @@ def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:
     if len(content) > largest:
         raise UserError(f"{path}: is larger than {largest:,} bytes, which no real one is; download it again")
     return content
-
-
-def read_object(path: Path, if_missing: str) -> dict[str, Any]:
-    """The JSON object in a config that came from elsewhere, and wants no code run.
-
-    Args:
-        if_missing: what a folder without it is told.
-
-    Raises:
-        UserError: it is missing, cannot be read, is no object, or asks for code.
-    """
-    try:
-        raw = json.loads(read_plain(path, LARGEST_CONFIG).decode("utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {if_missing}") from None
-    except UserError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: must hold one JSON object")
-    refuse_code(path, raw)
-    return raw
 
 
 def is_plain_name(name: object) -> bool:

@@ -1,12 +1,11 @@
 """Which checkpoint a run goes on from, and whether it still is the run that made it."""
 
-import json
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_mi100 import sealed
+from titan_mi100 import json_file, sealed
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
@@ -135,11 +134,4 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(_unreadable(path, error)) from None
-
-
-def _unreadable(path: Path, why: object) -> str:
-    return f"{path}: cannot be read: {why}; remove this checkpoint to resume from the one before"
+    return json_file.read_object(path, "remove this checkpoint to resume from the one before")

@@ -1,6 +1,5 @@
 """An HF folder as transformers reads it, compared with the same weights in our model. Needs transformers."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from titan_mi100.assets import TEMPLATE
+from titan_mi100.assets import GENERATION, TEMPLATE
 from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.errors import UserError
+from titan_mi100.json_file import read_object
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.tokenizer import Tokenizer
-from titan_mi100.weights import Kind, Weights, row_blocks
+from titan_mi100.weights import Kind, Weights
 
 _TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
@@ -97,8 +97,7 @@ def _our_model(weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec) -> 
         model = Qwen3(spec)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        for start, stop in row_blocks(kinds[name]):
-            parameter[start:stop].copy_(weights.rows(name, start, stop).to(kinds[name].dtype))
+        parameter.copy_(weights.tensor(name).to(kinds[name].dtype))
     return model
 
 
@@ -125,16 +124,14 @@ def _compare_texts(folder: Path) -> list[str]:
     ]
     if theirs.eos_token_id != ours.eos_token_id:
         problems.append(f"eos_token_id is {theirs.eos_token_id}, ours is {ours.eos_token_id}")
-    generation = json.loads((folder / "generation_config.json").read_bytes())
-    stops = generation.get("eos_token_id")
+    stops = read_object(folder / GENERATION, "an export with a tokenizer has one").get("eos_token_id")
     if ours.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
         problems.append(f"generation_config.json does not stop at {ours.eos_token!r}")
     try:
         template = ChatTemplate.from_folder(folder, eos_token=ours.eos_token)
     except UserError:
-        has_one = (folder / TEMPLATE).exists() or "chat_template" in json.loads(
-            (folder / "tokenizer_config.json").read_bytes()
-        )
+        config = read_object(folder / "tokenizer_config.json", "copy it from the source")
+        has_one = (folder / TEMPLATE).exists() or "chat_template" in config
         return [*problems, "the chat template cannot be used"] if has_one else problems
     for messages in _MESSAGES:
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

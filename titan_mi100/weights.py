@@ -1,4 +1,4 @@
-"""A model's weights at rest, whatever the format: which tensors there are, and reading parts of them."""
+"""A model's stored weights, in any format: which tensors there are, and reading them whole or in part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,12 +11,12 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_BLOCK_BYTES = 16 << 20  # of larger ones malloc would give back the memory each time, and the kernel clear it
+Piece = tuple[str, Tensor]  # a tensor's name and some of its rows, contiguous
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Kind(NamedTuple):
-    """What a tensor is, but for its values."""
+    """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +39,21 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """A part of a tensor, as distributed.fill_parameters wants it. Little more than its bytes is read."""
+        """A box of a tensor, for distributed.fill_parameters. Little more than its bytes is read.
+
+        Args:
+            shape: of the whole tensor.
+            offset, size: of the box, one number per dimension.
+        """
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in the dtype that it is stored in."""
+        shape = self.kinds[name].shape
+        return self.read(name, torch.Size(shape), (0,) * len(shape), shape)
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """A tensor's rows in order, in parts as they are stored, so that a part at a time is in memory."""
+        yield self.tensor(name)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names, shapes and kinds with those of a model (HF names, a tied weight once).
@@ -68,31 +82,17 @@ class Weights(ABC):
                 "set tie_word_embeddings to false, or remove the wrong one"
             )
         if any(".lora_A." in name for name in unexpected):
-            problems = ["is a LoRA adapter; name its base, and merge it, or go on with it by lora.initial_load_path"]
+            problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
     def _same(self, a: str, b: str) -> bool:
-        if self.kinds[a] != self.kinds[b]:
-            return False
-        return all(
-            torch.equal(self.rows(a, start, stop), self.rows(b, start, stop))
-            for start, stop in row_blocks(self.kinds[a])
-        )
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor."""
-        shape = self.kinds[name].shape
-        if not shape:
-            return self.read(name, torch.Size(shape), (), ())
-        return self.read(name, torch.Size(shape), (start, *[0] * (len(shape) - 1)), (stop - start, *shape[1:]))
+        return self.kinds[a] == self.kinds[b] and torch.equal(self.tensor(a), self.tensor(b))
 
 
-def row_blocks(kind: Kind) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that together are the whole tensor, none of them large."""
-    rows = kind.shape[0] if kind.shape else 1
-    step = max(1, _BLOCK_BYTES * rows // max(kind.nbytes, 1))
-    yield from ((start, min(start + step, rows)) for start in range(0, max(rows, 1), step))
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as uint8, without a copy."""
+    return tensor.flatten().view(torch.uint8)
 
 
 def some(names: Iterable[str], most: int = 8) -> str:

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from titan_mi100.assets import CONFIG, _json
 from titan_mi100.hf_io import write_hf
 from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
-from titan_mi100.weights import Kind, row_blocks
+from titan_mi100.weights import Kind, Piece
 
 TOOLS = Path(__file__).resolve().parents[2] / "checkpoint_tools"
 SHARD_BYTES = 4_000_000_000
@@ -37,16 +36,14 @@ def make_model(folder: Path, spec: ModelSpec) -> None:
     (folder / CONFIG).write_bytes(_json({**to_hf_config(spec), "torch_dtype": "bfloat16"}))
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(spec.initializer_range).bfloat16()
 
-    def blocks() -> Iterator[tuple[str, int, Tensor]]:
+    def pieces() -> Iterator[Piece]:
         for name, kind in kinds.items():
-            for start, stop in row_blocks(kind):
-                shape = (stop - start, *kind.shape[1:])
-                count = torch.Size(shape).numel()
-                begin = zlib.crc32(f"{name}/{start}".encode()) % len(noise)
-                rolled = noise.roll(begin).repeat(-(-count // len(noise)))[:count]
-                yield name, start, rolled.view(shape)
+            rolled = noise.roll(zlib.crc32(name.encode()) % len(noise))
+            times, rest = divmod(torch.Size(kind.shape).numel(), len(noise))
+            yield from ((name, rolled) for _ in range(times))
+            yield name, rolled[:rest]
 
-    write_hf(folder, kinds, blocks(), SHARD_BYTES)
+    write_hf(folder, kinds, pieces(), SHARD_BYTES)
 
 
 def forget(folder: Path) -> None:
