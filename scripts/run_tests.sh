@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests, set-up included: ./scripts/run_tests.sh [pytest arguments]
+# Runs the tests, set-up included: ./scripts/run_tests.sh [--full] [pytest arguments]
+# --full adds the complete matrices (every layout, resume, fuzzed input ...), which take several times as long.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -9,4 +10,5 @@ source scripts/setup_env.sh
 
 # one thread: multi-process tests share the cores, and sums come out the same on every machine
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-exec "$PYTHON" -m pytest -q "$@"
+# two workers, whole files each, because many fixtures are made once per file; conftest.py orders the files
+exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -1,5 +1,6 @@
 """Shared by the tests: a job of one process, small specs, random packed rows, and spawning real multi-process jobs."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import ForkServer
 
 REPO = Path(__file__).parents[1]
 ASSETS = REPO / "tests" / "assets"
@@ -17,15 +19,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+# The files that take longest, first: run_tests.sh deals whole files to two workers, and the last ones should be short.
+LONGEST = ("train", "layouts", "chaos", "convert", "lora", "parity", "prepare", "safe_read", "ddp", "scripts", "sweep")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: the complete matrices")
+    parser.addoption(
+        "--full-of", action="append", default=[], metavar="FILE", help="the same, of one file: test_layouts"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        for item in items:
-            if item.get_closest_marker("full"):
-                item.add_marker(pytest.mark.skip(reason="only with --full"))
+    for item in items:
+        wanted = config.getoption("--full") or item.path.stem in config.getoption("--full-of")
+        if item.get_closest_marker("full") and not wanted:
+            item.add_marker(pytest.mark.skip(reason="only with --full"))
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,34 +59,50 @@ def job_environment() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
 
 
+@functools.cache
+def fork_server() -> ForkServer:
+    return ForkServer(job_environment())
+
+
 def torchrun(
-    *arguments: str, processes: int = 2, check: bool = True, timeout: float = 300, **environment: str
+    *arguments: str,
+    processes: int = 2,
+    check: bool = True,
+    timeout: float = 300,
+    launcher: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
     """Run a real job on gloo; its output is in the result, and in the failure.
 
+    Args:
+        launcher: start it with torchrun, as a user does; else its processes are forked, which is much faster.
+
     Raises:
-        subprocess.TimeoutExpired: it did not end in `timeout` seconds; its processes have been ended.
+        TimeoutError, subprocess.TimeoutExpired: it did not end in `timeout` seconds; its processes have been ended.
     """
+    variables = {**job_environment(), **environment}
+    if launcher:
+        code, output, errors = _launch(list(arguments), processes, variables, timeout)
+    else:
+        code, output, errors = fork_server().run(list(arguments), processes, variables, REPO, timeout)
+    if check:
+        assert code == 0, output[-5000:] + errors[-5000:]
+    return subprocess.CompletedProcess(arguments, code, output, errors)
+
+
+def _launch(arguments: list[str], processes: int, variables: dict[str, str], timeout: float) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with subprocess.Popen(
-        [*command, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        cwd=REPO,
-        env={**job_environment(), **environment},
-    ) as job:
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        cwd=REPO, env=variables,
+    ) as job:  # fmt: skip
         try:
             output, errors = job.communicate(timeout=timeout)
         except BaseException:
             job.terminate()  # torchrun ends its workers, which a SIGKILL of it would leave running
             job.communicate(timeout=60)
             raise
-    result = subprocess.CompletedProcess(command, job.returncode, output, errors)
-    if check:
-        assert result.returncode == 0, output[-5000:] + errors[-5000:]
-    return result
+    return job.returncode, output, errors
 
 
 def random_documents(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(config: Path, run_folder: Path, *arguments: str, processes: int = 2, check: bool = True):
+def train(config: Path, run_folder: Path, *arguments: str, processes: int = 2, check: bool = True, **options: Any):
     return torchrun(
         "-m", "titan_mi100.train", "--job.config_file", str(config), "--job.run_folder", str(run_folder), *arguments,
-        processes=processes, check=check,
+        processes=processes, check=check, **options,
     )  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
 def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 steps at once on two processes."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    folder_output = train(config, folder, "--data.validation_fraction", "0.1", "--validation.freq", "10").stdout
+    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10")
+    folder_output = train(config, folder, *more, launcher=True).stdout
     (folder / "stdout.txt").write_text(folder_output)
     return folder
 
