@@ -23,7 +23,7 @@ from titan_mi100.assets import CONFIG, is_asset, is_tokenizer_file
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.model_spec import parameter_count, read_hf_config
-from titan_mi100.tokenizer import load_tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 try:
     import huggingface_hub

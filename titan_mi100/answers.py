@@ -15,7 +15,7 @@ from titan_mi100.data.strict_json import BadRow, parse
 from titan_mi100.decode import Generated
 from titan_mi100.errors import UserError
 from titan_mi100.plain_file import read_plain
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.base import Tokenizer
 
 _SAY_EVERY = 10  # seconds between lines where no bar can be drawn
 _LARGEST_OUTPUT = 1 << 34  # bytes

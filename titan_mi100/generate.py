@@ -35,7 +35,8 @@ from titan_mi100.model_source import open_source, verify_files
 from titan_mi100.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.plain_file import LARGEST_CONFIG, read_plain
 from titan_mi100.sealed import MANIFEST
-from titan_mi100.tokenizer import Tokenizer, load_tokenizer
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import in_words
 
 _DTYPES = ("float32", "bfloat16", "float64")

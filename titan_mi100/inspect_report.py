@@ -23,7 +23,8 @@ from titan_mi100.data.sft import OVERLONG
 from titan_mi100.errors import UserError
 from titan_mi100.layout import IGNORE
 from titan_mi100.settings import Config
-from titan_mi100.tokenizer import Tokenizer, load_tokenizer
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 _SAMPLE_TOKENS = 1 << 22  # of a larger set every k-th document is looked into, so that time and memory stay bounded
 _PAGE_TOKENS = 1 << 15  # in the rows that are shown unasked

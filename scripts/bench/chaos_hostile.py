@@ -31,7 +31,7 @@ from titan_mi100.errors import UserError  # noqa: E402
 from titan_mi100.hf_io import HFWeights  # noqa: E402
 from titan_mi100.model_spec import parameter_shapes, read_hf_config, to_hf_config  # noqa: E402
 from titan_mi100.safe_read import SafeReader, load_safely, read_torch_file  # noqa: E402
-from titan_mi100.tokenizer import load_tokenizer, tokenizer_files  # noqa: E402
+from titan_mi100.text.load import load_tokenizer, tokenizer_files  # noqa: E402
 
 TIME_LIMIT = 30  # seconds a case
 
