@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import checkpoint, resume, sealed
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data import loader
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
 from titan_mi100.open_run import open_run
-from titan_mi100.parallel.distributed import World
+from titan_mi100.parallel.distributed import World, measure_gradients
 from titan_mi100.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.settings import Config, TrainingConfig
 
@@ -283,19 +282,12 @@ def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path)
     assert not result.skipped and not list(result.nonfinite_microbatches) and not same(job.tensors(), before)
 
 
-def test_a_place_beyond_the_end_of_a_smaller_set_is_its_end() -> None:
-    """12 rows by 4 became 7 by 4, which an epoch of 8 holds: the tenth row is none of them."""
-    before, now = (12, 4), (7, 4)
-    places = [loader.renumber(number, before, now) for number in (5, 7, 10, 12 + 3, 12 + 11)]
-    assert places == [5, 7, 7, 8 + 3, 8 + 7]
-
-
 def test_a_copy_that_does_not_count_in_the_norm_must_be_finite(world: World) -> None:
     """A pipeline's second copy of a tied weight is updated too, so a NaN in it is one in the model."""
     counted, copy = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     counted.grad, copy.grad = torch.tensor([3.0, 4.0]), torch.tensor([1.0, float("nan")])
-    measured = distributed.measure_gradients([counted, copy], [copy])
+    measured = measure_gradients([counted, copy], [copy])
     assert (measured.squares, measured.finite) == (25.0, False)
     copy.grad = torch.ones(2)
-    measured = distributed.measure_gradients([counted, copy], [copy])
+    measured = measure_gradients([counted, copy], [copy])
     assert (measured.squares, measured.finite) == (25.0, True)

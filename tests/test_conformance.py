@@ -30,7 +30,7 @@ from titan_mi100.data.sft import Encoder
 from titan_mi100.data.supervision import rounds, supervise, supervised_spans
 from titan_mi100.errors import UserError
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -260,7 +260,7 @@ class Candidate:
     """`titan_mi100`."""
 
     def __init__(self, folder: Path) -> None:
-        self.template, self.tokenizer = ChatTemplate.from_folder(folder), Tokenizer.from_folder(folder)
+        self.template, self.tokenizer = ChatTemplate.from_folder(folder), load_tokenizer(folder)
 
     def documents(
         self, messages: list[Any], tools: Any, modes: list[tuple[str, bool, str]]

@@ -8,7 +8,7 @@ from conftest import ASSETS, REPO
 from test_prepare import load, supervised_texts
 
 from titan_mi100.data.rows import FORMATS
-from titan_mi100.tokenizer import load_tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 PAGE = (REPO / "docs" / "DATA.md").read_text(encoding="utf-8")
 EXAMPLES = [

@@ -15,7 +15,7 @@ from titan_mi100.data.prepare import prepare_data
 from titan_mi100.evaluate import bits_per_byte
 from titan_mi100.layout import IGNORE
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import load_tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 TEXTS = ("größer 🙂", "再见！", "plain words of a text", "été, forêt")
 CHAT = [

@@ -21,7 +21,7 @@ from titan_mi100.inspect_data import main
 from titan_mi100.inspect_report import token_texts
 from titan_mi100.layout import IGNORE, Batch
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
 
@@ -99,7 +99,7 @@ def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, in
 
 
 def test_invisible_characters_and_parts_of_characters_are_readable() -> None:
-    tokenizer = Tokenizer.from_folder(ASSETS / "tokenizer")
+    tokenizer = load_tokenizer(ASSETS / "tokenizer")
     ids = tokenizer.encode("\n\té😀\u00a0\u202e⟧")
     shown = "↵⇥é⟨F0 9F⟩⟨98⟩⟨80⟩→😀⟨C2⟩⟨A0⟩→⟨U+00A0⟩⟨E2⟩⟨80⟩⟨AE⟩→⟨U+202E⟩⟨E2⟩⟨9F⟩⟨A7⟩→⟨U+27E7⟩"
     assert "".join(token_texts(tokenizer, ids)) == shown
@@ -108,7 +108,7 @@ def test_invisible_characters_and_parts_of_characters_are_readable() -> None:
 
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="the real data is not beside this checkout")
 def test_a_token_of_whole_characters_and_a_part_shows_both() -> None:
-    tokenizer = Tokenizer.from_folder(SHARED_DATA / "qwen3_tokenizer")
+    tokenizer = load_tokenizer(SHARED_DATA / "qwen3_tokenizer")
     assert token_texts(tokenizer, tokenizer.encode("Köln ☀️")) == ["K", "ö", "ln", " ⟨E2 98⟩", "⟨80⟩→☀", "️"]
 
 

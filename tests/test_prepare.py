@@ -26,14 +26,15 @@ from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
 from titan_mi100.errors import UserError
 from titan_mi100.layout import IGNORE
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import Tokenizer, load_tokenizer
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 ARITHMETIC = ASSETS / "arithmetic.jsonl"
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(ASSETS / "tokenizer")
+    return load_tokenizer(ASSETS / "tokenizer")
 
 
 def load(*paths: Path, seq_len: int = 256, tokenizer: Path = ASSETS / "tokenizer", **options: Any) -> Prepared:
@@ -85,7 +86,7 @@ def answers_of(path: Path) -> list[str]:
 def test_gsm8k_is_learned_exactly_and_fills_its_rows() -> None:
     folder, path = SHARED_DATA / "qwen3_tokenizer", SHARED_DATA / "gsm8k" / "train.jsonl"
     data = load(path, seq_len=1024, tokenizer=folder)
-    assert supervised_texts(data.train, Tokenizer.from_folder(folder)) == answers_of(path)
+    assert supervised_texts(data.train, load_tokenizer(folder)) == answers_of(path)
     counts = data.facts.train
     assert counts.documents == 7473 and counts.tokens == 1_460_527
     assert counts.tokens / (counts.rows * 1024) >= 0.995

@@ -26,7 +26,7 @@ from titan_mi100.hf_io import HFWeights
 from titan_mi100.model_spec import parameter_shapes, read_hf_config
 from titan_mi100.plain_file import read_plain
 from titan_mi100.safe_read import SafeLoadPlanner, SafeReader, load_safely, read_torch_file
-from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
 
 NAMES = [name for name, _ in hostile.hostile_cases()]
 

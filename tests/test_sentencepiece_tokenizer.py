@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.errors import UserError
-from titan_mi100.sentencepiece_tokenizer import SentencePieceTokenizer
-from titan_mi100.tokenizer import BpeTokenizer, load_tokenizer, tokenizer_files
+from titan_mi100.text.bpe import BpeTokenizer
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
+from titan_mi100.text.other import SentencePieceTokenizer
 
 USER_DEFINED = ["<|im_start|>", "<|im_end|>", "<|im", "<|im_end|>!"]
 SPECIALS = [*USER_DEFINED, "<s>", "</s>", "<added>", "<added>>"]
@@ -243,7 +244,7 @@ def test_eos_and_pad_come_from_the_config_else_from_the_model(models: dict[str, 
     assert (ours.eos_token, ours.eos_token_id, ours.pad_token_id) == ("<|im_end|>", ours.encode("<|im_end|>")[0], 1000)
     assert ours.n_vocab == 1004
     without_eos = train(model_type="bpe", eos_id=-1)
-    with pytest.raises(UserError, match="no eos piece"):
+    with pytest.raises(UserError, match="eos_token is missing"):
         load_tokenizer(write(tmp_path, without_eos, {}))
     assert load_tokenizer(write(tmp_path, without_eos, {"eos_token": "<|im_end|>"})).eos_token == "<|im_end|>"
 
@@ -324,12 +325,12 @@ def test_a_broken_model_is_refused(models: dict[str, bytes], tmp_path: Path, nam
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eos_token": "<nope>"}, "eos_token '<nope>'"),
     ({"pad_token": "▁the"}, "pad_token '▁the'"),
-    ({"eos_token": 2}, "not the name of a token"),
-    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "which is the model's piece"),
-    ({"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}}, "under another id"),
-    ({"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}}, "listed twice"),
-    ({"added_tokens_decoder": {"1000": {"content": ""}}}, "is empty"),
-    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "has id -1"),
+    ({"eos_token": 2}, "eos_token 2 is not the name"),
+    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "takes the id of the model's '▁"),
+    ({"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}}, "id 1000, has also id "),
+    ({"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}}, "id 1001, has also id 1000"),
+    ({"added_tokens_decoder": {"1000": {"content": ""}}}, "id 1000, is empty"),
+    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "id -1, is not numbered"),
     ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "rstrip"),
     ({"added_tokens_decoder": {"1000": "<a>"}}, "not laid out"),
 ]

@@ -3,6 +3,7 @@ import json
 import pickle
 import random
 import shutil
+import sys
 import unicodedata
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from titan_mi100.errors import UserError
-from titan_mi100.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, tokenizer_files
-from titan_mi100.tokenizer_definition import find_inexact_merge
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.bpe import BpeTokenizer, find_inexact_merge
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
+from titan_mi100.text.other import HfTokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 QWEN3 = DATA / "qwen3_tokenizer"
@@ -107,7 +110,7 @@ def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
 
 
 def both(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    return Tokenizer.from_folder(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def assert_same_ids(ours: Tokenizer, theirs: tokenizers.Tokenizer, texts: list[str]) -> None:
@@ -386,7 +389,7 @@ def test_vocab_and_merges_files_give_the_same_tokenizer(tmp_path: Path, trained:
             shutil.copyfile(QWEN3 / name, tmp_path / name)
     else:
         as_vocab_and_merges(trained, tmp_path)
-    ours, other = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(QWEN3 if real else trained)
+    ours, other = load_tokenizer(tmp_path), load_tokenizer(QWEN3 if real else trained)
     assert ours.fingerprint == other.fingerprint
     text = "<think>it's\n\n 12 e\u0301</think><|im_end|>"
     assert ours.encode(text) == other.encode(text)
@@ -494,76 +497,172 @@ TEMPLATE_WITH_BOS = {
     "pair": [],
     "special_tokens": {"<eos>": {"id": "<eos>", "ids": [256], "tokens": ["<eos>"]}},
 }
+LETTERS = ["a", "b", "c", "▁", "▁a", "ab", "b</w>", "##b", "[UNK]", "<eos>"]
+WORDS = {token: number for number, token in enumerate(LETTERS)}
+BYTES_BEHIND = {**WORDS, **{f"<0x{byte:02X}>": len(WORDS) + byte for byte in range(256)}}
+LLAMA_DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+
+
+def other_kind(model: dict[str, Any], **changes: Any) -> Callable[[], dict[str, Any]]:
+    """A tokenizer.json whose vocabulary holds its eos token."""
+    return lambda: definition([], added_tokens=[added_token(WORDS["<eos>"], "<eos>")], **changes) | {"model": model}
+
+
+# What tiktoken does not do exactly, or is not known to: the ids must then be those of `tokenizers`.
+OTHER_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "wordpiece": other_kind(
+        {
+            "type": "WordPiece",
+            "vocab": WORDS,
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
+        pre_tokenizer={"type": "Whitespace"},
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": False},
+    ),
+    "unigram": other_kind(
+        {"type": "Unigram", "unk_id": 8, "vocab": [[token, -1.0 - i / 8] for i, token in enumerate(LETTERS)]},
+        pre_tokenizer=METASPACE,
+        decoder=METASPACE,
+    ),
+    "bpe of characters with bytes behind, as Llama 2": other_kind(
+        {
+            "type": "BPE",
+            "vocab": BYTES_BEHIND,
+            "merges": [["a", "b"], ["▁", "a"]],
+            "byte_fallback": True,
+            "unk_token": "[UNK]",
+        },
+        pre_tokenizer=None,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        decoder=LLAMA_DECODER,
+    ),
+    "unk_token": changed(unk_token="<eos>"),
+    "end of word": changed(end_of_word_suffix=""),
+    "nfkc": lambda: definition([("a", "b")], normalizer={"type": "NFKC"}),
+    "lowercase in a sequence": lambda: definition(
+        [("a", "b")], normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    ),
+    "no pre_tokenizer": lambda: definition([("a", "b")], pre_tokenizer=None),
+    "prefix space": lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "add_prefix_space": True}),
+    "prefix space in the sequence": split_edit(1, add_prefix_space=True),
+    "no splitting": lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "use_regex": False}),
+    "split twice": split_edit(1, use_regex=True),
+    "split removes": split_edit(0, behavior="Removed"),
+    "split inverted": split_edit(0, invert=True),
+    "other pattern": split_edit(0, pattern={"Regex": r"\p{N}{1,3}|\s+|\S+"}),
+    "string pattern": split_edit(0, pattern={"String": " "}),
+    "bos added, which an encoded text leaves out": lambda: definition(
+        [], post_processor=TEMPLATE_WITH_BOS, pre_tokenizer=GPT2_SPLIT
+    ),
+    "truncated and padded": lambda: definition(
+        [],
+        pre_tokenizer=GPT2_SPLIT,
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 50},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "!",
+        },
+    ),
+    "other decoder": lambda: definition([], decoder={"type": "Fuse"}),
+    "lstrip": added_edit(lstrip=True),
+    "rstrip": added_edit(rstrip=True),
+    "single word": added_edit(single_word=True),
+    "added token listed twice": lambda: definition([], added_tokens=[added_token(256, "<eos>")] * 2),
+    "falling ids": vocabulary_edit(lambda vocab: vocab.update(ab=257, cd=256)),
+    "token that no merge makes": vocabulary_edit(lambda vocab: vocab.update(xyz=258)),
+    "product listed twice": lambda: definition([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]),
+    "parts made later": lambda: definition([("ab", "c"), ("a", "b")], model={"vocab": vocabulary_with("ab", "abc")}),
+    "seam taken by an earlier merge": lambda: definition([("a", "b"), ("b", "c"), ("a", "bc")]),
+    "equal merges, left first": lambda: definition([("a", "a"), ("a", "aa")]),
+    "ignore_merges and an added token of the vocabulary": lambda: definition(
+        [("a", "b")],
+        model={"ignore_merges": True},
+        added_tokens=[added_token(256, "ab", normalized=True), added_token(257, "<eos>")],
+    ),
+}
+SOME_TEXTS = [
+    "",
+    "a",
+    " ",
+    "ab<eos>ba  abc",
+    " é\n\nAB abcabc ",
+    "123 <eos> !",
+    "x<eos>ab 漢\U0001f600 aaaa",
+    "xyz\t cd ",
+]
+
+
+def vocabulary_with(*products: str) -> dict[str, int]:
+    return {character: byte for byte, character in BYTES.items()} | {p: 256 + i for i, p in enumerate(products)}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_other_kinds_get_the_ids_of_tokenizers(tmp_path: Path, name: str) -> None:
+    data = OTHER_KINDS[name]()
+    if name in ("parts made later",):
+        data["added_tokens"][0]["id"] = 258
+    ours, theirs = both(write(tmp_path, data))
+    theirs.no_truncation()
+    theirs.no_padding()
+    rng = random.Random(0)
+    texts = [*SOME_TEXTS, *("".join(rng.choices("aabbc  é<eos>漢", k=rng.randrange(30))) for _ in range(50))]
+    assert isinstance(ours, HfTokenizer)
+    for text in texts:
+        expected = theirs.encode(text, add_special_tokens=False)
+        ids, ends = ours.encode_with_offsets(text)
+        assert ours.encode(text) == ids.tolist() == expected.ids, text
+        assert ours.decode(ids) == theirs.decode(expected.ids, skip_special_tokens=False)
+        assert ours.normalize(text) == text
+        assert (np.diff(ends) >= 0).all() and (not ids.size or ends[-1] == len(text.encode()))
+        assert ours.eos_token_id in ids or "<eos>" not in text or "single" in name
+    assert pickle.loads(pickle.dumps(ours)).encode(SOME_TEXTS[3]) == ours.encode(SOME_TEXTS[3])
+
+
 REFUSALS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "wordpiece": (changed(type="WordPiece"), "WordPiece"),
     "dropout": (changed(dropout=0.1), "dropout"),
-    "unk_token": (changed(unk_token="<eos>"), "unk_token"),
-    "continuing prefix": (changed(continuing_subword_prefix="##"), "continuing_subword_prefix"),
-    "end of word": (changed(end_of_word_suffix="</w>"), "end_of_word_suffix"),
-    "byte fallback": (changed(byte_fallback=True), "byte_fallback"),
-    "nfkc": (lambda: definition([], normalizer={"type": "NFKC"}), "NFKC"),
-    "lowercase in a sequence": (
-        lambda: definition(
-            [], normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
-        ),
-        "Lowercase",
-    ),
-    "no pre_tokenizer": (lambda: definition([], pre_tokenizer=None), "pre_tokenizer"),
-    "metaspace": (lambda: definition([], pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
-    "prefix space": (
-        lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "add_prefix_space": True}),
-        "add_prefix_space",
-    ),
-    "prefix space in the sequence": (split_edit(1, add_prefix_space=True), "add_prefix_space"),
-    "no splitting": (lambda: definition([], pre_tokenizer={**GPT2_SPLIT, "use_regex": False}), "use_regex"),
-    "split twice": (split_edit(1, use_regex=True), "use_regex"),
-    "split removes": (split_edit(0, behavior="Removed"), "Removed"),
-    "split inverted": (split_edit(0, invert=True), "invert"),
-    "other pattern": (split_edit(0, pattern={"Regex": r"\p{N}{1,3}|\s+|\S+"}), "pattern"),
-    "string pattern": (split_edit(0, pattern={"String": " "}), "pattern"),
-    "bos added": (lambda: definition([], post_processor=TEMPLATE_WITH_BOS), "adds tokens"),
-    "bos added in a sequence": (
-        lambda: definition([], post_processor={"type": "Sequence", "processors": [TEMPLATE_WITH_BOS]}),
-        "adds tokens",
-    ),
-    "other decoder": (lambda: definition([], decoder={"type": "Metaspace"}), "decoder"),
-    "lstrip": (added_edit(lstrip=True), "lstrip"),
-    "rstrip": (added_edit(rstrip=True), "rstrip"),
-    "single word": (added_edit(single_word=True), "single_word"),
-    "added id skipped": (added_edit(id=300), "300"),
-    "added token listed twice": (
-        lambda: definition([], added_tokens=[added_token(256, "<eos>"), added_token(256, "<eos>")]),
-        "listed twice",
-    ),
-    "a byte missing": (vocabulary_edit(lambda vocab: vocab.pop("z")), "'z'"),
-    "product missing": (vocabulary_edit(lambda vocab: vocab.pop("cd")), "'cd'"),
-    "falling ids": (vocabulary_edit(lambda vocab: vocab.update(ab=257, cd=256)), "lower id"),
-    "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "distinct"),
-    "fractional id": (vocabulary_edit(lambda vocab: vocab.update(cd=257.5)), "distinct"),
-    "token that no merge makes": (vocabulary_edit(lambda vocab: vocab.update(xyz=258)), "'xyz'"),
-    "product listed twice": (lambda: definition([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]), "second time"),
-    "parts made later": (lambda: definition([("ab", "c"), ("a", "b")]), "before both are made"),
-    "seam taken by an earlier merge": (lambda: definition([("a", "b"), ("b", "c"), ("a", "bc")]), "otherwise"),
-    "equal merges, left first": (lambda: definition([("a", "a"), ("a", "aa")]), "otherwise"),
-    "merge of three": (lambda: definition([], model={"merges": ["a b c"]}), "not two tokens"),
-    "ignore_merges and an added token of the vocabulary": (
-        lambda: definition(
-            [("a", "b")],
-            model={"ignore_merges": True},
-            added_tokens=[added_token(256, "ab", normalized=True), added_token(257, "<eos>")],
-        ),
-        "ignore_merges",
-    ),
+    "added id skipped": (added_edit(id=300), "('<eos>', 300)"),
+    "added id of another": (added_edit(id=7), "('<eos>', 7)"),
+    "a byte missing": (vocabulary_edit(lambda vocab: vocab.pop("z")), "b'z'"),
+    "product missing": (vocabulary_edit(lambda vocab: vocab.pop("cd")), "`cd` out of vocabulary"),
+    "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "two tokens"),
+    "fractional id": (vocabulary_edit(lambda vocab: vocab.update(cd=257.5)), "257.5"),
+    "merge of three": (lambda: definition([], model={"merges": ["a b c"]}), "not laid out"),
     "no model": (lambda: {"version": "1.0"}, "not laid out"),
+    "unknown model": (changed(type="Other"), "cannot read it"),
+    "added token that is no text": (added_edit(content=3), "not laid out"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_tiktoken_cannot_reproduce_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_what_no_engine_can_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
     build, told = REFUSALS[name]
     with pytest.raises(UserError) as error:
-        Tokenizer.from_folder(write(tmp_path, build()))
+        load_tokenizer(write(tmp_path, build()))
     assert told in str(error.value) and str(tmp_path / "tokenizer.json") in str(error.value)
+
+
+def test_without_the_tokenizers_library_other_kinds_are_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert isinstance(load_tokenizer(write(tmp_path, definition([("a", "b")]))), BpeTokenizer)
+    with pytest.raises(UserError, match=r"pip install 'titan_mi100\[tokenizers\]'"):
+        load_tokenizer(write(tmp_path, definition([], normalizer={"type": "NFKC"})))
 
 
 def test_a_gpt2_like_folder_with_its_special_token_in_the_vocabulary_is_accepted(tmp_path: Path) -> None:
@@ -587,21 +686,24 @@ def test_vocab_and_merges_of_an_unknown_class_are_refused(
     file = as_vocab_and_merges(trained, tmp_path) / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
     with pytest.raises(UserError, match=told):
-        Tokenizer.from_folder(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_files_says_which_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"neither tokenizer\.json nor vocab\.json"):
-        Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="not JSON"):
-        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: no such file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*JSONDecodeError"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="cannot be read"):
-        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*UnicodeDecodeError"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
+    (tmp_path / "vocab.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"merges\.txt"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_missing_or_unknown_eos_or_pad_token_is_refused(tmp_path: Path) -> None:
@@ -611,7 +713,7 @@ def test_a_missing_or_unknown_eos_or_pad_token_is_refused(tmp_path: Path) -> Non
         ({"pad_token": "<nope>"}, "pad_token '<nope>'"),
     ):
         with pytest.raises(UserError, match=told):
-            Tokenizer.from_folder(write(tmp_path, definition([]), **config))
+            load_tokenizer(write(tmp_path, definition([]), **config))
 
 
 # -- the rest of the interface --
@@ -620,14 +722,14 @@ def test_a_missing_or_unknown_eos_or_pad_token_is_refused(tmp_path: Path) -> Non
 def test_eos_and_pad_come_from_the_config_as_a_string_or_an_object(tmp_path: Path) -> None:
     data = definition([])
     data["added_tokens"].append(added_token(257, "<pad>"))
-    ours = Tokenizer.from_folder(write(tmp_path, data, eos_token={"content": "<eos>"}, pad_token="<pad>"))
+    ours = load_tokenizer(write(tmp_path, data, eos_token={"content": "<eos>"}, pad_token="<pad>"))
     assert (ours.eos_token, ours.eos_token_id, ours.pad_token_id, ours.n_vocab) == ("<eos>", 256, 257, 258)
-    assert Tokenizer.from_folder(write(tmp_path, data)).pad_token_id == 256
+    assert load_tokenizer(write(tmp_path, data)).pad_token_id == 256
 
 
 def test_the_fingerprint_follows_whatever_changes_ids_and_nothing_else(tmp_path: Path) -> None:
     def fingerprint(data: dict[str, Any], **config: Any) -> str:
-        return Tokenizer.from_folder(write(tmp_path, data, **config)).fingerprint
+        return load_tokenizer(write(tmp_path, data, **config)).fingerprint
 
     base = fingerprint(definition([("a", "b")]))
     assert base == fingerprint(definition([("a", "b")]), chat_template="other")
@@ -797,8 +899,8 @@ def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) ->
 
 
 BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "empty"),
-    "blank": (lambda data: b"\n\n", "empty"),
+    "empty": (lambda data: b"", "no token is the byte 0x00"),
+    "blank": (lambda data: b"\n\n", "no token is the byte 0x00"),
     "cut inside of a token": (lambda data: data + b"YWJ", ":257: 'YWJ'"),
     "cut before the rank": (lambda data: data + b"YWJj ", ":257: "),
     "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", ":257: "),
@@ -808,10 +910,10 @@ BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "negative rank": (lambda data: data + b"YWI= -1\n", ":257: "),
     "fractional rank": (lambda data: data + b"YWI= 256.0\n", ":257: "),
     "huge rank": (lambda data: data + b"YWI= " + b"9" * 5000 + b"\n", ":257: "),
-    "rank twice": (lambda data: data + b"YWI= 255\n", ":257: the rank 255 is there a second time"),
-    "token twice": (lambda data: data + b"YQ== 256\n", ":257: the token 'a' is there a second time"),
-    "gap": (lambda data: data + b"YWI= 257\n", "rank 256 is missing"),
-    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "single byte 0x61 (1 such"),
+    "rank twice": (lambda data: data + b"YWI= 255\n", "rank 256 is missing or there twice"),
+    "token twice": (lambda data: data + b"YQ== 256\n", ":257: 'YQ== 256' is not a new token"),
+    "gap": (lambda data: data + b"YWI= 257\n", "rank 256 is missing or there twice"),
+    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "no token is the byte 0x61"),
     "binary": (lambda data: bytes(range(256)), ":1: "),
     "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", ":1: 'version"),
     "another family's": (lambda data: data + b"MTIz 256\n", "'123'"),
@@ -830,21 +932,24 @@ def test_a_broken_rank_file_is_refused_with_file_and_reason(tmp_path: Path, name
 
 
 BAD_SIDECARS: list[tuple[Any, str]] = [
-    ([], "list"),
+    ([], "one JSON object"),
     ({"added_tokens_decoder": {"256": {"content": "<eos>"}}}, "eos_token is missing"),
     ({"added_tokens_decoder": {"256": {"content": "<eos>"}}, "eos_token": "<nope>"}, "'<nope>'"),
     ({"added_tokens_decoder": {"257": {"content": "<eos>"}}, "eos_token": "<eos>"}, "begin at id 257"),
-    ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "has id 255"),
-    ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "has id -1"),
+    ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "takes the id of the model's"),
+    ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "id -1, is not numbered"),
     ({"added_tokens_decoder": {"256": {"content": ""}}, "eos_token": "<eos>"}, "empty"),
-    ({"added_tokens_decoder": {"256": {"content": "a"}, "257": {"content": "a"}}, "eos_token": "a"}, "twice"),
+    (
+        {"added_tokens_decoder": {"256": {"content": "a"}, "257": {"content": "a"}}, "eos_token": "a"},
+        "id 257, has also id 256",
+    ),
     ({"added_tokens_decoder": {"256": {"content": "<eos>", "lstrip": True}}, "eos_token": "<eos>"}, "lstrip"),
     ({"added_tokens_decoder": {"x": {"content": "<eos>"}}, "eos_token": "<eos>"}, "not laid out"),
     ({"added_tokens_decoder": {"256": {"content": 3}}, "eos_token": "<eos>"}, "not laid out"),
     ({"added_tokens_decoder": [256], "eos_token": "<eos>"}, "not laid out"),
     ({"eos_token": "<nope>"}, "'<nope>'"),
-    ({"eos_token": 256}, "not the name of a token"),
-    ({"pad_token": {"content": ["<eos>"]}}, "not the name of a token"),
+    ({"eos_token": 256}, "eos_token 256 is not the name"),
+    ({"pad_token": {"content": ["<eos>"]}}, "pad_token ['<eos>'] is not the name"),
 ]
 
 
@@ -861,7 +966,7 @@ def test_a_config_that_does_not_go_with_the_rank_file_is_refused(tmp_path: Path,
 
 
 def test_load_tokenizer_finds_what_a_path_means(tmp_path: Path, trained: Path) -> None:
-    expected = Tokenizer.from_folder(trained).encode("it's thinking<|im_end|>")
+    expected = load_tokenizer(trained).encode("it's thinking<|im_end|>")
     assert load_tokenizer(str(trained)).encode("it's thinking<|im_end|>") == expected
     older = as_vocab_and_merges(trained, tmp_path)
     assert load_tokenizer(older).encode("it's thinking<|im_end|>") == expected

@@ -24,7 +24,7 @@ from titan_mi100.logging import ByteProgress, log
 from titan_mi100.model_source import ModelSource, open_source, verify_files
 from titan_mi100.model_spec import ModelSpec, parameter_count
 from titan_mi100.settings import LoRAConfig, fingerprint
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import Kind, Piece, Weights, in_words, raw_bytes, some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
@@ -316,7 +316,7 @@ def _assets_of_export(source: ModelSource, kinds: Kinds) -> Assets:
     dtype = in_words(dtypes.pop()) if len(dtypes) == 1 else None
     ends: list[int] = []
     if "tokenizer.json" in source.assets or "vocab.json" in source.assets:
-        ends = Tokenizer.from_folder(source.assets_folder).end_ids()
+        ends = load_tokenizer(source.assets_folder).end_ids()
     else:
         log.info(f"{source.path}: no tokenizer files beside it, so the export has none")
     try:

@@ -18,7 +18,7 @@ from titan_mi100.data.strict_json import BadRow, listed
 from titan_mi100.decode import Sampling
 from titan_mi100.errors import UserError
 from titan_mi100.inference import PromptBuilder, full_memory_is_an_error, load_answer
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.base import Tokenizer
 
 _PROMPT_KEYS = ("messages", "prompt", "question")
 

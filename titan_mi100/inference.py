@@ -21,7 +21,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_source import open_source, verify_files
 from titan_mi100.model_spec import parameter_shapes
 from titan_mi100.parallel.distributed import device_name, fill_parameters
-from titan_mi100.tokenizer import load_tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 _COPY = "copy it from the model that you started from"
 

@@ -25,7 +25,8 @@ from titan_mi100.data.sft import OVERLONG
 from titan_mi100.errors import UserError
 from titan_mi100.layout import IGNORE
 from titan_mi100.settings import Config
-from titan_mi100.tokenizer import Tokenizer, load_tokenizer
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 
 _SAMPLE_TOKENS = 1 << 22  # of a larger set only every k-th document is examined, to bound time and memory
 _PAGE_TOKENS = 1 << 15  # in the rows that a page shows by default

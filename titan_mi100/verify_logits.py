@@ -15,7 +15,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.json_file import read_object
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.model_spec import ModelSpec
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import Kind, Weights
 
 _TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
@@ -105,7 +105,7 @@ def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
     """(1, tokens) each: some that reach all over the vocabulary, and texts if there is a tokenizer."""
     prompts = [[(step * i * i + step) % vocabulary for i in range(16)] for step in (1, 7919, 104729, 1299709)]
     if _has_tokenizer(folder):
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = load_tokenizer(folder)
         prompts += [[i for i in tokenizer.encode(text) if i < vocabulary] for text in _TEXTS]
     return [torch.tensor([ids]) for ids in prompts if ids]
 
@@ -114,7 +114,7 @@ def _compare_texts(folder: Path) -> list[str]:
     """Token ids, chat template and the end of a turn, by transformers and by us."""
     if not _has_tokenizer(folder):
         return []
-    ours = Tokenizer.from_folder(folder)
+    ours = load_tokenizer(folder)
     try:
         theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:

@@ -29,7 +29,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.hf_io import HFWeights
 from titan_mi100.model_spec import parameter_shapes, read_hf_config, to_hf_config
 from titan_mi100.safe_read import SafeReader, load_safely, read_torch_file
-from titan_mi100.tokenizer import load_tokenizer, tokenizer_files
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
 
 TIME_LIMIT = 30  # seconds a case
 

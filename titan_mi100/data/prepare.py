@@ -34,7 +34,8 @@ from titan_mi100.durable import FolderLock
 from titan_mi100.errors import UserError
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.settings import Config, DataConfig
-from titan_mi100.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = ("data/[!.]*.py", "chat_template.py", "traced.py", "[!.]*tokenizer*.py", "rank_file.py")

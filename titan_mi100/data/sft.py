@@ -14,7 +14,7 @@ from titan_mi100.data.rows import BadRow, Example
 from titan_mi100.data.supervision import Span, supervise
 from titan_mi100.errors import UserError
 from titan_mi100.settings import DataConfig
-from titan_mi100.tokenizer import Tokenizer
+from titan_mi100.text.base import Tokenizer
 
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
