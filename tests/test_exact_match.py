@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("the answer is 1,234,567.", "1234567"),
         ("#### -$5", "-5"),
         ("#### $-5", "-5"),
+        ("a dash --5", "-5"),
         ("what is left is 10 - 3", "3"),
         ("#### 007.00", "7"),
         ("#### 100", "100"),

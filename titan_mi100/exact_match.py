@@ -25,7 +25,7 @@ from titan_mi100.hf_io import is_hf_folder
 from titan_mi100.inference import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
 
 # 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.
-_NUMBER = re.compile(r"(?<![0-9.])-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
+_NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
