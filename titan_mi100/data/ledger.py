@@ -4,6 +4,7 @@ import csv
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,14 +18,28 @@ _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are on
 _DETAILS = 100_000  # reasons kept word for word; of later rows only their kind
 _MANY_OVERLONG = 0.1  # of all rows: warned of
 _SETS = ("", "train", "validation")
+NO_SET, TRAIN, VALIDATION = range(len(_SETS))
+
+
+class _Columns(NamedTuple):
+    """What is known of consecutive rows of input, an entry for each."""
+
+    files: np.ndarray  # int32: its number among the sources
+    numbers: np.ndarray  # (rows, 2) int64: the line, and in a JSON array the element
+    statuses: np.ndarray  # uint8: of sft.STATUSES
+    tokens: np.ndarray  # int64: before anything was cut off
+    documents: np.ndarray  # int64: how many it gave
+    supervised: np.ndarray  # int64: tokens of these
+    kinds: np.ndarray  # uint16: of the reason, among the ledger's kinds; 0: there is none
+    hashes: np.ndarray  # (rows, 2) uint64: of the content
 
 
 class Ledger:
-    """Collects the rows chunk by chunk; `close` makes the arrays, one entry per row of input."""
+    """Collects the rows of input chunk by chunk; `close` makes the arrays, one entry per row."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        self._chunks: list[tuple[np.ndarray, ...]] = []
+        self._chunks: list[_Columns] = []
         self._kinds: list[str] = [""]
         self._details: dict[int, str] = {}
         self._rows = 0
@@ -42,27 +57,37 @@ class Ledger:
         supervised = first[stops] - first[stops - chunk.documents]
         files = np.full(len(kinds), chunk.file, dtype=np.int32)
         self._chunks.append(
-            (files, chunk.numbers, chunk.statuses, chunk.tokens, chunk.documents, supervised, kinds, chunk.hashes)
+            _Columns(
+                files, chunk.numbers, chunk.statuses, chunk.tokens, chunk.documents, supervised, kinds, chunk.hashes
+            )
         )
         self._rows += len(kinds)
 
     def close(self) -> None:
-        """After the last chunk; finds duplicates: rows with the content of an earlier row that gave documents."""
-        columns = [np.concatenate(column) for column in zip(*self._chunks, strict=True)] if self._chunks else None
-        assert columns is not None, "files without a row are refused before"
+        """After the last chunk: make the arrays and find duplicates."""
+        assert self._chunks, "files without a row are refused before"
+        columns = _Columns(*map(np.concatenate, zip(*self._chunks, strict=True)))
         self._chunks = []
         self.files, self.numbers, self.statuses, self.tokens, self.documents, self.supervised = columns[:6]
         self.kinds, self.hashes = columns[6:]
         self.sets = np.zeros(len(self.files), dtype=np.uint8)  # of _SETS: where its documents are used
-        self.original = np.full(len(self.files), -1, dtype=np.int64)  # of a duplicate: the row that came first
+        self.original = self._find_originals()
+        self.statuses[self.original >= 0] = DUPLICATE
+
+    def _find_originals(self) -> np.ndarray:
+        """For each row the first one with the same content, if that came before; else -1. (rows,) int64.
+
+        Only rows that gave documents count: what was rejected twice is rejected, and no duplicate.
+        """
         used = np.flatnonzero(self.documents)
-        order = used[np.lexsort(self.hashes[used].T)]  # stable: equal content stays in the order of the files
-        equal = (self.hashes[order[1:]] == self.hashes[order[:-1]]).all(axis=1)
-        place = np.arange(len(order))
-        place[1:][equal] = 0
-        again = order[1:][equal]
-        self.original[again] = order[np.maximum.accumulate(place)][1:][equal]
-        self.statuses[again] = DUPLICATE
+        order = used[np.lexsort(self.hashes[used].T)]  # equal content side by side, in the order of the files (stable)
+        repeats = np.zeros(len(order), dtype=bool)  # whether a row of `order` has the content of the one before
+        repeats[1:] = (self.hashes[order[1:]] == self.hashes[order[:-1]]).all(axis=1)
+        # For each place in `order` the place of the last row that repeats nothing: the first one with this content.
+        first = np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))
+        originals = np.full(len(self.files), -1, dtype=np.int64)
+        originals[order[repeats]] = order[first[repeats]]
+        return originals
 
     def where(self, row: int) -> str:
         """Its file:line."""
@@ -142,8 +167,8 @@ class Ledger:
 
     def _straddling(self) -> list[str]:
         """Validation rows that stand in the training files too (only those of separate files can)."""
-        twice = np.flatnonzero((self.original >= 0) & (self.sets == 2))
-        twice = twice[self.sets[self.original[twice]] == 1]
+        twice = np.flatnonzero((self.original >= 0) & (self.sets == VALIDATION))
+        twice = twice[self.sets[self.original[twice]] == TRAIN]
         if not twice.size:
             return []
         first = f"{self.where(twice[0])} is {self.where(self.original[twice[0]])}"

@@ -1,0 +1,206 @@
+"""Makes the files of a prepared folder: tokens, the plan of rows for each set, the ledger, and the facts.
+
+| file | |
+|---|---|
+| tokens.bin | uint32 values of all documents, end to end |
+| documents.npy | where each begins |
+| lines.npy, document_lines.npy | the `Origins` of the documents |
+| SET_starts.npy, SET_documents.npy | the `Packing` of each set |
+| ledger.csv, meta.json | for people and programs |
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.data.facts import Facts, SetFacts, write_meta
+from titan_mi100.data.files import file_size
+from titan_mi100.data.ledger import Ledger
+from titan_mi100.data.mixture import mix
+from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.request import Request
+from titan_mi100.data.rows import choose_format
+from titan_mi100.data.sft import Encoder
+from titan_mi100.data.tokenise import Chunk, Source, tokenise
+from titan_mi100.errors import UserError
+from titan_mi100.logging import ByteProgress, log
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
+
+_MANY_DOCUMENTS = 100_000  # packing them may take a while: said
+
+
+def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None:
+    """Make all files of a prepared folder; of refused data the ledger and meta.json only tell why.
+
+    Args:
+        made_of: for the facts.
+
+    Raises:
+        UserError: a file cannot be read, or the template or a setting does not fit.
+    """
+    started = time.perf_counter()
+    config = request.config
+    tokenizer = load_tokenizer(request.tokenizer_path)
+    sources = [Source(file, choose_format(file, config), file_size(file)) for file in request.files()]
+    encoder = Encoder(tokenizer, _load_template(request, sources, tokenizer), config, request.seq_len)
+    ledger, tokens = _tokenise_all(folder / "tokens.bin", request, sources, encoder)
+    mixture = mix(ledger, np.bincount(tokens.lines, np.diff(tokens.starts), len(ledger.documents)), request)
+
+    facts = None
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
+    if not refusal:
+        digest = tokens.digest
+        digest.update(f"{request.seq_len} {tokenizer.pad_token_id}".encode())
+        sets, fingerprints = {}, {}
+        for name, times in mixture.times.items():
+            packing = _pack(tokens, times, request.seq_len)
+            np.save(folder / f"{name}_starts.npy", packing.starts)
+            np.save(folder / f"{name}_documents.npy", packing.documents)
+            digest.update(packing.starts.tobytes() + packing.documents.tobytes())
+            sets[name], fingerprints[name] = _count(packing, tokens, ledger, times), digest.hexdigest()
+        np.save(folder / "documents.npy", tokens.starts)
+        np.save(folder / "document_lines.npy", tokens.lines)
+        np.save(folder / "lines.npy", np.column_stack([ledger.files, ledger.numbers]))
+        in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
+        facts = Facts(
+            seq_len=request.seq_len,
+            pad_id=tokenizer.pad_token_id,
+            n_vocab=tokenizer.n_vocab,
+            tokenizer=tokenizer.fingerprint,
+            fingerprint=fingerprints["train"],
+            plan=digest.hexdigest(),
+            files=request.files(),
+            made_of=made_of,
+            train=sets["train"],
+            validation=sets.get("validation"),
+            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets],
+            warnings=[*ledger.warnings(config), *mixture.warnings],
+        )
+    ledger.write(folder / "ledger.csv")
+    write_meta(folder, facts, refusal, round(time.perf_counter() - started, 3))
+
+
+def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template; None where no file holds conversations."""
+    if all(source.format.name in ("text", "tokens") for source in sources):
+        return None
+    template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
+    if template.is_dated:
+        raise UserError(
+            "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
+            "with a fixed date into model.chat_template"
+        )
+    return template
+
+
+class _Tokens(NamedTuple):
+    """The documents of tokens.bin."""
+
+    starts: np.ndarray  # (documents + 1,) int64: where each begins
+    lines: np.ndarray  # (documents,) int64: the line of the ledger that each is from
+    supervised_bytes: np.ndarray  # (documents,) int64: what its supervised tokens spell
+    digest: Any  # hashlib's, of the values of the training files
+
+
+def _tokenise_all(path: Path, request: Request, sources: Sequence[Source], encoder: Encoder) -> tuple[Ledger, _Tokens]:
+    """Write the values of all documents to `path`, and account for every row of input."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ledger, digest, token_sizes = Ledger(sources), hashlib.sha256(), _token_sizes(encoder.tokenizer)
+    lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    size = sum(source.bytes for source in sources)
+    with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
+        for chunk in tokenise(sources, encoder, request.config.workers or cores or 1, progress.advance):
+            ledger.add(chunk)
+            lengths.append(chunk.lengths)
+            supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
+            values = chunk.values.tobytes()
+            out.write(values)
+            if chunk.file < request.n_train_files():
+                digest.update(values)
+    ledger.close()
+    lines = np.repeat(np.arange(len(ledger.documents)), ledger.documents)
+    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), lines, np.concatenate(supervised_bytes), digest)
+
+
+def _pack(tokens: _Tokens, times: np.ndarray, seq_len: int) -> Packing:
+    """The rows of a set; `times`: (rows of input,) how often an epoch reads each one's documents."""
+    documents = _copies(times[tokens.lines])
+    if len(documents) > _MANY_DOCUMENTS:
+        log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
+    packing = pack_rows(np.diff(tokens.starts)[documents], seq_len)
+    return Packing(packing.starts, documents[packing.documents])
+
+
+def _copies(times: np.ndarray) -> np.ndarray:
+    """Each number as often as it is wanted, all first copies before any second: so rows rarely hold one twice."""
+    numbers = np.repeat(np.arange(len(times)), times)
+    copy = np.arange(len(numbers)) - np.repeat(np.cumsum(times) - times, times)
+    return numbers[np.argsort(copy, kind="stable")]
+
+
+def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, times: np.ndarray) -> SetFacts:
+    return SetFacts(
+        documents=len(packing.documents),
+        tokens=int(np.diff(tokens.starts)[packing.documents].sum()),
+        supervised=int(ledger.supervised @ times),
+        supervised_bytes=int(tokens.supervised_bytes @ times[tokens.lines]),
+        rows=len(packing.starts) - 1,
+    )
+
+
+def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]) -> str:
+    config = request.config
+    if not times["train"].any():
+        lines = [f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()]
+        if config.overlong == "drop" and (longest := int(ledger.tokens.max())) > request.seq_len:
+            lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
+        return "\n".join(lines)
+    if "validation" in times and not times["validation"].any():
+        return (
+            f"{', '.join(config.validation_path or config.path)}: no row is left to validate on; "
+            "raise [data] validation_fraction, or leave validation out"
+        )
+    return ""
+
+
+def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes that each token spells, (n_vocab,) int64: none of one that ends a turn or a text, or does not exist."""
+    sizes = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token not in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            with suppress(UserError):  # ids need not be without gaps
+                sizes[token] = len(tokenizer.token_bytes(token))
+    return sizes
+
+
+def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
+    """Bytes that the supervised tokens of each document spell, (documents,) int64."""
+    starts = np.cumsum(chunk.lengths) - chunk.lengths
+    sizes = np.where(chunk.values & 1, token_sizes[chunk.values >> 1], 0)
+    sizes[starts] = 0  # nothing stands before a document's first token, so it has no loss
+    return np.add.reduceat(sizes, starts) if len(starts) else sizes
+
+
+def _read_as(sources: Sequence[Source]) -> list[str]:
+    """Which format each file has, a line for each format."""
+    by_format: dict[str, list[str]] = {}
+    for source in sources:
+        name = f"{source.format.name} ({source.format.description})"
+        by_format.setdefault(name, []).append(source.path)
+    more = {form: f" and {len(files) - 1:,} more files" if len(files) > 1 else "" for form, files in by_format.items()}
+    return [f"{files[0]}{more[form]}: format {form}" for form, files in by_format.items()]
+
+
+def _describe(count: SetFacts, seq_len: int) -> str:
+    return (
+        f"{count.documents:,} documents, {count.tokens:,} tokens, {count.supervised:,} supervised, "
+        f"in {count.rows:,} rows of {seq_len} ({count.tokens / (count.rows * seq_len):.1%} real)"
+    )
