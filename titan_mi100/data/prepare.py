@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 
 _PACKAGE = Path(__file__).parents[1]
-_CODE = ("data/[!.]*.py", "chat_template.py", "traced.py", "[!.]*tokenizer*.py", "rank_file.py")
+_CODE = ("data/[!.]*.py", "text/[!.]*.py", "chat_template.py", "traced.py")
 # What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
-_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2")
+_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
 _MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 _MANY_REPEATS, _TOO_MANY_REPEATS = 10, 1000  # of a path in an epoch: warned of, refused
 
@@ -99,7 +99,7 @@ class _Request:
         depends = {
             "hashes": [sha256 for sha256, _ in stamps],
             "names": [self.patterns, [file.name for file in settings]],
-            "code": [_CODE_HASH, *(version(name) for name in _LIBRARIES), sys.version_info[:2]],  # Unicode's tables
+            "code": [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]],  # Unicode's tables
             "options": options,
             "seq_len": self.seq_len,
         }
@@ -111,6 +111,13 @@ class _Request:
         names += [self.chat_template] if self.chat_template else []
         hashes = {f"file {name}": sha256 for name, (sha256, _) in zip(names, stamps, strict=True)}
         return {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len, **hashes}
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
 
 
 def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
