@@ -440,18 +440,14 @@ def test_merges_are_accepted_exactly_when_each_token_is_built_as_listed(tmp_path
     assert accepted > 300 and refused > 300
 
 
-def test_accepted_merges_encode_as_hf_does_and_the_refused_are_refused(tmp_path: Path) -> None:
+def test_merges_that_tiktoken_can_and_cannot_do_encode_as_hf_does(tmp_path: Path) -> None:
     rng = random.Random(1)
-    refused = 0
+    others = 0
     for _ in range(150):
-        folder = write(tmp_path, definition(random_merges(rng)))
-        try:
-            ours, theirs = both(folder)
-        except UserError:
-            refused += 1
-            continue
+        ours, theirs = both(write(tmp_path, definition(random_merges(rng))))
+        others += isinstance(ours, HfTokenizer)
         assert_same_ids(ours, theirs, ["".join(rng.choices("abc", k=rng.randrange(1, 24))) for _ in range(60)])
-    assert 10 < refused < 140
+    assert 10 < others < 140
 
 
 def test_ignore_merges_is_accepted_because_it_changes_nothing(tmp_path: Path) -> None:
@@ -548,7 +544,7 @@ OTHER_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
         decoder=LLAMA_DECODER,
     ),
     "unk_token": changed(unk_token="<eos>"),
-    "end of word": changed(end_of_word_suffix=""),
+    "end of word": changed(end_of_word_suffix="</w>"),
     "nfkc": lambda: definition([("a", "b")], normalizer={"type": "NFKC"}),
     "lowercase in a sequence": lambda: definition(
         [("a", "b")], normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
@@ -586,7 +582,11 @@ OTHER_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "falling ids": vocabulary_edit(lambda vocab: vocab.update(ab=257, cd=256)),
     "token that no merge makes": vocabulary_edit(lambda vocab: vocab.update(xyz=258)),
     "product listed twice": lambda: definition([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]),
-    "parts made later": lambda: definition([("ab", "c"), ("a", "b")], model={"vocab": vocabulary_with("ab", "abc")}),
+    "parts made later": lambda: definition(
+        [("ab", "c"), ("a", "b")],
+        model={"vocab": vocabulary_with("ab", "abc")},
+        added_tokens=[added_token(258, "<eos>")],
+    ),
     "seam taken by an earlier merge": lambda: definition([("a", "b"), ("b", "c"), ("a", "bc")]),
     "equal merges, left first": lambda: definition([("a", "a"), ("a", "aa")]),
     "ignore_merges and an added token of the vocabulary": lambda: definition(
@@ -595,16 +595,7 @@ OTHER_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
         added_tokens=[added_token(256, "ab", normalized=True), added_token(257, "<eos>")],
     ),
 }
-SOME_TEXTS = [
-    "",
-    "a",
-    " ",
-    "ab<eos>ba  abc",
-    " é\n\nAB abcabc ",
-    "123 <eos> !",
-    "x<eos>ab 漢\U0001f600 aaaa",
-    "xyz\t cd ",
-]
+SOME_TEXTS = ["", "a", " ", "ab<eos>ba  abc", " é\n\nAB abc ", "123 <eos> !", "x<eos>ab 漢\U0001f600 aaaa", "xyz\t cd "]
 
 
 def vocabulary_with(*products: str) -> dict[str, int]:
@@ -614,8 +605,6 @@ def vocabulary_with(*products: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", OTHER_KINDS)
 def test_other_kinds_get_the_ids_of_tokenizers(tmp_path: Path, name: str) -> None:
     data = OTHER_KINDS[name]()
-    if name in ("parts made later",):
-        data["added_tokens"][0]["id"] = 258
     ours, theirs = both(write(tmp_path, data))
     theirs.no_truncation()
     theirs.no_padding()
@@ -637,7 +626,7 @@ REFUSALS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "dropout": (changed(dropout=0.1), "dropout"),
     "added id skipped": (added_edit(id=300), "('<eos>', 300)"),
     "added id of another": (added_edit(id=7), "('<eos>', 7)"),
-    "a byte missing": (vocabulary_edit(lambda vocab: vocab.pop("z")), "b'z'"),
+    "a byte missing": (vocabulary_edit(lambda vocab: vocab.update(cd=vocab.pop("z"))), "b'z'"),
     "product missing": (vocabulary_edit(lambda vocab: vocab.pop("cd")), "`cd` out of vocabulary"),
     "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "two tokens"),
     "fractional id": (vocabulary_edit(lambda vocab: vocab.update(cd=257.5)), "257.5"),
@@ -940,7 +929,7 @@ BAD_SIDECARS: list[tuple[Any, str]] = [
     ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "id -1, is not numbered"),
     ({"added_tokens_decoder": {"256": {"content": ""}}, "eos_token": "<eos>"}, "empty"),
     (
-        {"added_tokens_decoder": {"256": {"content": "a"}, "257": {"content": "a"}}, "eos_token": "a"},
+        {"added_tokens_decoder": {"256": {"content": "<a>"}, "257": {"content": "<a>"}}, "eos_token": "<a>"},
         "id 257, has also id 256",
     ),
     ({"added_tokens_decoder": {"256": {"content": "<eos>", "lstrip": True}}, "eos_token": "<eos>"}, "lstrip"),

@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ _CODE = ("data/[!.]*.py", "text/[!.]*.py", "chat_template.py", "traced.py")
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
-_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2")
+_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Request:
         depends = {
             "hashes": [sha256 for sha256, _ in stamps],
             "names": [self.patterns, [file.name for file in settings]],
-            "code": [_CODE_HASH, *(version(name) for name in _LIBRARIES), sys.version_info[:2]],  # Unicode's tables
+            "code": [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]],  # Unicode's tables
             "options": options,
             "seq_len": self.seq_len,
         }
@@ -64,3 +64,11 @@ class Request:
         names += [self.chat_template] if self.chat_template else []
         hashes = {f"file {name}": sha256 for name, (sha256, _) in zip(names, stamps, strict=True)}
         return {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len, **hashes}
+
+
+def _version(library: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""

@@ -194,4 +194,5 @@ def laid_out(file: Path) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not there or not laid out as it should be ({error!r}); download it again") from error
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}: not there or not laid out as it should be ({what}); download it again") from error

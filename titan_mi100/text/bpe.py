@@ -118,7 +118,8 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
     if not config.is_qwen2() or config.content.get("add_prefix_space"):
         # These files do not say how to split and normalise a text; the class does, and only this one is known.
         raise UserError(
-            f"{config.file}: without tokenizer.json, tokenizer_class must be Qwen2Tokenizer and add_prefix_space unset"
+            f"{config.file}: without tokenizer.json, tokenizer_class must be Qwen2Tokenizer, not "
+            f"{config.content.get('tokenizer_class')!r}, and add_prefix_space unset; save it with a tokenizer.json"
         )
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {

@@ -242,7 +242,7 @@ def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
             f"{file}: has the token {digits.decode(errors='replace')!r}, but Qwen splits numbers into single digits: "
             f"these are the ranks of another model family, which splits text otherwise; use a Qwen tokenizer's files"
         )
-    added = config.added({token.decode(errors="replace"): rank for token, rank in ranks.items()})
+    added = config.added({token.decode(errors="backslashreplace"): rank for token, rank in ranks.items()})
     behind = [token.id for token in added if token.id >= len(ranks)]
     if behind and behind[0] != len(ranks):  # a rank file that is cut off at a line's end looks whole otherwise
         where = f"the added tokens begin at id {behind[0]}, but {file.name} has {len(ranks)} ranks"
