@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100 import build, checkpoint, distributed, resume, sealed, train
 from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data import loader
 from titan_mi100.distributed import World
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model_spec import ModelSpec
@@ -278,13 +277,6 @@ def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path)
     assert same(job.tensors(), before)
     result = trainer.step()
     assert not result.skipped and not list(result.nonfinite_microbatches) and not same(job.tensors(), before)
-
-
-def test_a_place_beyond_the_end_of_a_smaller_set_is_its_end() -> None:
-    """12 rows by 4 became 7 by 4, which an epoch of 8 holds: the tenth row is none of them."""
-    before, now = (12, 4), (7, 4)
-    places = [loader.renumber(number, before, now) for number in (5, 7, 10, 12 + 3, 12 + 11)]
-    assert places == [5, 7, 7, 8 + 3, 8 + 7]
 
 
 def test_a_copy_that_does_not_count_in_the_norm_must_be_finite(world: World) -> None:
