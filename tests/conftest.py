@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = config.getoption("--full") or item.path.stem in config.getoption("--full-of")
         if item.get_closest_marker("full") and not wanted:
             item.add_marker(pytest.mark.skip(reason="only with --full"))
+    if not hasattr(config, "workerinput"):  # one process: in the order of the command line
+        return
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

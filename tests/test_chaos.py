@@ -5,17 +5,26 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos import files, run, runs
-from conftest import REPO
+from chaos.case import Outcome
+from chaos.worker import switch_off
+from conftest import REPO, torchrun
 
 from titan_mi100 import sealed
 
 
+def tried(function: str, *arguments: Any, folder: Path) -> Outcome:
+    """What one of chaos/files.py's cases found. It forks, so it runs where there are no threads: not here."""
+    job = torchrun("-m", "chaos.files", function, json.dumps(arguments), str(folder), processes=1)
+    return Outcome(*json.loads(job.stdout.splitlines()[-1]))
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: bool, tmp_path: Path) -> None:
-    outcome = files._kill_everywhere(in_background, 150, tmp_path, ())
+    outcome = tried("kill_everywhere", in_background, True, folder=tmp_path)
     assert outcome.count > 10 and not outcome.wrong
 
 
@@ -23,19 +32,28 @@ def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: boo
 def test_a_write_that_is_refused_on_one_rank_ends_all_and_leaves_the_one_before(
     in_background: bool, number: int, tmp_path: Path
 ) -> None:
-    outcome = files._fail_everywhere(in_background, number, 6, tmp_path, ())
+    outcome = tried("fail_everywhere", in_background, number, 6, folder=tmp_path)
     assert outcome.count > 5 and not outcome.wrong
 
 
-def test_flipped_bits_are_found_and_only_by_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not files._flip_files(64, tmp_path / "with", ()).wrong
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints of two processes."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert tried("save_base", 2, folder=folder).count == 2
+    return folder / "base"
+
+
+def test_flipped_bits_are_found_and_only_by_their_hash(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not files.flip_bits(saved, 64).wrong
     monkeypatch.setattr(sealed, "check_file", sealed.check_file)  # put back afterwards
-    assert len(files._flip_files(64, tmp_path / "without", ("hash check",)).wrong) > 32
+    switch_off(["hash check"])
+    assert len(files.flip_bits(saved, 64).wrong) > 32
 
 
 @pytest.mark.parametrize("kind", files._DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, tmp_path: Path) -> None:
-    outcome = files._damage(kind, 8, tmp_path, ())
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Path, tmp_path: Path) -> None:
+    outcome = files.damage_copies(saved, kind, 8, tmp_path)
     assert outcome.count == 8 and not outcome.wrong
 
 

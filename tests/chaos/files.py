@@ -2,9 +2,11 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from titan_mi100.settings import Config, TrainingConfig
 SPEC = ModelSpec(256, 32, 64, 1, 2, 1, 16, True, rope_theta=10_000.0)
 STEPS = (1, 2)  # saved before the one that something happens to
 KEEP = 2
+PATIENCE = 240  # seconds for a job to end, on a machine that has other things to do
 
 
 class Operations:
@@ -137,7 +140,8 @@ def job(
 ) -> list[tuple[int, str]]:
     """Fork a job whose processes do some work with a small model's Checkpointer; their exit codes and last words.
 
-    Codes: 0 done, 7 a SaveError, 8 something else, negative a signal.
+    Codes: 0 done, 7 a SaveError, 8 something else, negative a signal. To be called where no other thread runs, or a
+    fork may inherit a lock that nobody will release: the tests come here through `main`.
     """
     outside = folder.parent / f"job-{time.monotonic_ns()}"
     outside.mkdir(parents=True)
@@ -147,14 +151,17 @@ def job(
         if child == 0:
             _child(folder, processes, in_background, work, rank, outside)
         children.append(child)
-    codes, deadline = {}, time.monotonic() + 60
+    codes, deadline = {}, time.monotonic() + PATIENCE
     while len(codes) < processes:
         for child in set(children) - set(codes):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
+                for left in set(children) - set(codes):
+                    os.kill(left, signal.SIGKILL)
+                    os.waitpid(left, 0)
+                raise TimeoutError(f"a save did not end in {PATIENCE} s")  # not to be taken for a kill that was meant
         time.sleep(0.005)
     words = [path.read_text() if (path := outside / str(rank)).exists() else "" for rank in range(processes)]
     return [(codes[child], said) for child, said in zip(children, words, strict=True)]
@@ -201,6 +208,11 @@ def base(folder: Path, processes: int) -> Path:
     return folder / "base"
 
 
+def save_base(processes: int, folder: Path, _: tuple[str, ...]) -> Outcome:
+    """`base`, for `main`."""
+    return Outcome(len(sealed.list_checkpoints(base(folder, processes))), [])
+
+
 def disturbed(
     folder: Path, processes: int, in_background: bool, rank: int, at: int, do: Callable[[str, Any], None]
 ) -> tuple[list[tuple[int, str]], list[str]]:
@@ -237,24 +249,28 @@ def whole(folder: Path) -> list[int]:
 def kill_points(quick: bool) -> Iterator[Case]:
     for in_background in (False, True):
         name = "async" if in_background else "sync"
-        yield Case(f"{name} save", partial(_kill_everywhere, in_background, 16 if quick else 1))
+        yield Case(f"{name} save", partial(kill_everywhere, in_background, quick))
 
 
-def _kill_everywhere(in_background: bool, every: int, folder: Path, _: tuple[str, ...]) -> Outcome:
+def kill_everywhere(in_background: bool, quick: bool, folder: Path, _: tuple[str, ...]) -> Outcome:
+    """A save is killed at each operation on its files; quick: of many writes into one file, at three."""
     before = base(folder, 1)
     _, names = disturbed(_copy(before, folder / "counted"), 1, in_background, 0, 0, kill)
     wrong = []
-    for at in range(1, len(names) + 1, every):
+    places = _sites(names) if quick else range(1, len(names) + 1)
+    for at in places:
         target = _copy(before, folder / "killed")
         ended, _ = disturbed(target, 1, in_background, 0, at, kill)
         left = whole(target)
         if ended[0][0] != -signal.SIGKILL or STEPS[-1] not in left:
             wrong.append(f"{names[at - 1]}: ended {ended}, whole afterwards {left}")
+        if (named := [sealed.step_of(path) for path in sealed.list_checkpoints(target)]) != left:
+            wrong.append(f"{names[at - 1]}: {named} have a checkpoint's name, but only {left} are whole")
         sealed.clear(target)
         if list(target.glob(".*")):
             wrong.append(f"{names[at - 1]}: leftovers stay: {list(target.glob('.*'))}")
     kinds = Counter(name.split()[0] for name in names)
-    return Outcome(len(range(1, len(names) + 1, every)), wrong, {"operations": dict(kinds)})
+    return Outcome(len(places), wrong, {"operations": dict(kinds)})
 
 
 def _copy(source: Path, target: Path) -> Path:
@@ -270,10 +286,10 @@ def faults(quick: bool) -> Iterator[Case]:
     for in_background in (False, True):
         for number in (errno.ENOSPC, errno.EIO, errno.EACCES):
             name = f"{errno.errorcode[number]}, {'async' if in_background else 'sync'}"
-            yield Case(name, partial(_fail_everywhere, in_background, number, 8 if quick else 1))
+            yield Case(name, partial(fail_everywhere, in_background, number, 8 if quick else 1))
 
 
-def _fail_everywhere(in_background: bool, number: int, every: int, folder: Path, _: tuple[str, ...]) -> Outcome:
+def fail_everywhere(in_background: bool, number: int, every: int, folder: Path, _: tuple[str, ...]) -> Outcome:
     before = base(folder, 2)
     tried, wrong = 0, []
     for rank in (0, 1):
@@ -312,7 +328,7 @@ def _sites(names: list[str]) -> list[int]:
 
 
 def flips(quick: bool) -> Iterator[Case]:
-    yield Case("in the files", partial(_flip_files, 100 if quick else 2000))
+    yield Case("in the files", partial(flip_files, 100 if quick else 2000))
     for number in range(1 if quick else 10):
         yield Case(f"end to end, {number}", partial(_flip_end_to_end, 1 if quick else 5, number))
 
@@ -325,9 +341,14 @@ def _flip(path: Path, random: Random) -> str:
     return f"{path.name}, byte {place}, bit {bit}"
 
 
-def _flip_files(times: int, folder: Path, without: tuple[str, ...]) -> Outcome:
+def flip_files(times: int, folder: Path, without: tuple[str, ...]) -> Outcome:
     switch_off(list(without))
-    path = base(folder, 2) / f"step-{STEPS[-1]}"
+    return flip_bits(base(folder, 2), times)
+
+
+def flip_bits(saved: Path, times: int) -> Outcome:
+    """One bit after the other of the newest checkpoint in a folder that `base` made is flipped, and put back."""
+    path = saved / f"step-{STEPS[-1]}"
     files, random, wrong = sorted(path.iterdir()), Random(0), []
     for number in range(times):
         file = files[number % len(files)] if number % 2 else random.choices(files, [f.stat().st_size for f in files])[0]
@@ -364,15 +385,19 @@ def _flip_end_to_end(times: int, seed: int, folder: Path, without: tuple[str, ..
 
 def damage(quick: bool) -> Iterator[Case]:
     for kind in _DAMAGES:
-        yield Case(kind, partial(_damage, kind, 6 if quick else 60))
+        yield Case(kind, partial(damaged, kind, 6 if quick else 60))
 
 
-def _damage(kind: str, times: int, folder: Path, without: tuple[str, ...]) -> Outcome:
+def damaged(kind: str, times: int, folder: Path, without: tuple[str, ...]) -> Outcome:
     switch_off(list(without))
-    before = base(folder, 2)
+    return damage_copies(base(folder, 2), kind, times, folder)
+
+
+def damage_copies(saved: Path, kind: str, times: int, folder: Path) -> Outcome:
+    """Copies of the folder that `base` made, whose newest checkpoint is damaged in one of _DAMAGES' ways."""
     random, wrong = Random(0), []
     for number in range(times):
-        target = _copy(before, folder / "damaged")
+        target = _copy(saved, folder / "damaged")
         path = target / f"step-{STEPS[-1]}"
         files = sorted(path.iterdir())
         file = files[number % len(files)]
@@ -427,3 +452,13 @@ _DAMAGES = {
     "swapped": _swap,
     "of another step": _of_another_step,
 }
+
+
+def main() -> None:
+    """One function of this module in a process of its own: its name, arguments (JSON), folder; prints the outcome."""
+    name, arguments, folder = sys.argv[1:]
+    print(json.dumps(globals()[name](*json.loads(arguments), Path(folder), ())))
+
+
+if __name__ == "__main__":
+    main()
