@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from titan_mi100 import sealed
-from titan_mi100.dcp_io import HashedFiles
 from titan_mi100.durable import sync
 from titan_mi100.errors import SaveError, UserError
+from titan_mi100.hashed_files import HashedFiles
 from titan_mi100.logging import log
 from titan_mi100.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel

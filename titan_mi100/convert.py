@@ -16,9 +16,10 @@ from torch import Tensor
 from titan_mi100 import hub, peft_io, sealed, tool
 from titan_mi100.adapter import adapter_tensors, lora_of, merged
 from titan_mi100.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets
-from titan_mi100.dcp_io import MODEL_FILE, DCPWeights, HashedFiles, TorchWeights, write_dcp, write_torch
+from titan_mi100.dcp_io import MODEL_FILE, DCPWeights, TorchWeights, write_dcp, write_torch
 from titan_mi100.durable import appearing_folder, sync
 from titan_mi100.errors import SaveError, UserError
+from titan_mi100.hashed_files import HashedFiles
 from titan_mi100.hf_io import HFWeights, is_hf_folder, write_hf
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.model_source import ModelSource, open_source, verify_files

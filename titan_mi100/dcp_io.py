@@ -4,14 +4,13 @@ import os
 import pickle
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan_mi100.durable import HashingStream
 from titan_mi100.errors import UserError
+from titan_mi100.hashed_files import HashedFiles
 from titan_mi100.safe_read import SafeReader, read_torch_file
 from titan_mi100.sealed import Written
 from titan_mi100.state_keys import is_weight
@@ -30,33 +29,6 @@ from titan_mi100.weights import EMBEDDING, Kind, Piece, Weights, raw_bytes
 MODEL_FILE = "model.pt"
 _WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
 _STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
-
-
-class HashedFiles(FileSystem):
-    """Files that DCP or this package writes: synced, with the size and SHA-256 of each."""
-
-    def __init__(self) -> None:
-        self.written: Written = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as file:
-            stream = HashingStream(file)  # type: ignore[arg-type]
-            try:
-                yield stream
-            except Exception as error:
-                raise stream.error or error from None
-            file.flush()
-            os.fsync(file.fileno())
-        self.written[Path(path).name] = stream.size, stream.hexdigest()
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-    def write(self, path: Path, content: bytes) -> None:
-        with self.create_stream(path, "wb") as stream:
-            stream.write(content)
 
 
 def wrapper_prefix(names: Collection[str]) -> str:

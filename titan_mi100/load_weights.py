@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titan_mi100 import model_spec
 from titan_mi100.logging import log
-from titan_mi100.model.init import initial_values
+from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
 from titan_mi100.model_source import open_weights, verify_files
 from titan_mi100.parallel import distributed
@@ -24,7 +24,7 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
     """
     source = config.checkpoint.initial_load_path
     needed = checkpoint is None or config.lora.rank > 0
-    read: distributed.Read = partial(initial_values, spec, config.training.seed)
+    read: Read = partial(initial_values, spec, config.training.seed)
     origin = f"random weights, seed {config.training.seed}"
     if source and needed:
         with raise_together():
@@ -48,7 +48,7 @@ def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSp
     shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
     origin = f"resumed from {checkpoint}"
     if checkpoint is None:
-        read: distributed.Read = partial(lora_values, config.training.seed)
+        read: Read = partial(lora_values, config.training.seed)
         origin = f"fresh, seed {config.training.seed}"
         if lora.initial_load_path:
             with raise_together():

@@ -17,8 +17,8 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 from titan_mi100.hf_io import open_safetensors
 from titan_mi100.json_file import read_object
+from titan_mi100.model.init import Read
 from titan_mi100.model_spec import LINEARS
-from titan_mi100.parallel.distributed import Read
 from titan_mi100.plain_file import refuse_code
 from titan_mi100.settings import LoRAConfig, fingerprint
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from titan_mi100.model_spec import ModelSpec
 
+# Reads a part of a parameter: (name, whole shape, offset, size) -> that part, on CPU, in any dtype
+Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
 _INIT_ROWS = 1024  # rows drawn from one seed
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.hardware import count_gpus
 from titan_mi100.layout import Layout
+from titan_mi100.model.init import Read
 
 # the names of torch 2.13, which warns of those before
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -241,9 +242,6 @@ def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:
     assert where is not None
     first = all(place == 0 or not p.is_replicate() for place, p in zip(where, gradient.placements, strict=True))
     return gradient.to_local(), first
-
-
-Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 @torch.no_grad()
