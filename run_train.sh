@@ -35,7 +35,7 @@ parse_arguments() {
 }
 
 count_processes() {
-  [ -n "$processes" ] || processes=$("$PYTHON" -m titan_mi100.hardware)
+  [ -n "$processes" ] || processes=$("$PYTHON" -m titan_mi100.config.hardware)
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     { say "the number of processes must be 1 or more, not '$processes' (--nproc_per_node, NGPU)" && exit 2; }
 }
@@ -163,10 +163,10 @@ main() {
   source "$REPO/scripts/setup_env.sh"
   # the caller's folder may hold another titan_mi100; only the installed one is meant (Python 3.11 and later heed this)
   export PYTHONSAFEPATH=1
-  [ -z "$wants_help" ] || exec "$PYTHON" -m titan_mi100.config --help
+  [ -z "$wants_help" ] || exec "$PYTHON" -m titan_mi100.config.load --help
   count_processes
   # checked once, without torch, before any process starts; prints the folder, so that all processes share it
-  run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config "${arguments[@]}") || exit $?
+  run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config.load "${arguments[@]}") || exit $?
   set_defaults
   outcome=$(mktemp)
   rm -f "$outcome" # the run makes it

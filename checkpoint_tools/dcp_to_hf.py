@@ -1,6 +1,6 @@
 """Writes the weights of a DCP folder, such as a run's checkpoint, as an HF folder: transformers and vLLM load it."""
 
-from titan_mi100 import convert
+from titan_mi100.weights import convert
 
 if __name__ == "__main__":
     convert.command(

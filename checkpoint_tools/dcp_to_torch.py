@@ -1,6 +1,6 @@
 """Writes the weights of a DCP folder as one file of torch.save, model.pt; optimizer state stays behind."""
 
-from titan_mi100 import convert
+from titan_mi100.weights import convert
 
 if __name__ == "__main__":
     convert.command(

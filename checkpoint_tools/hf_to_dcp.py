@@ -1,6 +1,6 @@
 """Writes the weights of an HF folder as a DCP folder: what the trainer starts from, and torch's own tools read."""
 
-from titan_mi100 import convert
+from titan_mi100.weights import convert
 
 if __name__ == "__main__":
     convert.command(

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from titan_mi100 import tool
-from titan_mi100.dcp_io import DCPWeights
-from titan_mi100.layout import Layout
-from titan_mi100.model_source import open_weights, read_manifest, verify_files
-from titan_mi100.resume import differing
-from titan_mi100.state_keys import is_weight
-from titan_mi100.weights import Weights, in_words, raw_bytes
+from titan_mi100 import cli as tool
+from titan_mi100.checkpoint.keys import is_weight
+from titan_mi100.checkpoint.resume import differing
+from titan_mi100.config.layout import Layout
+from titan_mi100.weights.base import Weights, in_words, raw_bytes
+from titan_mi100.weights.dcp import DCPWeights
+from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 
 _AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
 

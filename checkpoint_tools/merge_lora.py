@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from titan_mi100 import convert, hub
-from titan_mi100.adapter import merged
-from titan_mi100.model_source import open_source
+from titan_mi100.weights import convert, hub
+from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.source import open_source
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Writes the weights in a file of torch.save as a DCP folder."""
 
-from titan_mi100 import convert
+from titan_mi100.weights import convert
 
 if __name__ == "__main__":
     convert.command(

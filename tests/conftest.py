@@ -129,8 +129,8 @@ def supervised_of(labels):
     """Positions of the supervised tokens of (batch, seq) labels in the flattened batch."""
     import torch
 
+    from titan_mi100.config.layout import IGNORE
     from titan_mi100.data.loader import columns_where
-    from titan_mi100.layout import IGNORE
     from titan_mi100.model.inputs import supervised_index
 
     return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))

@@ -13,12 +13,14 @@ from test_convert import folder_of, nothing_in, same, tensors, tool
 from test_model import SPECS
 from transformers import AutoModelForCausalLM
 
-from titan_mi100 import convert, inference, peft_io
-from titan_mi100.adapter import merged
+from titan_mi100.config.model_spec import PRESETS, adapter_shapes, to_hf_config
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.model_source import open_source
-from titan_mi100.model_spec import PRESETS, adapter_shapes, to_hf_config
-from titan_mi100.settings import LoRAConfig
+from titan_mi100.generation import engine as inference
+from titan_mi100.weights import convert
+from titan_mi100.weights import peft as peft_io
+from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.source import open_source
 
 IDS = torch.arange(40)[None] * 7 % 311
 

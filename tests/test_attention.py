@@ -9,9 +9,10 @@ from test_model import BACKENDS, SPECS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_mi100.config.layout import Layout
+from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch, collate
 from titan_mi100.data.made_up import packed
-from titan_mi100.layout import Layout
 from titan_mi100.model import attention_choice
 from titan_mi100.model.attention import Backend, Documents, SdpaDocuments, SdpaMask
 from titan_mi100.model.attention_choice import BY_NAME, NO_KERNEL, choose_backend, running_kernel
@@ -20,7 +21,6 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ShardedModel
 from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import Config
 
 CPU = torch.device("cpu")
 

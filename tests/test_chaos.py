@@ -13,7 +13,7 @@ from chaos.case import Outcome
 from chaos.worker import switch_off
 from conftest import REPO, torchrun
 
-from titan_mi100 import sealed
+from titan_mi100.checkpoint import sealed
 
 
 def tried(function: str, *arguments: Any, folder: Path) -> Outcome:

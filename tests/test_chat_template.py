@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_mi100.chat_template import ChatTemplate, Rendered
 from titan_mi100.errors import UserError
+from titan_mi100.text.chat_template import ChatTemplate, Rendered
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
 needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")

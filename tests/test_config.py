@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100.config import load_config, resolve_run_folder, to_toml
+from titan_mi100.config.load import load_config, resolve_run_folder, to_toml
+from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
-from titan_mi100.settings import Config
 
 MINIMAL = f"""
 [model]
@@ -179,7 +179,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_weights_gives_the_model_and_must_agree_with_a_preset(tmp_path: Path) -> None:
-    from titan_mi100.model_spec import PRESETS, to_hf_config
+    from titan_mi100.config.model_spec import PRESETS, to_hf_config
 
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(PRESETS["8B"])))
     (tmp_path / "base.toml").write_text(MINIMAL)
@@ -252,16 +252,16 @@ def test_layouts_that_do_not_fit_say_what_would(
     assert any(expected in line for line in found), found
 
 
-def test_level_zero_and_the_check_import_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; import titan_mi100.config, titan_mi100.model_spec, titan_mi100.layout, titan_mi100.hardware; "
-        "sys.exit('torch' in sys.modules)"
-    )
+def test_configuration_imports_no_torch(tmp_path: Path) -> None:
+    folder = REPO / "titan_mi100" / "config"
+    modules = ", ".join(f"titan_mi100.config.{file.stem}" for file in folder.glob("[!_]*.py"))
+    assert modules.count(",") >= 6
+    code = f"import sys; import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
     # a module of that name that fails stands in for torch: the trainer must come to its answer without it
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
-    for module in ("titan_mi100.train", "titan_mi100.config"):
+    for module in ("titan_mi100.train", "titan_mi100.config.load"):
         command = [sys.executable, "-m", module]
         shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert shown.returncode == 0

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from titan_mi100.chat_template import ChatTemplate, Rendered, Turn
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.rows import BadRow, Example, choose_format, parse
 from titan_mi100.data.sft import Encoder
 from titan_mi100.data.supervision import rounds, supervise, supervised_spans
 from titan_mi100.errors import UserError
-from titan_mi100.settings import DataConfig
+from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
 from titan_mi100.text.load import load_tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -33,18 +33,24 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titan_mi100 import assets, convert, decode, durable, hf_io, inference, sealed
+from titan_mi100.checkpoint import sealed
+from titan_mi100.cli import run as run_command
+from titan_mi100.config import assets
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.export import is_exported
+from titan_mi100.files import durable
+from titan_mi100.generation import engine as inference
 from titan_mi100.logging import log
-from titan_mi100.model_source import open_source, open_weights
-from titan_mi100.model_spec import PRESETS
+from titan_mi100.model import decode
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import CheckpointConfig, Config, ModelConfig
-from titan_mi100.tool import run as run_command
-from titan_mi100.verify_logits import compare
+from titan_mi100.weights import convert
+from titan_mi100.weights import hf as hf_io
+from titan_mi100.weights.export import is_exported
+from titan_mi100.weights.source import open_source, open_weights
+from titan_mi100.weights.verify_logits import compare
 
 TOOLS = REPO / "checkpoint_tools"
 TOKENIZER = ASSETS / "tokenizer"
@@ -150,7 +156,7 @@ def nothing_in(folder: Path) -> bool:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors go in several pieces, as large ones do."""
-    monkeypatch.setattr("titan_mi100.convert._PIECE_BYTES", 5000)
+    monkeypatch.setattr("titan_mi100.weights.convert._PIECE_BYTES", 5000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

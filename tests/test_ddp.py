@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import REPO, torchrun
 from gloo.job_ddp import RANK_1, SPEC, START, config_of, run
 
-from titan_mi100 import settings
-from titan_mi100.model_spec import parameter_count
+from titan_mi100.config import settings
+from titan_mi100.config.model_spec import parameter_count
 from titan_mi100.parallel.ddp import in_words
 from titan_mi100.parallel.distributed import World
 

@@ -9,9 +9,10 @@ import torch
 from conftest import ASSETS, REPO
 from test_generate import write_folder
 
-from titan_mi100 import exact_match, inference
-from titan_mi100.decode import Generated
-from titan_mi100.inference import AnswerBatch
+from titan_mi100 import exact_match
+from titan_mi100.generation import engine as inference
+from titan_mi100.generation.engine import AnswerBatch
+from titan_mi100.model.decode import Generated
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,13 @@ from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titan_mi100 import decode, generate, inference
-from titan_mi100.decode import Generated, KVCache, Sampling
+from titan_mi100 import generate
+from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
-from titan_mi100.model import attention
+from titan_mi100.generation import engine as inference
+from titan_mi100.model import attention, decode
+from titan_mi100.model.decode import Generated, KVCache, Sampling
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import ModelSpec, to_hf_config
 
 SPECS = {
     "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),

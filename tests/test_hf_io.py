@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
 
+from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.errors import UserError
-from titan_mi100.hf_io import HFWeights
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.weights.hf import HFWeights
 
 
 def folder_of(tmp_path: Path, spec: ModelSpec, max_shard_size: str = "5GB") -> Path:

@@ -9,7 +9,7 @@ import pytest
 from test_adapter import random_adapter
 from test_convert import Result, folder_of, nothing_in, same, tensors, tool
 
-from titan_mi100.settings import LoRAConfig
+from titan_mi100.config.settings import LoRAConfig
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 TOKEN = "hf_secret"

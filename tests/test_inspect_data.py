@@ -13,14 +13,14 @@ import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_sentencepiece_tokenizer import train
 
-from titan_mi100 import inspect_report
+from titan_mi100.config.layout import IGNORE, Batch
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import prepare_data
+from titan_mi100.inspect import report as inspect_report
+from titan_mi100.inspect.report import token_texts
 from titan_mi100.inspect_data import main
-from titan_mi100.inspect_report import token_texts
-from titan_mi100.layout import IGNORE, Batch
-from titan_mi100.settings import DataConfig
 from titan_mi100.text.load import load_tokenizer
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"

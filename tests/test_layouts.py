@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from parity import table as parity
 
-from titan_mi100.costs import end_costs
-from titan_mi100.layout import (
+from titan_mi100.config.costs import end_costs
+from titan_mi100.config.layout import (
     SCHEDULES,
     Batch,
     Layout,
@@ -21,7 +21,7 @@ from titan_mi100.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.model_spec import PRESETS
+from titan_mi100.config.model_spec import PRESETS
 
 
 def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:

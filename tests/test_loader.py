@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from conftest import random_documents
 
+from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.dataset import PackedDataset, Row
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream, validation_batches
 from titan_mi100.data.made_up import packed
 from titan_mi100.data.source import RowSource
-from titan_mi100.layout import IGNORE, Batch
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:

@@ -25,14 +25,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from titan_mi100 import loss
-from titan_mi100.errors import UserError
-from titan_mi100.layout import check_schedule
-from titan_mi100.model.attention import SdpaMask
-from titan_mi100.model.layers import Linear
-from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
-from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import (
+from titan_mi100.checkpoint.resume import Found, check_same_run
+from titan_mi100.config.layout import check_schedule
+from titan_mi100.config.model_spec import (
     LINEARS,
     PRESETS,
     ModelSpec,
@@ -41,11 +36,16 @@ from titan_mi100.model_spec import (
     to_hf_config,
     train_flops,
 )
+from titan_mi100.config.settings import Config, LoRAConfig, check, fingerprint
+from titan_mi100.errors import UserError
+from titan_mi100.model import loss
+from titan_mi100.model.attention import SdpaMask
+from titan_mi100.model.layers import Linear
+from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import without_dropout
 from titan_mi100.parallel.distributed import World
-from titan_mi100.peft_io import CONFIG, WEIGHTS, open_adapter, read_adapter, write_adapter
-from titan_mi100.resume import Found, check_same_run
-from titan_mi100.settings import Config, LoRAConfig, check, fingerprint
+from titan_mi100.weights.peft import CONFIG, WEIGHTS, open_adapter, read_adapter, write_adapter
 
 # an even vocabulary, and layers for two stages per rank
 MODELS = {name: dataclasses.replace(SPECS[name], vocab_size=312, num_hidden_layers=4) for name in ("tied", "untied")}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import supervised_of
 
-from titan_mi100 import loss as loss_module
-from titan_mi100.loss import IGNORE, head_loss
+from titan_mi100.model import loss as loss_module
+from titan_mi100.model.loss import IGNORE, head_loss
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import files
 from titan_mi100.data.conversation import ROLES
 from titan_mi100.data.files import read_records
 from titan_mi100.data.rows import FORMATS, BadRow, Example, Format, choose_format, content_hash, parse
 from titan_mi100.errors import UserError
-from titan_mi100.settings import DataConfig
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}

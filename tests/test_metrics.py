@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_mi100 import metrics
-from titan_mi100.costs import train_flops
-from titan_mi100.metrics import Reporter, StepResult
-from titan_mi100.model_spec import PRESETS
-from titan_mi100.settings import MetricsConfig
+from titan_mi100.config.costs import train_flops
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.run import metrics
+from titan_mi100.run.metrics import Reporter, StepResult
 
 RESULT = StepResult(
     first_row=0,

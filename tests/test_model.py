@@ -7,11 +7,11 @@ import torch
 from conftest import documents_of, supervised_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
 from titan_mi100.model.attention import Documents, document_mask
 from titan_mi100.model.attention_choice import BY_NAME
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
 
 BACKENDS = ["eager", "sdpa_mask", "sdpa_documents"]
 SPECS = {

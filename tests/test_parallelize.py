@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_mi100.layout import Batch, Layout
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
 from titan_mi100.model.attention import SdpaDocuments
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
 
 LAYERS = 3
 

@@ -11,7 +11,7 @@ from conftest import REPO, random_documents, torchrun
 from gloo.job_parity import run_split
 from test_model import SPECS, reference
 
-from titan_mi100.model_spec import ModelSpec
+from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.parallel.distributed import World
 
 SEQ_LEN, ROWS = 32, 8

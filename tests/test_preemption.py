@@ -10,7 +10,7 @@ from conftest import REPO
 
 WAIT = """
 import os, sys, time
-from titan_mi100 import preemption
+from titan_mi100.run import preemption
 preemption._GRACE = 0.5
 told = preemption.Preemption()
 assert "torch" not in sys.modules

@@ -19,13 +19,13 @@ import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_malformed import ALL_LINES, GOOD, mutated
 
+from titan_mi100.config.layout import IGNORE
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import cache as cache_module
 from titan_mi100.data import make
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.prepare import Prepared, RefusedData, prepare_data
 from titan_mi100.errors import UserError
-from titan_mi100.layout import IGNORE
-from titan_mi100.settings import DataConfig
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 
@@ -588,7 +588,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 BUILD = """
 import sys
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.settings import DataConfig
+from titan_mi100.config.settings import DataConfig
 data = prepare_data(DataConfig(path=(sys.argv[1],), cache_folder=sys.argv[2], workers=2), sys.argv[3], "", 256)
 print(data.facts.plan, data.cached)
 """

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.rows import FORMATS, BadRow, Example, Format, choose_format, content_hash, parse
 from titan_mi100.errors import UserError
-from titan_mi100.settings import DataConfig
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "be kind"}

@@ -35,10 +35,10 @@ elif argv[0] == "-c" and "print(sys.executable)" in argv[1]:  # the search for a
     print(sys.argv[0])
 elif argv[0] in ("-c", "-"):
     os.execv(sys.executable, [sys.executable, *argv])
-elif argv[1] == "titan_mi100.hardware":
+elif argv[1] == "titan_mi100.config.hardware":
     log("hardware", argv[2:])
     print(3)
-elif argv[1] == "titan_mi100.config":
+elif argv[1] == "titan_mi100.config.load":
     log("config", argv[2:])
     code = int(os.environ.get("STUB_CONFIG_CODE", "0"))
     print("bad key" if code else os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_mi100 import durable, sealed
+from titan_mi100.checkpoint import sealed
 from titan_mi100.errors import UserError
+from titan_mi100.files import durable
 
 
 def seal(folder: Path, step: int, content: str = "data") -> Path:

@@ -24,7 +24,7 @@ import sweep_worker
 from conftest import REPO
 from torch.autograd import DeviceType
 
-from titan_mi100.layout import IGNORE
+from titan_mi100.config.layout import IGNORE
 
 CPU = {"device": "CPU, 2 cores, 1 of them per process", "kind": "", "torch": "2.13.0", "tflops": {}}
 MI100 = {**CPU, "device": "AMD Instinct MI100 (gfx908, 32 GiB)", "kind": "MI100", "tflops": {"float32": 46.1}}

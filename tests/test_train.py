@@ -17,7 +17,7 @@ from conftest import ASSETS, REPO, torchrun
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_mi100.model_spec import PRESETS, parameter_shapes, to_hf_config
+from titan_mi100.config.model_spec import PRESETS, parameter_shapes, to_hf_config
 
 CONFIG = f"""
 [model]

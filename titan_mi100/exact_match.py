@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from titan_mi100 import tool
-from titan_mi100.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRow
-from titan_mi100.decode import Generated, Sampling
 from titan_mi100.errors import UserError
-from titan_mi100.hf_io import is_hf_folder
-from titan_mi100.inference import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.generation.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.model.decode import Generated, Sampling
+from titan_mi100.weights.hf import is_hf_folder
 
 # 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.
 _NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")

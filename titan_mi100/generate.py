@@ -11,13 +11,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from titan_mi100 import tool
-from titan_mi100.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
 from titan_mi100.data.strict_json import BadRow, listed
-from titan_mi100.decode import Sampling
 from titan_mi100.errors import UserError
-from titan_mi100.inference import PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.generation.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
 
 _PROMPT_KEYS = ("messages", "prompt", "question")

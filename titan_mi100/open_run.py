@@ -11,31 +11,31 @@ from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100.assets import run_assets
-from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.config import to_toml
+from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint
+from titan_mi100.config.assets import run_assets
+from titan_mi100.config.layout import Batch, Layout, accumulation_for
+from titan_mi100.config.load import to_toml
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import Config, check, fingerprint
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import Prepared, prepare_run
 from titan_mi100.errors import UserError
-from titan_mi100.evaluate import bits_per_byte, validation_loss
-from titan_mi100.faults import FaultWatch
-from titan_mi100.layout import Batch, Layout, accumulation_for
-from titan_mi100.load_weights import base_identity, load_weights
 from titan_mi100.logging import log
-from titan_mi100.lr_scheduler import lr_factor
-from titan_mi100.metrics import Reporter, StepResult
-from titan_mi100.model_spec import ModelSpec
-from titan_mi100.optimizer import AdamW, build_optimizer, scale_lr
+from titan_mi100.optim.lr_scheduler import lr_factor
+from titan_mi100.optim.optimizer import AdamW, build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, any_rank, raise_together, same_on_all_ranks
-from titan_mi100.progress import Progress
-from titan_mi100.resume import Found, check_same_run, find_checkpoint, open_checkpoint
-from titan_mi100.run_record import open_record
-from titan_mi100.settings import Config, check, fingerprint
+from titan_mi100.run.evaluate import bits_per_byte, validation_loss
+from titan_mi100.run.faults import FaultWatch
+from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.progress import Progress
+from titan_mi100.run.record import open_record
 from titan_mi100.trainer import Trainer
+from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 

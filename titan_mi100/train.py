@@ -3,8 +3,8 @@
 `main` ends with an exit code, `train` is the loop; open_run.py is what comes before it, trainer.py one step of it.
 """
 
-from titan_mi100.config import config_from_command_line
-from titan_mi100.preemption import Preemption
+from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
     preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
@@ -13,16 +13,16 @@ if __name__ == "__main__":
 import os
 import traceback
 
+from titan_mi100.config.settings import Config
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.export import export
-from titan_mi100.faults import NumericalError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
-from titan_mi100.run_folder import RunFolder, RunState, launcher_is_told, write_run_state
-from titan_mi100.run_record import log_where_everything_is
-from titan_mi100.settings import Config
+from titan_mi100.run.faults import NumericalError
+from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
+from titan_mi100.run.record import log_where_everything_is
+from titan_mi100.weights.export import export
 
 
 class Preempted(Exception):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.dataset import PADDING_DOCUMENT
 from titan_mi100.data.loader import Microbatch, RowStream
-from titan_mi100.layout import IGNORE
-from titan_mi100.metrics import StepResult, peak_memory_gib
-from titan_mi100.optimizer import AdamW
+from titan_mi100.optim.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values, measure_gradients
+from titan_mi100.run.metrics import StepResult, peak_memory_gib
 
 Flags = Mapping[str, Callable[[], bool]]
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
+from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.model.attention import Backend, Documents, Eager, SdpaDocuments, SdpaMask
 from titan_mi100.model.attention_choice import running_kernel
-from titan_mi100.model_spec import PRESETS
 from titan_mi100.parallel.distributed import device_name
 
 BACKENDS: tuple[Backend, ...] = (SdpaDocuments(), SdpaMask(), Eager())

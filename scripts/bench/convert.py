@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from titan_mi100.assets import CONFIG, _json
-from titan_mi100.hf_io import write_hf
-from titan_mi100.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
-from titan_mi100.weights import Kind, Piece
+from titan_mi100.config.assets import CONFIG, _json
+from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
+from titan_mi100.weights.base import Kind, Piece
+from titan_mi100.weights.hf import write_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "checkpoint_tools"
 SHARD_BYTES = 4_000_000_000

@@ -25,7 +25,7 @@ STAGE = """
 import json, os, sys, time
 from dataclasses import asdict
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.settings import DataConfig
+from titan_mi100.config.settings import DataConfig
 path, cache, tokenizer, seq_len, workers = sys.argv[1:]
 started = time.perf_counter()
 data = prepare_data(DataConfig(path=(path,), cache_folder=cache, workers=int(workers)), tokenizer, "", int(seq_len))

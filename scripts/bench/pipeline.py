@@ -35,19 +35,19 @@ from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, bus
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from titan_mi100.config import load_config
+from titan_mi100.config.layout import SCHEDULES, check_schedule
+from titan_mi100.config.load import load_config
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.dataset import PackedDataset
 from titan_mi100.data.loader import collate
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
-from titan_mi100.layout import SCHEDULES, check_schedule
-from titan_mi100.metrics import peak_memory_gib
-from titan_mi100.model_spec import ModelSpec
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
+from titan_mi100.run.metrics import peak_memory_gib
 
 RANKS, WARMUP = 2, 2  # processes of `bubble`, and its steps before those that count
 DEFAULTS = [  # of `stages`

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from titan_mi100.layout import SCHEDULES
+from titan_mi100.config.layout import SCHEDULES
 
 
 class Operation(NamedTuple):

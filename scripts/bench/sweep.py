@@ -26,9 +26,9 @@ from typing import Any
 import sweep_table
 import torchrun_job
 
-from titan_mi100 import model_spec
-from titan_mi100.hardware import default_process_count
-from titan_mi100.settings import (
+from titan_mi100.config import model_spec
+from titan_mi100.config.hardware import default_process_count
+from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
     ModelConfig,

@@ -21,9 +21,9 @@ from sweep import Row, config_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from titan_mi100.costs import train_flops
+from titan_mi100.config.costs import train_flops
+from titan_mi100.config.hardware import find_gpu
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.hardware import find_gpu
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World

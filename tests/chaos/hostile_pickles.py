@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan_mi100.model_spec import ModelSpec
+from titan_mi100.config.model_spec import ModelSpec
 
 SPEC = ModelSpec(16, 8, 8, 1, 2, 1, 4, True)
 Build = Callable[[Path], None]

@@ -28,7 +28,7 @@ from chaos.case import Case, Outcome
 from conftest import ASSETS, REPO, job_environment
 from parity import table as parity
 
-from titan_mi100 import sealed
+from titan_mi100.checkpoint import sealed
 
 WORKER = Path(__file__).with_name("worker.py")
 CONFIG = f"""

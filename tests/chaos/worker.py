@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan_mi100.config import config_from_command_line
-from titan_mi100.preemption import Preemption
+from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.preemption import Preemption
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -91,11 +91,15 @@ if __name__ == "__main__":
 
 import torch
 
-from titan_mi100 import checkpoint, durable, open_run, run_folder, sealed, train, trainer
+from titan_mi100 import open_run, train, trainer
+from titan_mi100.checkpoint import checkpointer as checkpoint
+from titan_mi100.checkpoint import sealed
 from titan_mi100.data.epochs import ShuffledEpochs
-from titan_mi100.metrics import StepResult
+from titan_mi100.files import durable
 from titan_mi100.model.qwen3 import Block
 from titan_mi100.parallel.distributed import Gradients
+from titan_mi100.run import folder as run_folder
+from titan_mi100.run.metrics import StepResult
 from titan_mi100.trainer import Trainer
 
 

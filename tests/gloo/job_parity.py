@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.checkpoint import Checkpointer
-from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.open_run import Run, open_run
-from titan_mi100.parallel import distributed
-from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import (
+from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
     Config,
@@ -27,6 +23,10 @@ from titan_mi100.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.data.made_up import made_up, packed
+from titan_mi100.open_run import Run, open_run
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World
 
 CONSTANT = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
 

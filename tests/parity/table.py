@@ -29,20 +29,20 @@ if __name__ == "__main__":
 from conftest import torchrun
 from gloo.job_parity import CONSTANT, keep_gradients, save, whole
 
-from titan_mi100.data.dataset import PackedDataset
-from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.layout import SCHEDULES, check_schedule
-from titan_mi100.model_spec import ModelSpec
-from titan_mi100.open_run import open_run
-from titan_mi100.parallel import distributed
-from titan_mi100.parallel.distributed import World
-from titan_mi100.settings import (
+from titan_mi100.config.layout import SCHEDULES, check_schedule
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.data.dataset import PackedDataset
+from titan_mi100.data.made_up import made_up, packed
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 KINDS = ("gradients", "loss", "norm", "weights")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan_mi100.durable import replace, sha256_of, sync
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace, sha256_of, sync
 from titan_mi100.logging import log
 
 Stamp = tuple[str, list[int]]  # a file's SHA-256, and what the file system said of it then

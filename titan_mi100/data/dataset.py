@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.origins import Origins
 from titan_mi100.data.packing import Packing
-from titan_mi100.layout import IGNORE
 
 PADDING_ROW = -1  # the index of a row without documents, which fills up a step
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.durable import replace
+from titan_mi100.files.durable import replace
 
 _FILE = "meta.json"
 

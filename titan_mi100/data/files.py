@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
-from titan_mi100.patterns import matching_files, unusable
+from titan_mi100.files.patterns import matching_files, unusable
 
 LONGEST_LINE = 64 * 2**20  # bytes of one record; a longer one is passed over unread, so that memory stays bounded
 CHUNK = 2**20  # bytes read at a time

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.files import BROKEN_ARRAY
 from titan_mi100.data.origins import label
 from titan_mi100.data.sft import DROPPED, DUPLICATE, KEPT, LOST_REASONING, OVERLONG, REJECTED, STATUSES
 from titan_mi100.data.tokenise import Chunk, Source
-from titan_mi100.settings import DataConfig
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad rows in a message before the rest are only counted
 _DETAILS = 100_000  # reasons kept word for word; of later rows only their kind

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.dataset import PADDING_ROW, PackedDataset, Row
 from titan_mi100.data.epochs import with_padding_rows
 from titan_mi100.data.source import RowSource
-from titan_mi100.layout import IGNORE, Batch
 
 # One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
 #   input_ids, labels, positions, document_ids: int64, as in dataset.Row.

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.dataset import PADDING_DOCUMENT, Documents, PackedDataset
 from titan_mi100.data.facts import Facts, SetFacts
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepare import Prepared
 from titan_mi100.data.sft import Document
-from titan_mi100.layout import IGNORE
 
 _LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_mi100.chat_template import ChatTemplate
 from titan_mi100.data.facts import Facts, SetFacts, write_meta
 from titan_mi100.data.files import file_size
 from titan_mi100.data.ledger import Ledger
@@ -32,6 +31,7 @@ from titan_mi100.data.tokenise import Chunk, Source, tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 
 _MANY_DOCUMENTS = 100_000  # packing them may take a while: said

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.config import config_from_command_line, resolve_run_folder
+from titan_mi100.config.load import config_from_command_line, resolve_run_folder
+from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.cache import ready_folder
 from titan_mi100.data.dataset import Documents, PackedDataset
 from titan_mi100.data.facts import Facts, is_complete, read_meta
@@ -20,10 +21,9 @@ from titan_mi100.data.make import make_folder
 from titan_mi100.data.origins import Origins
 from titan_mi100.data.packing import Packing
 from titan_mi100.data.request import Request
-from titan_mi100.durable import FolderLock
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import FolderLock
 from titan_mi100.logging import setup_logging
-from titan_mi100.settings import Config, DataConfig
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.cache import Stamp, content_hash
-from titan_mi100.settings import DataConfig
 from titan_mi100.text.load import tokenizer_files
 
 _PACKAGE = Path(__file__).parents[1]
-_CODE = ("data/[!.]*.py", "text/[!.]*.py", "chat_template.py", "traced.py")
+_CODE = ("data/[!.]*.py", "text/[!.]*.py")
 # What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))

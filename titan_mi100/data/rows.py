@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from titan_mi100.config.layout import IGNORE
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.conversation import Message, answered, in_order, message_list, read_message, tool_list
 from titan_mi100.data.files import read_records
 from titan_mi100.data.strict_json import BadRow, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
-from titan_mi100.layout import IGNORE
-from titan_mi100.settings import DataConfig
 
 _LARGEST_ID = 2**31 - 1  # ids are kept as int32
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named

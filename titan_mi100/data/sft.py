@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_mi100.chat_template import ChatTemplate
+from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.rows import BadRow, Example
 from titan_mi100.data.supervision import Span, supervise
 from titan_mi100.errors import UserError
-from titan_mi100.settings import DataConfig
 from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.chat_template import ChatTemplate
 
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))

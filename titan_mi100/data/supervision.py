@@ -7,8 +7,8 @@ template leaves out once it is history, as Qwen3's does: the model would have th
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan_mi100.chat_template import ChatTemplate, Rendered, Turn
 from titan_mi100.errors import UserError
+from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
 
 Span = tuple[int, int]  # characters [start, stop)
 Messages = Sequence[Mapping[str, Any]]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.model.attention import Backend, Documents, Eager, SdpaDocuments, SdpaMask
-from titan_mi100.model_spec import ModelSpec
 
 # The fastest backend by architecture (the keys of hardware.GPUS, and "cpu"), measured by scripts/bench/attention.py;
 # docs/PERFORMANCE.md has the figures.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan_mi100.model_spec import ModelSpec
+from titan_mi100.config.model_spec import ModelSpec
 
 # Reads a part of a parameter: (name, whole shape, offset, size) -> that part, on CPU, in any dtype
 Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.init import Read, draw
 from titan_mi100.model.layers import Linear
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.settings import LoRAConfig
 
 _SAMPLE = 4096  # bytes per tensor that go into the fingerprint of the base
 

@@ -7,14 +7,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from titan_mi100.costs import end_costs
-from titan_mi100.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
+from titan_mi100.config.costs import end_costs
+from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.inputs import read_on_host
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.model_spec import ModelSpec
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import device_name
@@ -22,7 +23,6 @@ from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.pipeline import PipelinedModel
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
-from titan_mi100.settings import CompileConfig, Config
 
 
 def build_model(

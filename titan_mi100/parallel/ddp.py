@@ -15,12 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from titan_mi100.config.settings import ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.logging import log
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.settings import ParallelismConfig, TrainingConfig
 
 
 class ReplicatedModel(ParallelModel):

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_mi100.config.hardware import count_gpus
+from titan_mi100.config.layout import Layout
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.hardware import count_gpus
-from titan_mi100.layout import Layout
 from titan_mi100.model.init import Read
 
 # the names of torch 2.13, which warns of those before

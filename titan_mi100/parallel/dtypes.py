@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_mi100.settings import TrainingConfig
+from titan_mi100.config.settings import TrainingConfig
 
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:

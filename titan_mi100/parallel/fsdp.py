@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from titan_mi100.config.layout import Layout
+from titan_mi100.config.settings import TrainingConfig
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.layout import Layout
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
-from titan_mi100.settings import TrainingConfig
 
 
 class ShardedModel(ParallelModel):

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from titan_mi100.config.layout import SCHEDULES, Stage, stages_on
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.layout import SCHEDULES, Stage, stages_on
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel, without_dropout
 from titan_mi100.parallel.fsdp import free_gathered

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titan_mi100.loss import head_loss
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRALinear
+from titan_mi100.model.loss import head_loss
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 

@@ -16,7 +16,7 @@ import numpy as np
 import tiktoken
 
 from titan_mi100.errors import UserError
-from titan_mi100.plain_file import read_plain
+from titan_mi100.files.plain import read_plain
 from titan_mi100.text.base import AddedToken, Segments, Tokenizer, TokenizerConfig, Words
 
 QWEN2_PATTERN = (

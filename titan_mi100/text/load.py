@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_mi100.errors import UserError
-from titan_mi100.plain_file import plain_path
+from titan_mi100.files.plain import plain_path
 from titan_mi100.text.base import Tokenizer, TokenizerConfig, laid_out
 from titan_mi100.text.bpe import read_bpe, read_definition
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, is_rank_file, read_rank_file

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_mi100.errors import UserError
-from titan_mi100.plain_file import read_plain
+from titan_mi100.files.plain import read_plain
 from titan_mi100.text.base import AddedToken, Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import BpeTokenizer, byte_characters
 

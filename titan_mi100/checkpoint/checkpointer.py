@@ -1,0 +1,341 @@
+"""Checkpoints of a run: DCP folders keyed by HF name whatever the layout, sealed by a manifest (see sealed.py).
+
+A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
+tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<rank>.`), `trainer.json`, and each
+rank's random state in `rng-<rank>.json`. The manifest names them all, the layout, and what the run was made of.
+"""
+
+import base64
+import errno
+import json
+import random
+import shutil
+import threading
+import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.checkpoint.hashed_files import HashedFiles
+from titan_mi100.checkpoint.keys import OPTIMIZER, rank_of, rank_prefix
+from titan_mi100.checkpoint.resume import TRAINER, read_json
+from titan_mi100.checkpoint.safe_read import SafeReader, load_safely
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.files.durable import sync
+from titan_mi100.logging import log
+from titan_mi100.optim.optimizer import AdamW
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
+
+_PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
+
+
+class Checkpointer:
+    """Saves a run's checkpoints into one folder and restores from them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_latest_k: int,
+        model: ParallelModel,
+        optimizer: AdamW,
+        world: World,
+        in_background: bool = False,
+        assets: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """A collective.
+
+        Args:
+            in_background: save copies that a thread writes while training goes on; one at a time.
+            assets: of rank 0: files that go into each checkpoint as they are, so that it is a model by itself.
+        """
+        self.folder, self.world, self._assets = folder, world, assets
+        self._model, self._optimizer = model, optimizer
+        self._retention = sealed.Retention(folder, keep_latest_k)
+        # the thread talks to the other ranks' threads, never among what the training says
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if in_background else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._bytes = 0  # of a checkpoint, over all ranks; counted by the first save
+
+    def save(self, step: int, trainer_state: dict[str, Any], about: dict[str, Any], best: int | None = None) -> None:
+        """Write the checkpoint of this step; afterwards remove old ones. A collective.
+
+        Args:
+            trainer_state: what JSON can hold; the same on every rank.
+            about: for the manifest: `layout`, `fingerprints`.
+            best: the step whose checkpoint is kept whatever its age, under the name `best`.
+
+        Raises:
+            SaveError: on all ranks; this or, in the background, the save before did not succeed.
+        """
+        self.wait()
+        tensors = dict(self._tensors()) | self._extra_state()
+        self._bytes = self._bytes or sum(dict(ChainMap(*gather({n: t.nbytes for n, t in tensors.items()}))).values())
+        rng = json.dumps(_random_state(self.world.device))
+        record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
+        state = json.dumps(trainer_state, indent=1)
+        aside = Path(from_rank_zero(lambda: str(self._begin(step))))
+        if self._group is None:
+            return self._write(aside, tensors, rng, state, record, best)
+        with raise_together():  # the host's memory may not do
+            staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+
+        def in_background() -> None:
+            try:
+                self._write(aside, staged, rng, state, record, best)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=in_background, name=f"save-{step}", daemon=True)
+        self._thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Until the save in the background has ended.
+
+        Raises:
+            SaveError: on all ranks; it did not succeed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def has_failed(self) -> bool:
+        """Whether the save in the background did not succeed. Ranks learn it at different times: agree, then `wait`."""
+        return self._error is not None
+
+    def _begin(self, step: int) -> Path:
+        with _said_plainly(self.folder, step):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(self.folder).free) < self._bytes:
+                raise OSError(
+                    errno.ENOSPC, f"it needs {self._bytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free"
+                )
+            return sealed.begin(self.folder, step)
+
+    def _write(
+        self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
+    ) -> None:
+        """Everything after the decision to save: the same in the background. A collective."""
+        rank, step = self.world.rank, record["step"]
+        try:
+            with raise_together(self._group), _said_plainly(self.folder, step):
+                written = self._write_files(aside, tensors, {f"rng-{rank}.json": rng})
+            everyone = gather(written, self._group)
+            with raise_together(self._group), _said_plainly(self.folder, step):
+                if rank == 0:
+                    self._seal(aside, dict(ChainMap(*everyone)), state, record, best)
+        except Exception:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    def _write_files(self, aside: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> sealed.Written:
+        """This rank's files, synced."""
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
+        files = HashedFiles()
+        # more than one writer thread would swallow a full disk
+        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
+        if self._group is not None:
+            writer.per_thread_copy_ahead = (
+                0  # copies are on the host; a thread that touches a GPU begins with the first
+            )
+        writer.fs = files
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, which nobody up there expects
+            raise _first_cause(error) from None
+        for name, text in texts.items():
+            files.write(aside / name, text.encode())
+        sync(aside)
+        return files.written
+
+    def _seal(self, aside: Path, written: sealed.Written, state: str, record: dict[str, Any], best: int | None) -> None:
+        lacking = [name for name in written if not (aside / name).is_file()]
+        if lacking:
+            raise UserError(
+                f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file system "
+                "that they share"
+            )
+        files = HashedFiles()
+        for name, content in self._assets.items():
+            files.write(aside / name, content)
+        files.write(aside / TRAINER, state.encode())
+        final = sealed.seal(aside, written | files.written, record)
+        log.info(f"checkpoint {final}")
+        try:  # it is there: what fails from here on is no reason to end the run
+            self._retention.note(final)
+            self._retention.remove_old(keep_also=self._mark_best(best))
+        except OSError as error:
+            log.warning(
+                f"{self.folder}: old checkpoints could not be removed, or the best one not be marked: {error}; the "
+                "disk will fill up"
+            )
+
+    def _mark_best(self, step: int | None) -> Path | None:
+        path = self.folder / f"step-{step}"
+        if step is None or not path.is_dir():
+            return None
+        sealed.mark_best(path)
+        return path
+
+    def mark_best(self, step: int) -> None:
+        """Call a checkpoint that is there `best`. A collective."""
+        from_rank_zero(lambda: self._mark_best(step) and None)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore model, optimizer and random state in place; returns the trainer state. A collective.
+
+        Args:
+            path: a checkpoint that find_checkpoint verified.
+
+        Raises:
+            UserError: the checkpoint is of another model, or cannot be read.
+        """
+        everything = list(self._tensors())
+        tensors = dict(everything)
+        wanted = dict(ChainMap(*gather({name: (t.shape, t.dtype) for name, t in tensors.items()})))
+        with raise_together():
+            trainer_state = read_json(path / TRAINER)
+            reader = SafeReader(path, sealed.read_manifest(path)["files"])
+            saved = _saved_tensors(path, reader)
+            _check_names(path, saved, wanted)
+        extra = self._empty_extra_state(saved)
+        load_safely(tensors | extra, reader)
+        for name, tensor in everything:
+            if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
+                tensor.copy_(tensors[name])
+        prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
+        self._model.restore_extra_state(
+            trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
+        )
+        rng = path / f"rng-{self.world.rank}.json"
+        if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
+            _set_random_state(read_json(rng), self.world.device)
+        self._retention.note(path)
+        return trainer_state
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the checkpoint that this rank holds, by its name there, which is the same in every layout."""
+        for name, parameter in self._model.trained_parameters():
+            yield name, parameter.detach()
+        for name, tensor in self._optimizer.named_state():
+            yield OPTIMIZER + name, tensor
+
+    def _extra_state(self) -> dict[str, Tensor]:
+        prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
+        return {prefix + name: tensor for name, tensor in self._model.extra_state().items()}
+
+    def _empty_extra_state(self, saved: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """To load this rank's into; nothing unless the layout has such state and as many ranks as now saved theirs."""
+        kind = self._model.extra_state_name
+        saved_by = {owner[1] for owner in map(rank_of, saved) if owner and owner[0] == kind}
+        if not kind or saved_by != set(range(self.world.size)):
+            return {}
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device=self.world.device)
+            for name, entry in saved.items()
+            if name.startswith(rank_prefix(kind, self.world.rank))
+        }
+
+
+@contextmanager
+def _said_plainly(folder: Path, step: int) -> Iterator[None]:
+    """Whatever the file system refuses becomes one sentence, for every rank to say."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"the disk is full: {why}; free some space, or lower checkpoint.keep_latest_k"
+        where = f" ({error.filename})" if error.filename else ""
+        raise SaveError(f"{folder}: the checkpoint of step {step} could not be written: {why}{where}") from error
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory."""
+    if isinstance(tensor, DTensor):
+        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _first_cause(error: CheckpointException) -> BaseException:
+    return next(cause for cause, _ in error.failures.values())
+
+
+def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:
+    saved = reader.read_metadata().state_dict_metadata
+    if odd := sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)):
+        raise UserError(f"{path}: holds {len(odd)} entries that are no tensors, the first {odd[0]}; {_OTHER}")
+    return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+_OTHER = "use another job.run_folder, or --checkpoint.fresh"
+
+
+def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Kinds) -> None:
+    """DCP would ignore extra tensors and cast dtypes in silence; names, shapes and dtypes must be exactly the run's,
+    over all ranks. Only what ranks keep of their own may be there or not: another layout goes on without it.
+    """
+    found: Kinds = {
+        name: (entry.size, entry.properties.dtype) for name, entry in saved.items() if rank_of(name) is None
+    }
+    if found == wanted:
+        return
+    problems = []
+    for what, names in (
+        ("missing", wanted.keys() - found.keys()),
+        ("unexpected", found.keys() - wanted.keys()),
+        ("mis-shaped", {name for name in found.keys() & wanted.keys() if found[name][0] != wanted[name][0]}),
+        ("mis-typed", {name for name in found.keys() & wanted.keys() if found[name][1] != wanted[name][1]}),
+    ):
+        for name in sorted(names)[:1]:
+            here, there = (
+                f"{tuple(kinds[name][0])} {kinds[name][1]}" if name in kinds else "none" for kinds in (wanted, found)
+            )
+            problems.append(f"{len(names)} {what}, the first {name} (checkpoint: {there}, model: {here})")
+    raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    python = random.getstate()
+    numpy = np.random.get_state(legacy=True)
+    state = {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],  # type: ignore[index, union-attr]
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state(device).numpy().tobytes()).decode()
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
+
+    def tensor(key: str) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(state[key])), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor("torch"))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(tensor("cuda"), device)

@@ -1,0 +1,39 @@
+"""The file layer below DCP's writer: everything is synced, and its size and SHA-256 are known when it is written."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from titan_mi100.checkpoint.sealed import Written
+from titan_mi100.files.durable import HashingStream
+
+
+class HashedFiles(FileSystem):
+    """Files that DCP or this package writes: synced, with the size and SHA-256 of each."""
+
+    def __init__(self) -> None:
+        self.written: Written = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as file:
+            stream = HashingStream(file)  # type: ignore[arg-type]
+            try:
+                yield stream
+            except Exception as error:
+                raise stream.error or error from None
+            file.flush()
+            os.fsync(file.fileno())
+        self.written[Path(path).name] = stream.size, stream.hexdigest()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def write(self, path: Path, content: bytes) -> None:
+        with self.create_stream(path, "wb") as stream:
+            stream.write(content)

@@ -1,0 +1,138 @@
+"""Which checkpoint a run goes on from, and whether it still is the run that made it."""
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.errors import UserError
+from titan_mi100.files import json_file
+from titan_mi100.logging import log
+from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
+
+TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
+
+
+class Found(NamedTuple):
+    """A checkpoint that is whole."""
+
+    path: Path
+    manifest: dict[str, Any]
+    trainer_state: dict[str, Any]
+
+
+def find_checkpoint(folder: Path, world: World) -> Found | None:
+    """The newest checkpoint that is what its manifest says; None: there never was one. A collective.
+
+    Each rank reads a share of the files. One that is damaged is renamed, so that nobody takes it for a checkpoint, and
+    the one before is taken.
+
+    Raises:
+        UserError: there are some, but none is whole: starting over in silence would lose the work. Or one cannot be
+            read, which says nothing of what is in it.
+    """
+    while True:
+        paths = from_rank_zero(lambda: [str(path) for path in sealed.list_checkpoints(folder)])
+        if not paths:
+            left = from_rank_zero(lambda: [str(path) for path in sealed.damaged(folder)])
+            if left:
+                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {', '.join(left)}; {_AGAIN}")
+            return None
+        newest = Path(paths[-1])
+        with raise_together():
+            problem = _problem(newest, world.rank, world.size)
+        problems = [found for found in gather(problem) if found]
+        if not problems:
+            with raise_together():
+                return open_checkpoint(newest)
+        # A file that only another rank misses is no damage: that node sees another file system.
+        problem = from_rank_zero(partial(_problem, newest, 0, 1))
+        if not problem:
+            raise UserError(f"{problems[0]}, but rank 0 reads it whole; all nodes must see the same file system")
+        if len(paths) == 1:
+            raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
+        aside = from_rank_zero(partial(_set_aside, newest))
+        log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
+
+
+def open_checkpoint(path: Path) -> Found:
+    """A checkpoint that is known to be intact."""
+    return Found(path, sealed.read_manifest(path), read_json(path / TRAINER))
+
+
+def _problem(path: Path, share: int, shares: int) -> str:
+    """What is damaged in a share of a checkpoint's files."""
+    try:
+        sealed.verify(path, share, shares)
+    except sealed.DamagedError as error:
+        return str(error)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); mend that, or rename {path} to go on from "
+            "the checkpoint before it"
+        ) from None
+    return ""
+
+
+def _set_aside(path: Path) -> str:
+    return str(sealed.set_aside(path))
+
+
+_AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
+
+
+def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
+    """Refuse to go on where the rows, their order or the model would be others; what was allowed to differ is said.
+
+    Args:
+        about: of the run as it is now; as for Checkpointer.save.
+        allowed: names that may differ, of a fingerprint or of a field: `model`, `model.rope_theta`.
+
+    Raises:
+        UserError: what differs, field by field.
+    """
+    refused: list[str] = []
+    waved: list[str] = []
+    for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
+        more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
+        (waved if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
+    if waved:
+        log.warning(f"checkpoint.allow_changed: the run goes on with another {', '.join(waved)}")
+    if refused:
+        raise UserError(
+            f"{found.path}: was made with another {', '.join(refused)}; go on with what it was made with, name what "
+            "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
+        )
+
+
+def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The values that differ, by name, each in words.
+
+    Args:
+        saved, now: values, or one level of fields with values.
+    """
+    before, after = _flat(saved), _flat(now)
+    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
+    return {name: f"{name} ({_short(before.get(name))}, now {_short(after.get(name))})" for name in names}
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and not prefix else {prefix + name: value}
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:12]}...{text[-40:]}" if "/" in text else f"{text[:12]}..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return json_file.read_object(path, "remove this checkpoint to resume from the one before")

@@ -1,0 +1,224 @@
+"""A run's checkpoint folders as files: sealed by a manifest, verified, listed, set aside, removed. Imports no torch.
+
+`step-N` appears by a rename, when everything in it has been synced. `manifest.json` names every file with its size and
+SHA-256, and `manifest.sha256` holds the manifest's own, in the form of sha256sum. A folder without them, or that does
+not hold what they say, is no checkpoint.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.files.durable import sha256_of, sync, write_synced
+from titan_mi100.logging import log
+
+FORMAT = 1
+BEST = "best"  # the name of a link to the checkpoint with the lowest validation loss
+MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
+_MOST_BYTES = 1 << 30  # of a manifest: more is not one
+
+_NAME = re.compile(r"step-\d+")
+Written = dict[str, tuple[int, str]]  # file -> size and SHA-256, as they were written
+
+
+class DamagedError(Exception):
+    """A folder is not the checkpoint that was sealed; the message names the file."""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The folders `step-N`, whole or not, oldest first."""
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A fresh folder for the files of a step."""
+    aside = folder / f".step-{step}.{uuid.uuid4().hex[:12]}.incomplete"
+    aside.mkdir()
+    return aside
+
+
+def seal(aside: Path, written: Written, record: dict[str, Any]) -> Path:
+    """Make a folder of written and synced files the checkpoint of its step; returns its path.
+
+    Args:
+        record: what else the manifest says; `step` among it.
+    """
+    final = aside.with_name(f"step-{record['step']}")
+    write_manifest(aside, written, record)
+    if final.exists():
+        raise FileExistsError(f"{final} is there already, and is never overwritten")
+    aside.rename(final)
+    sync(aside.parent)
+    return final
+
+
+def write_manifest(aside: Path, written: Written, record: dict[str, Any]) -> None:
+    """Say what a folder holds, in the folder."""
+    files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
+    text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
+    write_synced(aside / MANIFEST, text)
+    write_synced(aside / MANIFEST_HASH, _hash_line(text.encode()))
+    sync(aside)
+
+
+def _hash_line(content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, if it is as it was written.
+
+    Raises:
+        DamagedError: it is not, or there is none.
+        OSError: it may be, but it cannot be read.
+    """
+    content = {}
+    for name in (MANIFEST, MANIFEST_HASH):
+        file = path / name
+        if file.is_symlink() or not file.is_file():
+            raise DamagedError(f"{file}: there is no such file")
+        with file.open("rb") as stream:
+            content[name] = stream.read(_MOST_BYTES)
+    if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
+        raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
+    try:
+        manifest = json.loads(content[MANIFEST])
+        # a run's checkpoint is called by its step; elsewhere, and what a converter wrote (step 0), may have any name
+        expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
+        is_one = (manifest["format"], manifest["step"]) == (FORMAT, expected) and all(
+            Path(name).name == name and type(entry["bytes"]) is int and type(entry["sha256"]) is str
+            for name, entry in manifest["files"].items()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_one = False
+    if not is_one:
+        raise DamagedError(f"{path / MANIFEST}: is not the manifest of {path.name} in format {FORMAT}")
+    return manifest
+
+
+def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """Compare one of a checkpoint's files with the manifest's entry.
+
+    Raises:
+        DamagedError, OSError: as read_manifest.
+    """
+    file = path / name
+    if file.is_symlink() or not file.is_file():
+        raise DamagedError(f"{file}: there is no such file")
+    if (size := file.stat().st_size) != entry["bytes"]:
+        raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
+    found = sha256_of(file)
+    if found != entry["sha256"]:
+        raise DamagedError(f"{file}: is not what was written: SHA-256 {found[:12]}..., was {entry['sha256'][:12]}...")
+
+
+def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
+    """Check a checkpoint; returns its manifest.
+
+    Args:
+        share, shares: check only the content of every `shares`-th file, from this one, large ones dealt first.
+
+    Raises:
+        DamagedError, OSError: as read_manifest.
+    """
+    manifest = read_manifest(path)
+    by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    for name, entry in by_size[share::shares]:
+        check_file(path, name, entry)
+    return manifest
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is none, so that nobody takes it for one; returns where it is now."""
+    aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}")
+    path.rename(aside)
+    best = path.with_name(BEST)
+    if best.is_symlink() and best.readlink() == Path(path.name):
+        best.unlink()
+    sync(path.parent)
+    return aside
+
+
+def mark_best(path: Path) -> None:
+    """Let the name `best` lead to this checkpoint."""
+    aside = path.with_name(f".{BEST}.tmp")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(path.name)
+    aside.replace(path.with_name(BEST))
+
+
+def damaged(folder: Path) -> list[Path]:
+    """What was set aside."""
+    return sorted(folder.glob("damaged-step-*"))
+
+
+class Retention:
+    """Removes checkpoints that are older than enough verified ones: one that is damaged is not counted as kept."""
+
+    def __init__(self, folder: Path, keep_latest_k: int) -> None:
+        """Remember what is kept where.
+
+        Args:
+            keep_latest_k: verified checkpoints to keep; 0: all.
+        """
+        self._folder, self._keep = folder, keep_latest_k
+        self._verified: dict[Path, list[tuple[str, int, int]]] = {}
+
+    def note(self, path: Path) -> None:
+        """This one has just been sealed, or verified whole."""
+        self._verified[path] = _stamps(path)
+
+    def remove_old(self, keep_also: Path | None = None) -> None:
+        """Remove what is older than the newest verified ones.
+
+        Args:
+            keep_also: the best one.
+        """
+        whole = 0
+        for path in reversed(list_checkpoints(self._folder) if self._keep else []):
+            if whole == self._keep:
+                if path != keep_also:
+                    remove(path)
+            elif self._is_whole(path):
+                whole += 1
+
+    def _is_whole(self, path: Path) -> bool:
+        """Reads a checkpoint once: then the file system's word that nothing touched it counts."""
+        try:
+            if self._verified.get(path) != _stamps(path):
+                verify(path)
+                self.note(path)
+        except (DamagedError, OSError):
+            return False
+        return True
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return [(name, status.st_size, status.st_ctime_ns) for name, status in found]
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that a kill between its files leaves none that looks whole."""
+    gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.removed")
+    path.rename(gone)
+    sync(path.parent)
+    shutil.rmtree(gone)
+
+
+def clear(folder: Path) -> None:
+    """Remove what saves and removals left that were killed. Only for the run that has the folder's lock."""
+    for left in (*folder.glob(".step-*.incomplete"), *folder.glob(".step-*.removed")):
+        try:
+            shutil.rmtree(left)
+        except OSError as error:
+            log.warning(f"{left}: a leftover of an earlier start, cannot be removed: {error.strerror}")

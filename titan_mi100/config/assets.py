@@ -1,0 +1,121 @@
+"""The files of an HF folder besides its weights: config, tokenizer and chat template, unchanged. Imports no torch.
+
+A checkpoint holds the same files, so it is a model by itself, with its weights in another format.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.config.model_spec import ModelSpec, read_hf_config, to_hf_config
+from titan_mi100.errors import UserError
+from titan_mi100.files.json_file import parse_object
+from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, read_plain
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", TEMPLATE),
+)
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers since 5, and before
+
+_REMEDY = "correct it, or remove it"
+
+Assets = dict[str, bytes]  # file name -> content
+
+
+def folder_of(path: str | Path) -> Path:
+    """The folder of a model that is named by its folder, or by a file in it."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def read_assets(folder: Path) -> Assets:
+    """Those of the model's files that the folder has.
+
+    Raises:
+        UserError: one is no regular file, or too large.
+    """
+    return _read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
+
+
+def tokenizer_files(path: Path) -> Assets:
+    """The files of a tokenizer, named by its folder or by a tokenizer file that is not HF's."""
+    if path.is_dir():
+        own = [file.name for kind in ("*.tiktoken", "*.model") for file in sorted(path.glob(kind))]
+        return _read_files(path, (*_TOKENIZER, *own))
+    return _read_files(path.parent, (path.name, "tokenizer_config.json", TEMPLATE))
+
+
+def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
+    found = {}
+    for name in names:
+        try:
+            found[name] = read_plain(folder / name, LARGEST_TABLE)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UserError(f"{folder / name}: cannot be read: {error.strerror}") from None
+    return found
+
+
+def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> Assets:
+    """The files of the model that a run trains.
+
+    Args:
+        base: the folder or file that the run's weights come from; empty: none.
+        tokenizer, chat_template: as the config names them.
+    """
+    assets = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
+    if CONFIG not in assets:
+        assets[CONFIG] = _json(to_hf_config(spec))
+    assets |= tokenizer_files(Path(tokenizer))
+    if chat_template:
+        assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
+    return assets
+
+
+def config_dtype(assets: Assets) -> str | None:
+    """The dtype that config.json names, such as `bfloat16`."""
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
+    return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
+
+
+def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
+    """The files of an export: config.json with what is true of it, and a generation_config.json that ends turns.
+
+    Args:
+        dtype: of the exported weights; None: of several.
+        ends: ids of tokens that end a text, that of a turn first; empty: unknown.
+    """
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY) or to_hf_config(spec)
+    config["architectures"] = to_hf_config(spec)["architectures"]
+    if dtype is not None:
+        known = [key for key in _DTYPE_KEYS if key in config]
+        config |= dict.fromkeys(known or ["torch_dtype"], dtype)
+    generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
+    named = generation.get("eos_token_id")
+    stops = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(stop) is int for stop in stops):
+        raise UserError(f"{GENERATION}: eos_token_id = {named!r} must be a token id or a list of such")
+    if ends:
+        if config.get("eos_token_id") is None:
+            config["eos_token_id"] = ends[0]
+        if ends[0] not in stops:
+            generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
+    made = {CONFIG: _json(config)}
+    if generation:
+        made[GENERATION] = _json(generation)
+    return {name: content for name, content in assets.items() if name != GENERATION} | made
+
+
+def spec_of(folder: Path, fingerprint: dict[str, Any] | None) -> ModelSpec | None:
+    """The model's shape: by config.json, else by what a checkpoint's manifest says, if it does."""
+    if (folder / CONFIG).exists():
+        return read_hf_config(folder)
+    return ModelSpec(**fingerprint) if fingerprint else None
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

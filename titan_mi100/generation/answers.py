@@ -1,0 +1,167 @@
+"""What the commands that generate share: their options, and prompts answered in batches, rows in and rows out."""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from titan_mi100.data.files import read_records
+from titan_mi100.data.ledger import label
+from titan_mi100.data.strict_json import BadRow, parse
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import read_plain
+from titan_mi100.generation.engine import AnswerBatch, Model, Request
+from titan_mi100.model.decode import check_lengths
+from titan_mi100.weights.base import in_words
+
+_LARGEST_OUTPUT = 1 << 34  # bytes
+_ROW_BEGINS = b'{"prompt": "'
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of every command that generates."""
+    add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
+    add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
+    add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
+    add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
+    add("--system", metavar="TEXT", help="system message for conversations that have none")
+    thinking.add_argument(
+        "--enable_thinking", action="store_true", default=None, help="set enable_thinking to true ..."
+    )
+    thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")
+    add("--max_new_tokens", type=int, default=512, metavar="N", help="default 512")
+    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
+    add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on a GPU, else float32")
+
+
+def open_model(options: Namespace) -> Model:
+    """The model that the options name. Raises UserError: as `Model`, or the device cannot be used."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError):  # no such name; no such device; this torch is built without it
+        raise UserError(f"--device {device}: cannot be used here; use cpu, or leave it out") from None
+    dtype = getattr(torch, options.dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
+    return Model(options.model, options.adapter, options.tokenizer_path, torch.device(device), dtype)
+
+
+def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
+    """Pass every row of a data file through `read`, which may raise BadRow.
+
+    Returns:
+        (file:line, result) of each row.
+
+    Raises:
+        UserError: the first wrong row, as file:line.
+    """
+    rows = []
+    for record in read_records(path):
+        where = f"{path}:{label(record.number, record.element)}"
+        try:
+            if record.problem:
+                raise BadRow(record.problem)
+            rows.append((where, read(parse(record.raw))))
+        except BadRow as bad:
+            raise UserError(f"{where}: {bad}") from None
+    return rows
+
+
+def answer_all(
+    options: Namespace,
+    model: Model,
+    requests: Sequence[Request],
+    load: Callable[[], AnswerBatch],
+    settings: Row,
+    judge: Callable[[int, str], Row] = lambda index, output: {},
+) -> list[Row]:
+    """Answer the requests in batches. With --output, append each batch to the file, and keep the rows already there.
+
+    Args:
+        load: loads the weights; not called when every row is there already.
+        settings: what the rows depend on besides the prompts and the model; stored in each row.
+        judge: index and output of a request -> further keys of its row.
+
+    Returns:
+        All rows, in the order of the requests: prompt, output, tokens, finish ("stop" or "length"), the keys from
+        `judge`, settings.
+
+    Raises:
+        UserError: a prompt does not fit the model; or the output file is not from this command, has other prompts or
+            settings, or cannot be written.
+    """
+    if options.batch_size < 1:
+        raise UserError(f"batch_size = {options.batch_size} must be at least 1")
+    check_lengths(model.spec, {request.where: len(request.ids) for request in requests}, options.max_new_tokens)
+    rows: list[Row] = []
+    if options.output:
+        paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
+        found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
+        settings = {**found, "dtype": in_words(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
+        rows = _finished_rows(options.output, requests, settings) if os.path.lexists(options.output) else []
+        _append(options.output, [])  # what is wrong with the path is reported now
+    if len(rows) == len(requests):
+        return rows
+    answer_batch = load()
+    interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines, and none from a short job
+    with tqdm(total=len(requests), initial=len(rows), unit="row", mininterval=interval, delay=interval) as progress:
+        while len(rows) < len(requests):
+            indices = range(len(rows), len(requests))[: options.batch_size]
+            answers = answer_batch([requests[index].ids for index in indices], indices)
+            batch = []
+            for index, answer in zip(indices, answers, strict=True):
+                output = model.tokenizer.decode(answer.ids)
+                row = {"prompt": requests[index].text, "output": output, "tokens": len(answer.ids)}
+                row |= {"finish": "stop" if answer.stopped else "length", **judge(index, output), "settings": settings}
+                batch.append(row)
+            if options.output:
+                _append(options.output, batch)
+            rows += batch
+            progress.update(len(batch))
+    return rows
+
+
+def _finished_rows(path: str, requests: Sequence[Request], settings: Row) -> list[Row]:
+    """The rows of an output file. A last line that a kill or a full disk left incomplete is removed from the file."""
+    content = read_plain(Path(path), _LARGEST_OUTPUT)
+    *lines, incomplete = content.split(b"\n")
+    if incomplete[: len(_ROW_BEGINS)] != _ROW_BEGINS[: len(incomplete)]:
+        lines.append(incomplete)  # not the beginning of a row, so another program's file
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse(line)
+        except BadRow:
+            row = {}
+        made_with, problem = row.get("settings"), ""
+        if not isinstance(made_with, dict) or not {"prompt", "output", "finish"} <= row.keys():
+            problem = "was not written by this command"
+        elif differing := [k for k in sorted({*made_with, *settings}) if made_with.get(k) != settings.get(k)]:
+            problem = f"was made with another {', '.join(differing)}"
+        elif number > len(requests) or row["prompt"] != requests[number - 1].text:
+            problem = "answers another prompt than this input's"
+        if problem:
+            raise UserError(f"{path}:{number}: {problem}; name another --output")
+        rows.append(row)
+    if incomplete:
+        os.truncate(path, len(content) - len(incomplete))
+    return rows
+
+
+def _append(path: str, rows: list[Row]) -> None:
+    try:
+        with open(path, "ab") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); fix that and start again") from None

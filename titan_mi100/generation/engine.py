@@ -1,0 +1,149 @@
+"""A model ready to answer: its network, tokenizer, chat template and stop tokens, opened from a path."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of
+from titan_mi100.config.model_spec import parameter_shapes
+from titan_mi100.data.conversation import Message
+from titan_mi100.errors import UserError
+from titan_mi100.files.json_file import read_object
+from titan_mi100.model.attention_choice import choose_backend
+from titan_mi100.model.decode import Generated, Sampling, generate
+from titan_mi100.model.lora import base_fingerprint
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.parallel.distributed import device_name, fill_parameters
+from titan_mi100.text.chat_template import ChatTemplate
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.weights.adapter import lora_of, merged
+from titan_mi100.weights.source import open_source, verify_files
+
+_COPY = "copy it from the model that you started from"
+
+
+class Request(NamedTuple):
+    """A prompt as the model reads it."""
+
+    where: str  # file:line, or "prompt 1"
+    text: str
+    ids: list[int]
+
+
+# Token ids of the prompts and the indices of their requests -> their continuations
+AnswerBatch = Callable[[Sequence[list[int]], Sequence[int]], list[Generated]]
+
+
+class Model:
+    """A model in any supported form (HF folder, DCP folder, torch file); all of it is read and checked but the weights.
+
+    Args:
+        path: of the model.
+        adapter: a LoRA adapter to merge into it, see adapter.merged; "": none.
+        tokenizer_path: another tokenizer and chat template than those in the model's folder; "": those.
+
+    Raises:
+        UserError: there is no such model, it is damaged, or the tokenizer has more tokens than the model.
+    """
+
+    def __init__(self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> None:
+        source = open_source(path)
+        if lora_of(source) is not None:
+            raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
+        source = merged(source, adapter) if adapter else source
+        if source.spec is None:
+            raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
+        source.names()  # checks them
+        self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
+        tokenizer_path = tokenizer_path or str(folder_of(path))
+        self.tokenizer = load_tokenizer(tokenizer_path)
+        if self.tokenizer.n_vocab > self.spec.vocab_size:
+            raise UserError(
+                f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
+                f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
+            )
+        self.stop_ids = {*self.tokenizer.end_ids(), *_named_stop_ids(folder_of(path) / GENERATION)}
+        self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
+        if config.with_name(TEMPLATE).is_file() or (
+            config.is_file() and read_object(config, _COPY).get("chat_template")
+        ):
+            self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
+
+    def fingerprint(self) -> str:
+        """A digest of the weights, see model.lora.base_fingerprint."""
+        return base_fingerprint(self.source.weights.read, parameter_shapes(self.spec))
+
+    def load(self) -> Qwen3:
+        """Build the network on the device, with its weights."""
+        verify_files(self.source.path)
+        with torch.device("meta"):
+            network = Qwen3(self.spec, choose_backend("sdpa", device_name(self.device)[1])).to(self.dtype)
+        network = network.to_empty(device=self.device).requires_grad_(False)
+        fill_parameters(network.named_parameters(), self.source.weights.read)
+        return network
+
+
+def _named_stop_ids(file: Path) -> list[int]:
+    """The stop tokens that a generation_config.json names, if it is there."""
+    named = read_object(file, _COPY).get("eos_token_id") if file.is_file() else None
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token_id) is int for token_id in ids):
+        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of token ids")
+    return ids
+
+
+class PromptBuilder:
+    """Builds what the model reads from a text or a conversation."""
+
+    def __init__(self, model: Model, system: str | None, enable_thinking: bool | None, raw: bool = False) -> None:
+        """Raises UserError: an option needs a chat template, and none is used."""
+        self._tokenizer, self.template = model.tokenizer, None if raw else model.template
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        if self.template is None and (self._system or self._variables):
+            why = "--raw uses no chat template" if raw else "the tokenizer has no chat template"
+            raise UserError(f"{why}; leave out --system, --enable_thinking and --no_thinking")
+        if self.template is None and not raw:
+            print("the tokenizer has no chat template: the model continues the text itself", file=sys.stderr)
+
+    def __call__(self, where: str, given: str | list[Message], tools: list[Any] | None = None) -> Request:
+        """Render it with the template, ending with the header of the answer; without a template, take the text itself.
+
+        Raises:
+            UserError: the template refuses it, or it is a conversation and there is no template.
+        """
+        if self.template is not None:
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            if messages[0]["role"] != "system":
+                messages = self._system + messages
+            try:
+                given = self.template.render(messages, add_generation_prompt=True, tools=tools, **self._variables)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+        if not isinstance(given, str):
+            raise UserError(f"{where}: a conversation needs a chat template; give a text, or leave out --raw")
+        return Request(where, given, self._tokenizer.encode(given))
+
+
+def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int) -> AnswerBatch:
+    """Load the weights. The draws for a prompt depend on the seed and the prompt's index, not on the batch."""
+    network = model.load()
+
+    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int], on_step: Any = None) -> list[Generated]:
+        seeds, vocabulary = [f"{seed}/{index}" for index in indices], model.tokenizer.n_vocab
+        return generate(network, prompts, sampling, model.stop_ids, max_new_tokens, seeds, vocabulary, on_step)
+
+    return answer_batch
+
+
+@contextmanager
+def full_memory_is_an_error() -> Iterator[None]:
+    """Replace torch's error about full GPU memory by one that names the options to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError("the device's memory is full; lower --batch_size or --max_new_tokens") from None

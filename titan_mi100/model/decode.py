@@ -1,0 +1,232 @@
+"""Token generation with a cache of keys and values (KV cache).
+
+It runs the model's own parts: the two halves of a block around an attention that reads the cache. Tested against
+transformers' `generate` and its logits processors in tests/test_generate.py.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.errors import UserError
+from titan_mi100.model import attention
+from titan_mi100.model.loss import at_least_fp32
+from titan_mi100.model.qwen3 import Qwen3, rotary_tables
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The filters apply in this order, as in transformers.
+
+    Raises:
+        UserError: values out of range, a line each; or filters that have no effect because decoding is greedy.
+    """
+
+    temperature: float = 0.0  # 0: greedy, always the most probable token
+    top_k: int = 0  # only the k most probable tokens; 0: all
+    top_p: float = 1.0  # only the most probable tokens whose probabilities sum to this
+
+    def __post_init__(self) -> None:
+        greedy_with_filters = self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0)
+        rules = {
+            f"temperature = {self.temperature} must be 0 (greedy) or a positive number": 0 <= self.temperature < inf,
+            f"top_k = {self.top_k} must be 0 (off) or more": self.top_k >= 0,
+            f"top_p = {self.top_p} must be above 0 and at most 1 (off)": 0 < self.top_p <= 1,
+            "top_k and top_p change nothing at temperature 0; set a temperature, such as 0.7": not greedy_with_filters,
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise UserError("\n".join(broken))
+
+
+class Generated(NamedTuple):
+    """The continuation of one prompt."""
+
+    ids: list[int]  # without the stop token
+    stopped: bool  # a stop token ended it; False: max_new_tokens did
+
+
+@torch.no_grad()
+def generate(
+    model: Qwen3,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    seeds: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    on_step: Callable[[list[int | None]], None] | None = None,
+) -> list[Generated]:
+    """Continue the prompts, all in one batch. The continuation of a prompt does not depend on the rest of the batch.
+
+    Args:
+        prompts: token ids, of any lengths.
+        stop_ids: tokens that end a continuation.
+        seeds: one per prompt, for its random draws; default: its index.
+        vocabulary: only ids below it are chosen, for a tokenizer that has fewer than the model; default: all.
+        on_step: called after each step with one token per prompt, None for those that have ended.
+
+    Raises:
+        UserError: a prompt that is empty, or too long for the model.
+    """
+    lengths = {f"prompt {number}": len(prompt) for number, prompt in enumerate(prompts, 1)}
+    check_lengths(model.model.spec, lengths, max_new_tokens)
+    device = next(model.parameters()).device
+    seeds = seeds or [str(index) for index in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
+    rows: list[list[int]] = [[] for _ in prompts]
+    running = [True] * len(prompts)
+    cache = KVCache(model, prompts, max_new_tokens)
+    logits = prefill(model, prompts, cache)
+    for number in range(max_new_tokens):
+        draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
+        tokens = choose(logits[:, :vocabulary], sampling, draws.to(device))
+        chosen = tokens.tolist()
+        running = [runs and token not in stop_ids for runs, token in zip(running, chosen, strict=True)]
+        if not any(running):
+            break
+        for row, token, runs in zip(rows, chosen, running, strict=True):
+            row += [token] if runs else []
+        if on_step is not None:
+            on_step([token if runs else None for runs, token in zip(running, chosen, strict=True)])
+        if number + 1 < max_new_tokens:
+            logits = step(model, tokens, cache)
+    return [Generated(row, len(row) < max_new_tokens) for row in rows]
+
+
+def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: int) -> None:
+    """Refuse prompts that are empty, or that leave no room for the new tokens.
+
+    Args:
+        lengths: name of each prompt for the message -> its number of tokens.
+
+    Raises:
+        UserError: about the first such prompt.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens = {max_new_tokens} must be at least 1")
+    limit = spec.max_position_embeddings
+    for name, length in lengths.items():
+        if not length:
+            raise UserError(f"{name}: is empty; the model needs at least one token to continue")
+        if length + max_new_tokens > limit:
+            lower = f", or lower max_new_tokens to {limit - length}" if length < limit else ""
+            raise UserError(
+                f"{name}: {length:,} tokens and max_new_tokens = {max_new_tokens:,} are more than the {limit:,} "
+                f"positions of the model (max_position_embeddings); shorten the prompt{lower}"
+            )
+
+
+class KVCache:
+    """Keys and values of a batch, each (layers, batch, kv_heads, capacity, head_dim). Rows are padded on the left."""
+
+    def __init__(self, model: Qwen3, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        spec, weight = model.model.spec, next(model.parameters())
+        self.lengths = torch.tensor(
+            [len(prompt) for prompt in prompts], device=weight.device
+        )  # tokens of each row so far
+        self.used = 0  # positions filled so far, padding included
+        longest = max(map(len, prompts))
+        capacity = longest + max_new_tokens
+        self.visible = torch.arange(capacity, device=weight.device) >= (longest - self.lengths)[:, None]
+        shape = (spec.num_hidden_layers, len(prompts), spec.num_key_value_heads, capacity, spec.head_dim)
+        dtype = model.model.dtype or weight.dtype
+        self._keys = torch.empty(shape, dtype=dtype, device=weight.device)
+        self._values = torch.empty(shape, dtype=dtype, device=weight.device)
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values, (batch, new, kv_heads, head_dim).
+
+        Returns:
+            Views of all keys and values of the layer so far, (batch, kv_heads, used + new, head_dim) each.
+        """
+        until = self.used + k.shape[1]
+        self._keys[layer, :, :, self.used : until] = k.transpose(1, 2)
+        self._values[layer, :, :, self.used : until] = v.transpose(1, 2)
+        return self._keys[layer, :, :, :until], self._values[layer, :, :, :until]
+
+
+def prefill(model: Qwen3, prompts: Sequence[list[int]], cache: KVCache) -> Tensor:
+    """Run the prompts; returns the logits of their last tokens, (batch, vocab).
+
+    Padding is a document of its own, so that no prompt attends to it.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=cache.lengths.device)
+    positions = torch.arange(longest, device=ids.device) - (longest - cache.lengths)[:, None]
+    backend = model.model.backend
+    lengths = (length for prompt in prompts for length in (longest - len(prompt), len(prompt)) if length)
+    documents = backend.prepare(attention.Documents(len(prompts), longest, tuple(lengths)), ids.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.put(layer, k, v)
+        return backend(q, k, v, documents)
+
+    logits = _run(model, ids, positions, attend)
+    cache.used = longest
+    return logits
+
+
+def step(model: Qwen3, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Run one more token of each row, (batch,); returns its logits, (batch, vocab)."""
+    visible = cache.visible[:, : cache.used + 1]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.cached(q, *cache.put(layer, k, v), visible)
+
+    logits = _run(model, tokens[:, None], cache.lengths[:, None], attend)
+    cache.used += 1
+    cache.lengths += 1
+    return logits
+
+
+def _run(
+    model: Qwen3, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    decoder = model.model
+    assert decoder.norm is not None
+    cos, sin = rotary_tables(positions, decoder.spec.head_dim, decoder.spec.rope_theta)
+    x = decoder.embed(ids)
+    for layer, block in enumerate(decoder.blocks()):
+        x = block.after_attention(x, attend(layer, *block.before_attention(x, cos, sin)))
+    return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
+
+
+def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """The next token of each row.
+
+    Args:
+        logits: (batch, vocab).
+        draws: (batch,), uniform in [0, 1), fp64; unused at temperature 0.
+
+    Returns:
+        (batch,): the most probable token, or the inverse of the cumulative distribution at the draw.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    cumulative = probabilities(logits, sampling).double().cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    found = torch.searchsorted(cumulative, draws[:, None] * total, right=True)
+    # Rounding may lift draw * total to the total itself; then take the last token with a probability above 0.
+    return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(batch, vocab) -> (batch, vocab) in at least fp32: the distribution to sample from, 0 for filtered tokens.
+
+    As transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper, ties included.
+    """
+    scores = at_least_fp32(logits) / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], float("-inf"))
+    if sampling.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        unlikely[:, -1] = False  # the most probable token is always kept
+        scores = scores.masked_fill(unlikely.scatter(-1, order, unlikely), float("-inf"))
+    return scores.softmax(-1)

@@ -1,0 +1,116 @@
+"""The run's folder: taken for this run alone; and how the run stands or ended, for people and launchers."""
+
+import json
+import os
+import socket
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.config.load import resolve_run_folder
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
+from titan_mi100.logging import log, log_to_file
+from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How a run stands or ended: `run_state.json`.
+
+    Attributes:
+        next: what to do about it.
+    """
+
+    state: str
+    exit_code: int
+    message: str
+    next: str
+
+
+class RunFolder:
+    """The run's folder, for as long as this object lives."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        """Make, lock and try it. A collective.
+
+        Raises:
+            UserError: another run has it, or it cannot be written to.
+        """
+        self._lock: FolderLock | None = None
+        path, nonce = from_rank_zero(lambda: self._take(config))
+        self.path = Path(path)
+        with raise_together():
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                _check_shared(self.path, nonce, world.rank)
+
+    def note_crash(self, state: RunState, rank: int) -> None:
+        """A rank has failed on its own. The first one to say so knows why; what the others say follows from it."""
+        try:
+            if rank:
+                with (self.path / "train.log").open("a", encoding="utf-8") as file:
+                    file.write(traceback.format_exc())
+            if json.loads((self.path / "run_state.json").read_text(encoding="utf-8"))["state"] != "running":
+                return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.error(f"{self.path}: {error}")
+        write_run_state(self.path, state)
+
+    def _take(self, config: Config) -> tuple[str, str]:
+        folder = resolve_run_folder(config)
+        checkpoints = folder / "checkpoint"
+        try:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            sync(folder)
+            with suppress(PermissionError):  # somebody else's, who lets us pass
+                sync(folder.parent)
+            self._lock = FolderLock(folder)
+            probe(checkpoints)
+            sealed.clear(checkpoints)
+            log_to_file(folder / "train.log")
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or folder}: cannot be written to ({error.strerror}); set job.run_folder or "
+                "job.dump_folder"
+            ) from None
+        again = f"if it was killed, start again with job.run_folder = {folder}"
+        write_run_state(folder, RunState("running", 1, "killed, or still running", again))
+        return str(folder), self._lock.nonce
+
+
+def _check_shared(path: Path, nonce: str, rank: int) -> None:
+    """Each node must see the folder that rank 0 has taken, and be able to write there."""
+    try:
+        is_same = nonce in (path / LOCK).read_text(encoding="utf-8")
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise UserError(
+            f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder must "
+            "be on a file system that all nodes share"
+        )
+    probe(path / "checkpoint")
+
+
+def launcher_is_told() -> bool:
+    """Whether the launcher named a file to read the outcome from."""
+    return bool(os.environ.get("TITAN_OUTCOME"))
+
+
+def write_run_state(folder: Path | None, state: RunState) -> None:
+    """Into the folder, and into the file that the launcher named: torchrun turns every worker's exit code into 1.
+
+    Args:
+        folder: None: it is not this run's, and nothing is written there.
+    """
+    paths = [folder / "run_state.json"] if folder is not None else []
+    if launcher_is_told():
+        paths.append(Path(os.environ["TITAN_OUTCOME"]))
+    for path in paths:
+        try:
+            replace(path, json.dumps(asdict(state), indent=1) + "\n")
+        except OSError as error:
+            log.error(f"{path}: cannot be written to: {error.strerror}")

@@ -1,0 +1,193 @@
+"""What a run tells about itself: a line and a TensorBoard point a step, `metrics.jsonl`, and the progress bar."""
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.logging import log
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the trainer counted in one optimizer step: sums over all ranks, and this rank's times in seconds."""
+
+    first_row: int  # number of the row that the step began with
+    next_row: int  # that the next step begins with
+    lr: float  # of the first parameter group
+    loss: float  # mean over supervised tokens
+    grad_norm: float  # before clipping
+    tokens: int  # real ones: no padding
+    supervised: int
+    attention_pairs: int  # (query, key) inside documents, key <= query
+    seconds: float  # the whole step: data, forward, backward, update
+    waited: float  # of these, for rows
+    peak_memory_gib: float  # so far, of the rank that has held most; see peak_memory_gib
+    gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
+    skipped: bool = False  # loss or gradients were not finite: nothing was updated
+    nonfinite_microbatches: Sequence[int] = ()  # of this rank, by their loss
+    flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step as it is recorded, over all ranks."""
+
+    step: int
+    epoch: float | None  # None: a stream without epochs
+    loss: float | None  # None, as JSON has no such numbers: not finite
+    grad_norm: float | None
+    lr: float
+    seconds: float
+    tokens: int
+    supervised_tokens: int
+    tokens_per_second: float
+    supervised_tokens_per_second: float
+    mfu: float | None  # of the peak for the compute dtype; None: unknown hardware
+    peak_memory_gib: float  # of the rank that held most: device memory reserved, on CPU the process's peak
+    data_wait: float  # share of the step spent waiting for rows
+    gradient_bytes: int | None  # that each rank gave to collectives, under DDP; None: not counted
+    skipped: bool  # nothing was updated: loss or gradients were not finite
+
+    def line(self, steps: int, dtype: str) -> str:
+        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}  "
+            f"grad_norm {_shown(self.grad_norm, 3)}  "
+            f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  "
+            f"supervised tok/s {self.supervised_tokens_per_second:,.0f}  mfu({dtype}) {mfu}  "
+            f"mem {self.peak_memory_gib:.2f} GiB  data wait {self.data_wait:.1%}"
+        )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: reserved by the allocator on a GPU, resident in the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class Reporter:
+    """Rank 0's record of the run: `metrics.jsonl`, TensorBoard, the printed lines and, on a terminal, the bar."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: MetricsConfig,
+        steps: int,
+        rows_per_epoch: int | None,
+        flops: Callable[[int, int, int], int],
+        peak_flops: float | None,
+        dtype: str,
+        last_step: int = 0,
+        validation_due: bool = False,
+    ) -> None:
+        """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
+
+        Args:
+            steps: the run's last step.
+            rows_per_epoch: None: a stream without epochs.
+            flops: of a step, by its tokens, supervised tokens and attention pairs; see costs.train_flops.
+            peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
+            dtype: the compute dtype, for the printed line.
+            last_step: of the checkpoint that the run resumes from; 0: none.
+            validation_due: its validation is still to come.
+        """
+        self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
+        self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
+        path = folder / "metrics.jsonl"
+        _drop_after(path, last_step, validation_due)
+        self._file = path.open("a", encoding="utf-8")
+        self._writes = True
+        self._events: Any = None
+        if config.enable_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
+
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+        self._bar = tqdm(
+            total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+        )
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
+        metrics = StepMetrics(
+            step=step,
+            epoch=result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
+            loss=result.loss if math.isfinite(result.loss) else None,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            lr=result.lr,
+            seconds=result.seconds,
+            tokens=result.tokens,
+            supervised_tokens=result.supervised,
+            tokens_per_second=result.tokens / result.seconds,
+            supervised_tokens_per_second=result.supervised / result.seconds,
+            mfu=flops / result.seconds / self._peak_flops if self._peak_flops else None,
+            peak_memory_gib=result.peak_memory_gib,
+            data_wait=result.waited / result.seconds,
+            gradient_bytes=result.gradient_bytes,
+            skipped=result.skipped,
+        )
+        self._write(step, asdict(metrics), prefix="train/")
+        if step % self._config.log_freq == 0 or step == self._steps:
+            log.info(metrics.line(self._steps, self._dtype))
+        self._bar.update(1)
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Args: bits_per_byte: None: the supervised tokens spell nothing."""
+        found = {"validation_loss": loss, "bits_per_byte": bits_per_byte}
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
+        self._write(step, {"step": step, **finite}, prefix="validation/")
+        bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
+        log.info(
+            f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
+        )
+
+    def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+            if self._events is not None:
+                for name, value in values.items():
+                    if name != "step" and value is not None:
+                        self._events.add_scalar(prefix + name.removeprefix("validation_"), value, step)
+        except OSError as error:  # a full disk: the next save will end the run, all ranks together
+            if self._writes:
+                log.warning(f"{self._file.name}: cannot be written to: {error.strerror}")
+            self._writes = False
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
+    """Rewrite the file without what will be done again, and without a line that a kill cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            again = validation_due and "validation_loss" in entry and entry["step"] == last_step
+            if entry["step"] <= last_step and not again:
+                kept.append(line + "\n")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,117 @@
+"""What a run leaves in its folder for its reader: the resolved config, what really ran, and where everything is."""
+
+import json
+import math
+import platform
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_mi100.checkpoint.sealed import list_checkpoints
+from titan_mi100.config import hardware
+from titan_mi100.config.costs import train_flops
+from titan_mi100.config.load import to_toml
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes
+from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.data.loader import collate
+from titan_mi100.data.source import RowSource
+from titan_mi100.logging import log
+from titan_mi100.model.attention import Documents
+from titan_mi100.model.attention_choice import NO_KERNEL, running_kernel
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, raise_together
+from titan_mi100.parallel.dtypes import compute_dtype
+from titan_mi100.run.faults import FILE
+from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.progress import Progress
+
+_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+def open_record(
+    folder: Path,
+    config: Config,
+    world: World,
+    spec: ModelSpec,
+    model: ParallelModel,
+    rows: RowSource,
+    progress: Progress,
+    steps: int,
+) -> Reporter | None:
+    """Log what runs, and open rank 0's record of the run; None on the others. A collective.
+
+    Args:
+        steps: the run's last step.
+    """
+    device_words, arch, compute_units = distributed.device_name(world.device)
+    dtype = _SHORT[config.training.mixed_precision_param]
+    documents = Documents.from_ends(collate([rows.row(0)])["document_ends"])  # to try the kernel on
+    backend = model.parts[0].model.backend
+    kernel = running_kernel(backend, spec, documents, compute_dtype(config.training), world.device)
+    log.info(f"attention kernel: {kernel}, compute in {dtype}")
+    if kernel == NO_KERNEL and world.device.type != "cpu":
+        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
+    gpu = hardware.find_gpu(arch, compute_units)
+    tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
+    with raise_together():
+        if world.rank == 0:
+            ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
+            _write_explanation(folder, config, progress.step, ran)
+            return Reporter(
+                folder,
+                config.metrics,
+                steps,
+                rows.rows_per_epoch,
+                partial(train_flops, spec, adapter_values=_adapter_values(spec, config.lora)),
+                tflops * 1e12 * world.size if tflops else None,
+                dtype,
+                progress.step,
+                progress.validation_due,
+            )
+    return None
+
+
+def _adapter_values(spec: ModelSpec, lora: LoRAConfig) -> int:
+    shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else {}
+    return sum(map(math.prod, shapes.values()))
+
+
+def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
+    """What a reader of the folder needs to know: the resolved config, versions, hardware, what really runs.
+
+    Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`.
+    """
+    path, text = folder / "config.toml", to_toml(config)
+    if last_step and path.exists() and path.read_text(encoding="utf-8") != text:
+        path.rename(folder / f"config-until-step-{last_step}.toml")
+    path.write_text(text, encoding="utf-8")
+    record = {
+        **ran,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "command": sys.argv,
+    }
+    (folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def log_where_everything_is(folder: Path, config: Config, progress: Progress) -> None:
+    """The closing summary."""
+    checkpoints = list_checkpoints(folder / "checkpoint")
+    if progress.skipped_steps:
+        log.warning(f"{progress.skipped_steps} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
+    log.info(f"done. Everything is in {folder}:")
+    log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
+    if config.checkpoint.export_hf:
+        what = "adapter, for peft and checkpoint_tools/merge_lora.py" if config.lora.rank else "for transformers, vLLM"
+        log.info(f"  hf-step-{progress.step}/   {what}")
+    if config.metrics.enable_tensorboard:
+        log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
+    log.info("  ledger.csv (every row of the data), metrics.jsonl, train.log")
+    log.info("  config.toml (resolved), environment.json, run_state.json")

@@ -1,0 +1,344 @@
+"""The folder's own chat template, sandboxed; and where in its output each message stands.
+
+The second is known by provenance, not by searching the text: each string of a message enters the template as a
+`Traced`, which remembers through the template's string operations where each character came from.
+"""
+
+import io
+import json
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
+from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, trace
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
+_REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
+_PROBE = ({"role": "user", "content": "Hello"},)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where one message stands in the text: the characters `[start, stop)`; none where nothing of it shows."""
+
+    message: int  # its index
+    role: str
+    start: int  # assistant: behind the turn's header; others: their first own character (not the role's)
+    stop: int  # assistant: behind the turn's eos_token; others: behind their last own character and an eos_token there
+    answer: int  # start, or behind an empty think block that the template itself put there
+    lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and a turn for each of its messages."""
+
+    text: str
+    turns: list[Turn]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    header: str  # what opens an assistant's turn
+    empty_think: str  # what turning thinking off puts behind that
+
+
+class ChatTemplate:
+    """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
+
+    def __init__(self, file: Path, source: str, special_tokens: dict[str, str]) -> None:
+        self._file = file
+        self._special_tokens = special_tokens
+        self.is_dated = "strftime_now" in source
+        try:
+            self._template = TracingEnvironment().from_string(source)
+        except Exception as error:  # Jinja's own, or Python's about code that it cannot compile
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
+        self._probed = lru_cache(maxsize=256)(self._probe)
+
+    @classmethod
+    def from_folder(cls, path: str | Path, template: str | Path = "", eos_token: str = "") -> "ChatTemplate":
+        """Read `chat_template.jinja`, else the (default) `chat_template` of `tokenizer_config.json`.
+
+        Args:
+            path: an HF tokenizer folder, or a tokenizer file in such a folder.
+            template: a Jinja file to use instead.
+            eos_token: of the tokenizer, in case `tokenizer_config.json` is missing or does not name it.
+
+        Returns:
+            The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
+
+        Raises:
+            UserError: a file is missing or malformed, or there is no template.
+        """
+        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        config_file, jinja_file = folder / "tokenizer_config.json", Path(template or folder / "chat_template.jinja")
+        file = config_file
+        try:
+            # Beside a tokenizer file there may be none; a folder's is part of it.
+            needed = folder == Path(path) or config_file.is_file()
+            config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
+            refuse_code(config_file, config)
+            file = jinja_file if template or jinja_file.is_file() else config_file
+            source = config.get("chat_template")
+            if file is jinja_file:
+                # a link that the user names is the user's; one in a folder came with it
+                text = read_plain(Path(os.path.realpath(file)) if template else file, LARGEST_CONFIG).decode("utf-8")
+                source = io.StringIO(text, newline=None).read()  # line ends as `transformers` reads them
+            if isinstance(source, list):
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
+            special_tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files") from error
+        if not isinstance(source, str):
+            raise UserError(
+                f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
+                "Jinja file in model.chat_template"
+            )
+        if eos_token:
+            special_tokens.setdefault("eos_token", eos_token)
+        return cls(file, source, special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **variables: Any
+    ) -> str:
+        """Render a conversation, byte for byte as `apply_chat_template(tokenize=False)` does.
+
+        Args:
+            messages: dicts of JSON values, with a `role` and what else the template reads.
+            add_generation_prompt: end with the header of an assistant's turn.
+            variables: further variables of the template, such as `tools` or `enable_thinking`.
+
+        Returns:
+            The text.
+
+        Raises:
+            UserError: the template refuses the conversation, or fails on it.
+        """
+        return self._run(self._prepared(messages), add_generation_prompt, variables)
+
+    def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
+        """Render a conversation and say where each message stands in the text.
+
+        Args:
+            messages: as for `render`.
+            variables: as for `render`.
+
+        Returns:
+            The text, the same as `render`'s, and a turn for every message, in their order.
+
+        Raises:
+            UserError: as `render`; or the template treats an assistant's message in a way that hides what came from
+                where. Of other messages, what is hidden does not show.
+        """
+        prepared = self._prepared(messages)
+        text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
+        finder = _TurnFinder(text, self._special_tokens.get("eos_token") or "")
+        prompt: _Prompt | None = None
+        turns: list[Turn] = []
+        for i, message in enumerate(prepared):
+            if message.get("role") != "assistant":
+                turns.append(finder.other(i, str(message.get("role", ""))))
+                continue
+            self._check_eos_token()
+            prompt = prompt or self._prompt(prepared[:i], variables)
+            try:
+                turns.append(finder.assistant(i, message, prompt))
+            except _Untraceable as problem:
+                raise UserError(
+                    f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
+                    f"use a template that writes each assistant message as Qwen3's does"
+                ) from problem
+        return Rendered(str.__str__(text), turns)
+
+    def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+        """The prompt under these variables. It does not depend on the conversation, so a fixed one is asked, once; the
+        conversation's own beginning only where the template refuses that one."""
+        variables = {key: value for key, value in variables.items() if key != "enable_thinking"}
+        try:
+            prompt = self._probed(json.dumps(variables))
+        except (TypeError, ValueError):  # no JSON
+            prompt = None
+        return prompt or self._prompt_behind(prefix or list(_PROBE), variables)
+
+    def _probe(self, variables: str) -> "_Prompt | None":
+        try:
+            return self._prompt_behind(list(_PROBE), json.loads(variables))
+        except UserError:
+            return None
+
+    def _prompt_behind(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+        without = self._run(messages, False, variables)
+        opened = self._run(messages, True, variables)
+        unthinking = self._run(messages, True, {**variables, "enable_thinking": False})
+        if not opened.startswith(without) or len(opened) == len(without):
+            raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
+        return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
+
+    def _check_eos_token(self) -> None:
+        if not self._special_tokens.get("eos_token"):
+            raise UserError(
+                f"{self._file.parent / 'tokenizer_config.json'}: eos_token is missing; name what ends a turn"
+            )
+
+    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as `transformers` hands them to a template: keys without a value dropped, reasoning aliased."""
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise UserError(f"{self._file}: a conversation is a list of at least one message, each an object")
+        prepared = []
+        for message in messages:
+            present = {key: value for key, value in message.items() if value is not None}
+            names = [name for name in _REASONING_FIELDS if name in present]
+            if names:
+                reasoning = present[names[0]]
+                present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+            prepared.append(present)
+        return prepared
+
+    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(
+                {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
+            )
+        except Exception as error:  # the template is data: whatever it does wrong is for its user to see
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
+
+
+def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    traced = {
+        key: trace(value, Source(index, _REASONING if key in _REASONING_FIELDS else key))
+        for key, value in message.items()
+    }
+    if thoughts := _thoughts(message):
+        runs, position = [], 0
+        for start, stop in thoughts:
+            runs += [(start - position, Source(index, "content")), (stop - start, Source(index, _REASONING))]
+            position = stop
+        content = message["content"]
+        traced["content"] = Traced(content, [*runs, (len(content) - position, Source(index, "content"))])
+    return traced
+
+
+def _thoughts(message: dict[str, Any]) -> list[tuple[int, int]]:
+    """What of an assistant's content is reasoning: where its think blocks say something, and no field of its own does.
+
+    The first block may lack its opening tag, which some models' prompts end with.
+    """
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or _says(message.get(_REASONING)):
+        return []
+    thoughts, position = [], 0
+    for before in content.split("</think>")[:-1]:
+        opened, stop = before.rfind("<think>"), position + len(before)
+        if opened >= 0 or position == 0:
+            start = position + opened + len("<think>") if opened >= 0 else 0
+            if _says(content[start:stop]):
+                thoughts.append((start, stop))
+        position = stop + len("</think>")
+    return thoughts
+
+
+def _says(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+class _Untraceable(Exception):
+    """What is known of the text's provenance does not settle where an assistant's turn begins or ends."""
+
+
+class _TurnFinder:
+    """Finds the turns of a rendered text, message after message, by where its characters came from."""
+
+    def __init__(self, text: str, eos_token: str) -> None:
+        self._text, self._eos_token = str.__str__(text), eos_token
+        self._spans: list[tuple[int, int, Source]] = []  # of characters that came from messages, in order
+        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # begin, end, field
+        position = 0
+        for length, source in text.runs if isinstance(text, Traced) else ():
+            if source is not None:
+                self._spans.append((position, position + length, source))
+                self._of_message[source.message].append((position, position + length, source.field))
+            position += length
+        self._ends = [end for _, end, _ in self._spans]
+        self._behind = 0  # where the last turn stops
+        self._behind_assistant = 0
+
+    def other(self, index: int, role: str) -> Turn:
+        """The turn of a message that is not the assistant's."""
+        own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
+        start, stop = (own[0][0], own[-1][1]) if own else (self._behind, self._behind)
+        if own and self._eos_token and self._is_literal(stop, self._eos_token):
+            stop += len(self._eos_token)
+        self._behind = stop
+        return Turn(index, role, start, stop, start, False)
+
+    def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
+        """The assistant's turn in message `index`, which begins behind the one before."""
+        spans = self._of_message[index]
+        fields = {field for _, _, field in spans}
+        start = self._header_end(spans, message["role"], prompt.header)
+        answer = start + len(prompt.empty_think) if self._is_literal(start, prompt.empty_think) else start
+        content = message.get("content")
+        answered = _says(content.split("</think>")[-1] if isinstance(content, str) else content)
+        if answered and not fields & {"content", MIXED}:
+            raise _Untraceable("the template drops or rewrites its content")
+        if _says(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
+            raise _Untraceable("the template drops or rewrites its tool_calls")
+        last = max([answer, *(end for _, end, _ in spans)])
+        found = self._text.find(self._eos_token, last)
+        if found < 0:
+            raise _Untraceable(f"no {self._eos_token!r} ends the turn")
+        stop = found + len(self._eos_token)
+        if any(source.message != index for source in self._sources_between(start, stop)):
+            raise _Untraceable("text of another message stands inside of its turn")
+        reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
+        lost = reasoned and not fields & {_REASONING, MIXED}
+        self._behind = self._behind_assistant = stop
+        return Turn(index, message["role"], start, stop, answer, lost)
+
+    def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
+        """Where the header ends that was written with this message's role: the generation prompt up to a line's end."""
+        for begin, end, field in spans:
+            if field != "role" or begin < self._behind_assistant or self._text[begin:end] != role:
+                continue
+            at = header.find(role)
+            while at >= 0:
+                before, behind = header[:at], header[at + len(role) :]
+                if begin >= len(before) and self._is_literal(begin - len(before), before):
+                    # A prompt can open a think block in further lines, which turns without reasoning do not have.
+                    lines = behind.splitlines(keepends=True) or [""]
+                    for count in range(len(lines), 0, -1):
+                        if self._is_literal(end, "".join(lines[:count])):
+                            return end + len("".join(lines[:count]))
+                at = header.find(role, at + 1)
+        raise _Untraceable("the template does not write its role between the lines of the generation prompt")
+
+    def _is_literal(self, position: int, expected: str) -> bool:
+        """Whether the template itself wrote `expected` there."""
+        return self._text.startswith(expected, position) and not self._sources_between(
+            position, position + len(expected)
+        )
+
+    def _sources_between(self, start: int, stop: int) -> list[Source]:
+        """Of the characters in `[start, stop)` that came from messages."""
+        sources = []
+        for i in range(bisect_right(self._ends, start), len(self._spans)):
+            begin, _, source = self._spans[i]
+            if begin >= stop:
+                break
+            sources.append(source)
+        return sources

@@ -1,0 +1,185 @@
+"""LoRA adapters in PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`. Does not import peft.
+
+Source: the folders that peft 0.21 writes; checked against it in tests/test_lora.py.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_mi100.config.model_spec import LINEARS
+from titan_mi100.config.settings import LoRAConfig, fingerprint
+from titan_mi100.errors import UserError
+from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import refuse_code
+from titan_mi100.model.init import Read
+from titan_mi100.weights.hf import open_safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's names, before the model's own
+_NAME = re.compile(rf"({re.escape(_PREFIX)}model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
+# keys of adapter_config.json that do not change what an adapter with the tensors of the file computes
+_HARMLESS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", "megatron_core", "qalora_group_size",
+    "runtime_config", "eva_config",
+}  # fmt: skip
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights as well
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAConfig, base_model_name: str) -> None:
+    """Write an adapter that `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+        folder: made if it is not there; files in it are overwritten.
+        tensors: every matrix by our name, `model.layers.0.self_attn.q_proj.lora_A.weight` and so on.
+        base_model_name: path or hub name of the base, or empty.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model_name or None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": fingerprint(lora)["target_modules"],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def base_of(folder: str | Path) -> str:
+    """The base that an adapter folder names: a path, a hub name, or empty. Raises UserError as read_adapter."""
+    named = _read_config(Path(folder) / CONFIG).get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
+
+
+def read_adapter(folder: str | Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
+    """An adapter's settings and its matrices by our names, whoever wrote the folder.
+
+    Raises:
+        UserError: not a LoRA adapter, one that this model cannot express, or not whole.
+    """
+    folder = Path(folder)
+    raw = _read_config(folder / CONFIG)
+    tensors = _read_tensors(folder)
+    path, rank = folder / WEIGHTS, raw["r"]
+    kinds = {name: _NAME.fullmatch(name) for name in tensors}  # names still as in the file
+    if odd := sorted(name for name, found in kinds.items() if found is None or found[2] not in LINEARS):
+        raise UserError(
+            f"{path}: holds {odd[0]}{_more(odd)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
+            f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
+        )
+    for name, found in kinds.items():
+        assert found is not None
+        tensor, other = tensors[name], f"{found[1]}.lora_{'B' if found[3] == 'A' else 'A'}.weight"
+        if other not in tensors:
+            raise UserError(f"{path}: holds {name} without {other}; copy the adapter again")
+        if tensor.ndim != 2 or tensor.shape["AB".index(found[3])] != rank:
+            raise UserError(f"{path}: {name} has shape {tuple(tensor.shape)}, which is not of rank r = {rank}")
+        if tensor.dtype not in _FLOATS:
+            raise UserError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be trained; use floating point")
+    named = {found[2] for found in kinds.values() if found}
+    targets = tuple(name for name in LINEARS if name in named)
+    return LoRAConfig(rank, float(raw["lora_alpha"]), float(raw["lora_dropout"]), targets), {
+        name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()
+    }
+
+
+def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Read:
+    """The adapter that a run starts from, for distributed.fill_parameters.
+
+    Args:
+        shapes: of the run's adapter; the folder's must be the same.
+
+    Raises:
+        UserError: as read_adapter; or it is of other settings or of another model.
+    """
+    folder = lora.initial_load_path
+    found, tensors = read_adapter(folder)
+    ours, theirs = fingerprint(lora), fingerprint(found)
+    if differing := [
+        f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
+    ]:
+        raise UserError(f"[lora] initial_load_path = {folder!r} has {'; '.join(differing)}; set [lora] to what it has")
+    problems = [f"lacks {name}" for name in shapes if name not in tensors]
+    problems += [f"holds {name}, which this model has not" for name in tensors if name not in shapes]
+    problems += [
+        f"{name} has shape {tuple(tensors[name].shape)}, the model's is {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        raise UserError(f"{Path(folder) / WEIGHTS}: {problems[0]}{_more(problems)}; it is of another model")
+
+    def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return tensors[name][tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))]
+
+    return read
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    raw = read_object(path, "name a folder that peft's save_pretrained wrote")
+    refuse_code(path, raw)
+    if raw.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type = {_short(raw.get('peft_type'))}; only LORA is supported")
+    raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults
+    problems = []
+    if type(raw.get("r")) is not int or not 1 <= raw["r"] <= 1 << 20:
+        problems.append(f"r = {_short(raw.get('r'))} is not a rank, a whole number above 0")
+    for key, is_good in (("lora_alpha", lambda x: 0 < x < 1e9), ("lora_dropout", lambda x: 0 <= x < 1)):
+        if type(raw[key]) not in (int, float) or not is_good(raw[key]):
+            problems.append(f"{key} = {_short(raw[key])} is not a number that it can be")
+    if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+        problems.append(
+            f"init_lora_weights = {_short(start)} changes the base's weights too; convert it with peft's "
+            "path_initial_model_for_weight_conversion"
+        )
+    if raw.get("use_rslora"):
+        problems.append("use_rslora scales by alpha / sqrt(r), which is not supported; train with alpha / r")
+    for key in sorted(raw.keys() - _HARMLESS - {"use_rslora"}):
+        if raw[key] and raw[key] != "none":
+            problems.append(
+                f"{key} = {_short(raw[key])} is not supported; merge the adapter into its base, or train without"
+            )
+    if problems:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return raw
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not os.path.lexists(path):
+        pickled = "adapter_model.bin is pickled, which is not read; "
+        found = pickled if os.path.lexists(folder / "adapter_model.bin") else ""
+        raise UserError(f"{path}: no such file; {found}save the adapter with save_pretrained of a peft since 0.8")
+    handle = open_safetensors(path)
+    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
+    if not tensors:
+        raise UserError(f"{path}: holds no tensors; copy it again")
+    return tensors
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _more(values: list[str]) -> str:
+    return f" and {len(values) - 1} more" if len(values) > 1 else ""

@@ -1,0 +1,140 @@
+"""A model that the user names by a path: an HF folder, a DCP folder (a run's checkpoint) or a file of torch.save."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.config import assets as asset_files
+from titan_mi100.config.assets import Assets
+from titan_mi100.config.model_spec import ModelSpec, differences, parameter_shapes
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.weights.base import Weights
+from titan_mi100.weights.dcp import DCPWeights, TorchWeights
+from titan_mi100.weights.hf import INDEX, SINGLE, HFWeights, is_hf_folder
+from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
+
+
+def open_weights(path: str | Path) -> Weights:
+    """The weights, in whatever form; nothing is read but what says where they are.
+
+    Raises:
+        UserError: there are none, or their form cannot be read safely.
+    """
+    path = Path(path)
+    if (path / ADAPTER_CONFIG).exists():
+        raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
+    if (path / ".metadata").exists():
+        return DCPWeights(path)
+    if path.is_file() and path.suffix != ".safetensors":
+        return TorchWeights(path)
+    if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
+        raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
+    if not path.exists():
+        raise UserError(f"{path}: no such folder or file")
+    if path.is_file():
+        raise UserError(f"{path}: name its folder, which has to hold config.json as well")
+    if not is_hf_folder(path) and not (path / asset_files.CONFIG).exists():
+        raise UserError(
+            f"{path}: holds no model: neither safetensors ({SINGLE} or {INDEX}) nor a DCP checkpoint (.metadata)"
+        )
+    return HFWeights(path)
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """Of a DCP folder that was sealed; None: it has no manifest, as those that others write.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    if not (path / sealed.MANIFEST).exists():
+        return None
+    try:
+        return sealed.read_manifest(path)
+    except (sealed.DamagedError, OSError) as error:
+        raise UserError(f"damaged checkpoint: {error}") from None
+
+
+def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
+    """Compare the files of a sealed DCP folder with its manifest; of others there is nothing to compare.
+
+    Args:
+        share, shares: as for sealed.verify.
+
+    Raises:
+        UserError: a file is not what was written.
+    """
+    if not (path / ".metadata").exists():
+        return
+    if not (path / sealed.MANIFEST).exists():
+        log.warning(f"{path}: has no {sealed.MANIFEST}, so nobody knows whether it is what was written")
+        return
+    try:
+        sealed.verify(path, share, shares)
+    except (sealed.DamagedError, OSError) as error:
+        raise UserError(f"damaged checkpoint: {error}; use another one") from None
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a path gives. Build it with `open_source`.
+
+    Attributes:
+        spec: None: nothing says the model's shape.
+        manifest: of a DCP folder that has one.
+    """
+
+    path: Path
+    weights: Weights
+    assets_folder: Path
+    assets: Assets
+    spec: ModelSpec | None
+    manifest: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run saved it."""
+        return bool(self.manifest and "fingerprints" in self.manifest)
+
+    def names(self) -> list[str]:
+        """Of the weights, in the model's order, a tied one once; in their own order where there is no spec.
+
+        Raises:
+            UserError: they are not those of the spec.
+        """
+        if self.spec is None:
+            return list(self.weights.kinds)
+        shapes = parameter_shapes(self.spec)
+        self.weights.check(shapes)
+        return list(shapes)
+
+
+def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
+    """Look at a model.
+
+    Args:
+        assets_folder: to take config.json and tokenizer files from, instead of the model's own folder.
+
+    Raises:
+        UserError: there is none, or something of it cannot be read.
+    """
+    path = Path(path)
+    weights = open_weights(path)
+    if not weights.kinds:
+        raise UserError(f"{path}: holds no weights")
+    manifest = read_manifest(path)
+    if assets_folder and not Path(assets_folder).is_dir():
+        raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
+    folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
+    fingerprint = (manifest or {}).get("fingerprints", {}).get("model")
+    spec = asset_files.spec_of(folder, fingerprint)
+    if spec is not None and fingerprint and (differing := differences(spec, ModelSpec(**fingerprint))):
+        raise UserError(
+            f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
+            f"{'; '.join(differing)})"
+        )
+    # what lies beside a lone file of torch.save is the model's only if a config.json says that it is one
+    of_model = path.is_dir() or bool(assets_folder) or (folder / asset_files.CONFIG).exists()
+    found = asset_files.read_assets(folder) if of_model else {}
+    return ModelSource(path, weights, folder, found, spec, manifest)

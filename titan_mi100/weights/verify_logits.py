@@ -1,0 +1,144 @@
+"""An HF folder as transformers reads it, compared with the same weights in our model. Needs transformers."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from titan_mi100.config.assets import GENERATION, TEMPLATE
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.errors import UserError
+from titan_mi100.files.json_file import read_object
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.text.chat_template import ChatTemplate
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.weights.base import Kind, Weights
+
+_TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
+_DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
+_TEXTS = (
+    "What is 12 + 30?",
+    "<|im_start|>user\nHallo, wie geht's?<|im_end|>\n<|im_start|>assistant\n",
+    "  def f(x):\n\treturn x ** 2  # 数学 🙂",
+)
+_MESSAGES = (
+    [{"role": "user", "content": "What is 12 + 30?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello, what can I do for you?"},
+        {"role": "user", "content": "Nothing."},
+    ],
+)
+
+
+@torch.no_grad()
+def compare(
+    folder: Path, weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec, texts: bool, adapter: Path | None = None
+) -> tuple[list[str], float]:
+    """Load the folder with transformers, on CPU in fp32, run no code of its own, and compare with `weights`.
+
+    Args:
+        weights: cast to the dtypes of `kinds` before they are used, as those of the folder are.
+        texts: also compare tokenizer, chat template and what ends a turn.
+        adapter: a PEFT folder to load onto theirs, with peft; `weights` are then merged already.
+
+    Returns:
+        What is wrong, and the largest difference of logits.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        # one model at a time is in memory
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            **{_DTYPE: torch.float32},  # whatever config.json names: what counts is what the files hold
+        )
+    except Exception as error:  # whatever a library makes of a folder that it cannot read
+        return [f"cannot load it: {error}"], math.nan
+    problems = [] if type(theirs).__name__ == "Qwen3ForCausalLM" else [f"it is a {type(theirs).__name__}"]
+    tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
+    if tied != spec.tie_word_embeddings:
+        problems.append(f"head and embedding are {'' if tied else 'not '}tied")
+    theirs = theirs.eval()
+    for name, parameter in theirs.named_parameters():
+        if name in kinds:
+            parameter.copy_(parameter.to(kinds[name].dtype))
+    if adapter is not None:
+        import peft  # here: only this needs it
+
+        theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    prompts = _prompts(folder, spec.vocab_size)
+    expected = [theirs(ids).logits for ids in prompts]
+    del theirs
+    difference, largest = 0.0, 1.0
+    ours = _our_model(weights, kinds, spec)
+    for ids, logits in zip(prompts, expected, strict=True):
+        found, finite = ours(ids), logits.isfinite()
+        if not torch.equal(found.isfinite(), finite):
+            problems.append("logits are not finite where ours are, or the other way round")
+        elif finite.any():  # weights that are not finite are warned of, and compared byte by byte
+            difference = max(difference, (found - logits)[finite].abs().max().item())
+            largest = max(largest, logits[finite].abs().max().item())
+    del ours
+    if difference > _TOLERANCE * largest:
+        problems.append(f"logits differ from ours by {difference:.1e} (they are up to {largest:.1f})")
+    return problems + (_compare_texts(folder) if texts else []), difference
+
+
+def _our_model(weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec) -> Qwen3:
+    with torch.device("meta"):
+        model = Qwen3(spec)
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights.tensor(name).to(kinds[name].dtype))
+    return model
+
+
+def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
+    """(1, tokens) each: some that reach all over the vocabulary, and texts if there is a tokenizer."""
+    prompts = [[(step * i * i + step) % vocabulary for i in range(16)] for step in (1, 7919, 104729, 1299709)]
+    if _has_tokenizer(folder):
+        tokenizer = load_tokenizer(folder)
+        prompts += [[i for i in tokenizer.encode(text) if i < vocabulary] for text in _TEXTS]
+    return [torch.tensor([ids]) for ids in prompts if ids]
+
+
+def _compare_texts(folder: Path) -> list[str]:
+    """Token ids, chat template and the end of a turn, by transformers and by us."""
+    if not _has_tokenizer(folder):
+        return []
+    ours = load_tokenizer(folder)
+    try:
+        theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        return [f"cannot load the tokenizer: {error}"]
+    problems = [
+        f"token ids of {t!r} differ" for t in _TEXTS if theirs.encode(t, add_special_tokens=False) != ours.encode(t)
+    ]
+    if theirs.eos_token_id != ours.eos_token_id:
+        problems.append(f"eos_token_id is {theirs.eos_token_id}, ours is {ours.eos_token_id}")
+    stops = read_object(folder / GENERATION, "an export with a tokenizer has one").get("eos_token_id")
+    if ours.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
+        problems.append(f"generation_config.json does not stop at {ours.eos_token!r}")
+    try:
+        template = ChatTemplate.from_folder(folder, eos_token=ours.eos_token)
+    except UserError:
+        config = read_object(folder / "tokenizer_config.json", "copy it from the source")
+        has_one = (folder / TEMPLATE).exists() or "chat_template" in config
+        return [*problems, "the chat template cannot be used"] if has_one else problems
+    for messages in _MESSAGES:
+        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if text != template.render(messages, add_generation_prompt=True):
+            problems.append("the chat template renders otherwise than ours")
+    return problems
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
