@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import REPO, torchrun
 from gloo.job_ddp import RANK_1, SPEC, START, config_of, run
 
-from titan_mi100.config import settings
+from titan_mi100.config.check import check
 from titan_mi100.config.model_spec import parameter_count
 from titan_mi100.parallel.ddp import in_words
 from titan_mi100.parallel.distributed import World
@@ -119,7 +119,7 @@ def test_the_checkpoint_names_the_memory_by_rank_and_has_none_before_the_start(f
 
 
 def test_powersgd_refuses_bf16_reduction() -> None:
-    refused = settings.check(config_of(RANK_1, reduce="bfloat16"), 2)
+    refused = check(config_of(RANK_1, reduce="bfloat16"), 2)
     assert any("powersgd_rank = 1" in line and 'mixed_precision_reduce = "float32"' in line for line in refused)
 
 

@@ -26,6 +26,7 @@ from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from titan_mi100.checkpoint.resume import Found, check_same_run
+from titan_mi100.config.check import check
 from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.model_spec import (
     LINEARS,
@@ -36,7 +37,7 @@ from titan_mi100.config.model_spec import (
     to_hf_config,
     train_flops,
 )
-from titan_mi100.config.settings import Config, LoRAConfig, check, fingerprint
+from titan_mi100.config.settings import Config, LoRAConfig, fingerprint
 from titan_mi100.errors import UserError
 from titan_mi100.model import loss
 from titan_mi100.model.attention import SdpaMask

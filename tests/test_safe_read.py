@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from titan_mi100.checkpoint.safe_read import SafeLoadPlanner, SafeReader, load_safely, read_torch_file
 from titan_mi100.config.model_spec import parameter_shapes, read_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
+from titan_mi100.files.safe_read import SafeLoadPlanner, SafeReader, load_safely, read_torch_file
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.weights.hf import HFWeights

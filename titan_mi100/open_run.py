@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint
 from titan_mi100.config.assets import run_assets
+from titan_mi100.config.check import check
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, check, fingerprint
+from titan_mi100.config.settings import Config, fingerprint
 from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import Prepared, prepare_run
@@ -51,7 +52,7 @@ class Run:
 
     Attributes:
         about: what the run is made of, for the manifests of its checkpoints.
-        steps: number of its last step.
+        steps: number of the run's last step.
         observers: are shown each step's result.
         wants_to_stop: whether this process was told to stop.
     """
@@ -59,9 +60,6 @@ class Run:
     config: Config
     world: World
     folder: Path | None
-    spec: ModelSpec
-    layout: Layout
-    batch: Batch
     mesh: DeviceMesh
     data: Prepared
     about: dict[str, Any]
@@ -99,7 +97,8 @@ class Run:
         def is_told_to_stop() -> bool:
             return any_rank(self.wants_to_stop(), self.world.device)
 
-        return validation_loss(self.model, self.data.validation, self.batch, self.stream.dp_rank, is_told_to_stop)
+        batch, dp_rank = self.stream.batch, self.stream.dp_rank
+        return validation_loss(self.model, self.data.validation, batch, dp_rank, is_told_to_stop)
 
     def validate(self) -> bool:
         """Validate and report, if there is something to validate on; whether the loss is the lowest so far."""
@@ -132,7 +131,7 @@ def open_run(
     checkpoint: Path | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Prepare everything that the first step needs. A collective.
+    """Everything that the first step needs, in the order in which one thing follows from another. A collective.
 
     Args:
         folder: the run's; None: nothing is recorded or saved.
@@ -149,12 +148,7 @@ def open_run(
     with raise_together():
         spec = spec or config.spec()
     data = data or _load_data(config, world, folder)
-    found = None
-    if checkpoint is not None:
-        with raise_together():
-            found = open_checkpoint(checkpoint)
-    elif folder is not None:
-        found = find_checkpoint(folder / "checkpoint", world)
+    found = _find(checkpoint, folder, world)
     if found is not None:
         config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
@@ -185,27 +179,16 @@ def open_run(
         observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags)
-    return Run(
-        config,
-        world,
-        folder,
-        spec,
-        layout,
-        batch,
-        mesh,
-        data,
-        about,
-        model,
-        optimizer,
-        checkpointer,
-        stream,
-        progress,
-        steps,
-        trainer,
-        reporter,
-        observers,
-        wants_to_stop,
-    )
+    run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
+    return Run(*run, reporter, observers, wants_to_stop)
+
+
+def _find(checkpoint: Path | None, folder: Path | None, world: World) -> Found | None:
+    """What to resume from; None: nothing. A collective."""
+    if checkpoint is None:
+        return None if folder is None else find_checkpoint(folder / "checkpoint", world)
+    with raise_together():
+        return open_checkpoint(checkpoint)
 
 
 def _load_data(config: Config, world: World, folder: Path | None) -> Prepared:

@@ -33,9 +33,9 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import TRAINER, read_json
-from titan_mi100.checkpoint.safe_read import SafeReader, load_safely
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import sync
+from titan_mi100.files.safe_read import SafeReader, load_safely
 from titan_mi100.logging import log
 from titan_mi100.optim.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel

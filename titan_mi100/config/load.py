@@ -14,7 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
-from titan_mi100.config.settings import Config, check
+from titan_mi100.config.check import check
+from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
 
 if sys.version_info >= (3, 11):

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import is_weight
-from titan_mi100.checkpoint.safe_read import SafeReader, read_torch_file
 from titan_mi100.checkpoint.sealed import Written
 from titan_mi100.errors import UserError
+from titan_mi100.files.safe_read import SafeReader, read_torch_file
 from titan_mi100.weights.base import EMBEDDING, Kind, Piece, Weights, raw_bytes
 
 MODEL_FILE = "model.pt"

@@ -1,0 +1,197 @@
+"""Which combinations of settings make sense: all that is wrong, one message each. Imports no torch."""
+
+import glob
+import os
+from dataclasses import fields
+
+from titan_mi100.config import model_spec
+from titan_mi100.config.layout import SCHEDULES, check_schedule
+from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, fingerprint
+from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files.patterns import matching_files
+
+
+def check(config: Config, world_size: int | None) -> list[str]:
+    """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
+    errors = _check_paths(config)
+    training, data, schedule = config.training, config.data, config.lr_scheduler
+    if training.steps and training.epochs:
+        errors.append("[training] steps and epochs are both set; set one of them to 0")
+    if training.gradient_accumulation_steps and training.target_tokens_per_step:
+        errors.append("[training] gradient_accumulation_steps and target_tokens_per_step are both set; set one to 0")
+    if training.steps and schedule.warmup_steps > training.steps:
+        errors.append(
+            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is more than [training] steps = "
+            f"{training.steps}; lower it, or use -1 for 3%"
+        )
+    if config.optimizer.eps == 0:
+        errors.append("[optimizer] eps = 0 divides by zero for rows that were never seen; the usual is 1e-8")
+    for section, key in (
+        ("lr_scheduler", "decay_ratio"),
+        ("lr_scheduler", "min_lr_factor"),
+        ("optimizer", "beta1"),
+        ("optimizer", "beta2"),
+        ("data", "validation_fraction"),
+        ("lora", "dropout"),
+    ):
+        value = getattr(getattr(config, section), key)
+        below_one = key not in ("decay_ratio", "min_lr_factor")
+        if value > 1 or (below_one and value == 1):
+            errors.append(f"[{section}] {key} = {value} must be {'less than' if below_one else 'at most'} 1")
+    errors += _check_data(data) + _check_lora(config.lora)
+    if config.validation.freq and not (data.validation_path or data.validation_fraction):
+        errors.append(
+            f"[validation] freq = {config.validation.freq} needs [data] validation_path or validation_fraction"
+        )
+    if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
+        errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
+    known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(model_spec.ModelSpec))]
+    known += [f"lora.{name}" for name in fingerprint(config.lora)]
+    for name in config.checkpoint.allow_changed:
+        if name not in known:
+            errors.append(
+                f"[checkpoint] allow_changed names {name!r}, which is none of {', '.join(FINGERPRINTS)}"
+                f"{did_you_mean(name, known)}"
+            )
+    if config.checkpoint.fresh and not config.job.run_folder:
+        errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
+    if config.parallelism.zero_stage > 3:
+        errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
+    elif world_size is not None:
+        errors += _check_layout(config, world_size)
+    try:
+        spec = config.spec()
+        errors += _check_model_split(config, spec)
+        if training.seq_len > spec.max_position_embeddings:
+            errors.append(
+                f"[training] seq_len = {training.seq_len} is more than the model's max_position_embeddings = "
+                f"{spec.max_position_embeddings}"
+            )
+    except UserError as error:
+        errors.extend(str(error).splitlines())
+    return errors
+
+
+def _check_layout(config: Config, world_size: int) -> list[str]:
+    """What only the number of processes decides."""
+    p, training, errors = config.parallelism, config.training, []
+    accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
+    pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
+    try:
+        layout = config.layout(world_size)
+        is_ddp = layout.zero_stage == 0
+        accumulation = config.batch(world_size).gradient_accumulation_steps
+    except ValueError as error:
+        errors.append(str(error))
+    if p.powersgd_rank and not is_ddp:
+        errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
+    if p.powersgd_rank and config.training.mixed_precision_reduce == "bfloat16":
+        errors.append(
+            f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
+            'mixed_precision_reduce = "float32"'
+        )
+    if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
+        errors.append(refused)
+    return errors
+
+
+def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
+    """What of the model does not divide over tensor-parallel ranks or pipeline stages."""
+    p, errors = config.parallelism, []
+    tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
+    named = {
+        name: getattr(spec, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    }
+    odd = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
+    if odd:
+        fit = [str(n) for n in range(1, tp + 1) if not any(value % n for value in named.values())]
+        errors.append(
+            f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(odd)}; this model can be split "
+            f"over {', '.join(fit)}, and seq_len must be a multiple"
+        )
+    if pp == 1:
+        return errors
+    schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
+    layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
+    if counts:
+        fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
+        if not fits or sum(counts) != layers or 0 in counts:
+            errors.append(
+                f"[parallelism] pipeline_parallel_layers_per_stage = {list(counts)} must be {stages} numbers "
+                f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
+                f"{layers} layers"
+            )
+    elif stages > layers:
+        errors.append(
+            f"[parallelism] pipeline_parallel_degree = {pp} makes {stages} stages of {layers} layers; lower it"
+        )
+    return errors
+
+
+def _check_paths(config: Config) -> list[str]:
+    errors = []
+    if not config.data.path:
+        errors.append("[data] path is not set; name a file or a glob, or several")
+    for key in ("path", "validation_path"):
+        for pattern in getattr(config.data, key):
+            errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
+    template = config.model.chat_template
+    if template and not os.path.isfile(template):
+        errors.append(f"[model] chat_template = {template!r} is not a file")
+    load = config.checkpoint.initial_load_path
+    if load and not os.path.exists(load):
+        errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
+    path = config.tokenizer_path()
+    key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
+    known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
+    if not path:
+        errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
+    elif not os.path.exists(path):
+        errors.append(f"{key} = {path!r} does not exist")
+    elif not os.path.isfile(path) and not any(glob.glob(os.path.join(glob.escape(path), name)) for name in known):
+        errors.append(
+            f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
+            "file; set model.tokenizer_path to a folder that does, or to such a file"
+        )
+    return errors
+
+
+def _check_data(data: DataConfig) -> list[str]:
+    errors = []
+    if bool(data.prompt_column) != bool(data.response_column):
+        errors.append("[data] prompt_column and response_column go together; set both or neither")
+    if data.prompt_column and data.format not in ("auto", "columns"):
+        errors.append(f'[data] prompt_column is set, but format = "{data.format}"; remove one of them')
+    if data.system_column and not data.prompt_column:
+        errors.append("[data] system_column needs prompt_column and response_column")
+    for key in ("weights", "repeats"):
+        values = getattr(data, key)
+        if values and len(values) != len(data.path):
+            errors.append(f"[data] {key} has {len(values)} values for {len(data.path)} paths; give one for each path")
+        if any(value <= 0 for value in values):
+            errors.append(f"[data] {key} = {list(values)} must all be above 0; leave a path out instead")
+    if data.weights and data.repeats:
+        errors.append("[data] weights and repeats are both set; keep one")
+    if data.validation_path and data.validation_fraction:
+        errors.append("[data] validation_path and validation_fraction are both set; keep one")
+    return errors
+
+
+def _check_lora(lora: LoRAConfig) -> list[str]:
+    errors = []
+    for name in lora.target_modules:
+        if name not in model_spec.LINEARS:
+            errors.append(
+                f"[lora] target_modules names {name!r}, which is none of {', '.join(model_spec.LINEARS)}"
+                f"{did_you_mean(name, model_spec.LINEARS)}"
+            )
+    if lora.rank and not lora.target_modules:
+        errors.append(f"[lora] target_modules is empty, but rank = {lora.rank}; name some, or set rank to 0")
+    if lora.rank and not lora.alpha:
+        errors.append("[lora] alpha = 0 switches the adapters off: nothing would be learned; the usual is 2 x rank")
+    if lora.initial_load_path and not lora.rank:
+        errors.append("[lora] initial_load_path needs rank; set it to the adapter's")
+    if lora.initial_load_path and not os.path.isdir(lora.initial_load_path):
+        errors.append(f"[lora] initial_load_path = {lora.initial_load_path!r} is not a folder")
+    return errors
