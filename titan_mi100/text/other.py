@@ -97,18 +97,17 @@ class HfTokenizer(_WithSpans):
         if len(set(vocab.values())) != len(vocab) or not added.items() <= vocab.items():
             odd = sorted(added.items() - vocab.items()) or "two tokens"
             raise UserError(f"{file}: {odd} cannot have the id that the file says; download it again")
-        decided = json.dumps([definition.get(k) for k in ("added_tokens", "normalizer", "pre_tokenizer", "model")])
+        parts = [definition.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
         decoder = json.dumps(definition.get("decoder"))
-        self._added, fingerprint = set(added.values()), hashlib.sha256(decided.encode()).hexdigest()
+        self._added = set(added.values())
+        fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         super().__init__(self._spell(file, vocab, added, decoder), {}, config.ends(added), fingerprint)
 
     def _spell(self, file: Path, vocab: dict[str, int], added: dict[str, int], decoder: str) -> dict[int, bytes]:
         if '"ByteLevel"' in decoder:
             byte_of = {character: bytes([byte]) for byte, character in enumerate(byte_characters())}
             if missing := [b for c, b in byte_of.items() if c not in vocab and b not in _NEVER_IN_UTF8]:
-                raise UserError(
-                    f"{file}: no token is the byte {missing[0]!r}, so text would be lost; download it again"
-                )
+                raise UserError(f"{file}: no token is the byte {missing[0]!r}, so text would be lost; use a whole file")
             spelled = {i: b"".join(byte_of.get(c, c.encode()) for c in token) for token, i in vocab.items()}
         else:
             # By the library; behind itself, because many decoders take a space from a text's beginning.
@@ -127,7 +126,10 @@ class HfTokenizer(_WithSpans):
         return self._library.decode(ids, skip_special_tokens=False)
 
     def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]:
-        encoding = self._library.encode(segment)
+        try:
+            encoding = self._library.encode(segment)
+        except Exception as error:  # a character that is not in the vocabulary of a model without unknown token
+            raise UserError(f"the tokenizers library cannot encode a text: {error}") from error
         code_points = np.frombuffer(segment.encode("utf-32-le"), dtype="<u4")
         sizes = np.searchsorted([0x80, 0x800, 0x10000], code_points, side="right") + 1  # of the characters in UTF-8
         bounds = np.concatenate(([0], np.cumsum(sizes))).tolist()
