@@ -239,9 +239,9 @@ def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
     odd += [f"rank {i} is missing or there twice" for i, rank in enumerate(sorted(ranks.values())) if i != rank]
     if odd:
         raise UserError(f"{file}: {odd[0]}, so the file is not whole; download it again")
-    if number := next((token for token in ranks if re.search(rb"[0-9]{2}", token)), None):
+    if digits := [token for token in ranks if re.search(rb"[0-9]{2}", token)]:
         raise UserError(
-            f"{file}: has the token {number.decode(errors='replace')!r}, but Qwen splits numbers into single digits: "
+            f"{file}: has the token {digits[0].decode(errors='replace')!r}, but Qwen splits numbers into digits: "
             f"these are the ranks of another model family, which splits text otherwise; use a Qwen tokenizer's files"
         )
     added = config.added({token.decode(errors="backslashreplace"): rank for token, rank in ranks.items()})
