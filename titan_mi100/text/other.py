@@ -125,11 +125,17 @@ class HfTokenizer(_WithSpans):
             self.token_bytes(token_id)  # refuses what the library would pass over
         return self._library.decode(ids, skip_special_tokens=False)
 
-    def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]:
+    def _encode_segment(self, segment: str) -> list[int]:
+        return self._run(segment, with_offsets=False).ids  # on long pieces the offsets take quadratic time
+
+    def _run(self, segment: str, with_offsets: bool) -> Any:
         try:
-            encoding = self._library.encode(segment)
+            return self._library.encode(segment) if with_offsets else self._library.encode_batch_fast([segment])[0]
         except Exception as error:  # a character that is not in the vocabulary of a model without unknown token
             raise UserError(f"the tokenizers library cannot encode a text: {error}") from error
+
+    def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]:
+        encoding = self._run(segment, with_offsets=True)
         code_points = np.frombuffer(segment.encode("utf-32-le"), dtype="<u4")
         sizes = np.searchsorted([0x80, 0x800, 0x10000], code_points, side="right") + 1  # of the characters in UTF-8
         bounds = np.concatenate(([0], np.cumsum(sizes))).tolist()
