@@ -622,6 +622,47 @@ def test_other_kinds_get_the_ids_of_tokenizers(tmp_path: Path, name: str) -> Non
     assert pickle.loads(pickle.dumps(ours)).encode(SOME_TEXTS[3]) == ours.encode(SOME_TEXTS[3])
 
 
+@pytest.fixture(scope="module", params=["other pattern", "nfkc", "bpe of characters with bytes behind, as Llama 2"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return both(write(tmp_path_factory.mktemp("other"), OTHER_KINDS[request.param]()))
+
+
+@settings(fuzz, max_examples=100)
+@given(parts=st.lists(st.text(alphabet="ab <>é漢\U0001f600ﬁ\n", max_size=8), min_size=3, max_size=3))
+def test_a_mask_picks_the_tokens_that_stand_for_its_characters(other: Any, parts: list[str]) -> None:
+    ours, theirs = other
+    before, inside, behind = parts
+    text = f"{before}{inside}<eos>{behind}"
+    first, last = len(before), len(before) + len(inside) + len("<eos>")
+    offsets = theirs.encode(text, add_special_tokens=False).offsets
+    _, ends = ours.encode_with_offsets(text)
+    starts = np.concatenate(([0], ends[:-1]))
+    picked = (starts < len(text[:last].encode())) & (ends > len(text[:first].encode()))
+    assert picked.tolist() == [begin < last and end > first for begin, end in offsets]
+
+
+def test_a_text_that_the_library_cannot_encode_is_refused(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "unk_id": None, "vocab": [[token, -1.0] for token in LETTERS]}
+    ours = load_tokenizer(write(tmp_path, other_kind(model)() | {"pre_tokenizer": None, "decoder": None}))
+    with pytest.raises(UserError, match="cannot encode"):
+        ours.encode("z")
+
+
+def test_the_bytes_of_other_kinds_are_those_of_their_text(tmp_path: Path) -> None:
+    expected = {
+        "wordpiece": {"a": b" a", "##b": b"b"},
+        "unigram": {"▁a": b" a", "ab": b"ab"},
+        "bpe of characters with bytes behind, as Llama 2": {"▁a": b" a", "▁": b" ", "<0xE2>": b"\xe2", "ab": b"ab"},
+        "other pattern": {BYTES[0xE2]: b"\xe2", BYTES[32]: b" "},
+    }
+    for name, spelled in expected.items():
+        data = OTHER_KINDS[name]()
+        ours, theirs = both(write(tmp_path, data))
+        assert {token: ours.token_bytes(theirs.token_to_id(token)) for token in spelled} == spelled, name
+        with pytest.raises(UserError, match="vocabulary"):
+            ours.decode([ours.n_vocab])
+
+
 REFUSALS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "dropout": (changed(dropout=0.1), "dropout"),
     "added id skipped": (added_edit(id=300), "('<eos>', 300)"),

@@ -97,18 +97,17 @@ class HfTokenizer(_WithSpans):
         if len(set(vocab.values())) != len(vocab) or not added.items() <= vocab.items():
             odd = sorted(added.items() - vocab.items()) or "two tokens"
             raise UserError(f"{file}: {odd} cannot have the id that the file says; download it again")
-        decided = json.dumps([definition.get(k) for k in ("added_tokens", "normalizer", "pre_tokenizer", "model")])
+        parts = [definition.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
         decoder = json.dumps(definition.get("decoder"))
-        self._added, fingerprint = set(added.values()), hashlib.sha256(decided.encode()).hexdigest()
+        self._added = set(added.values())
+        fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         super().__init__(self._spell(file, vocab, added, decoder), {}, config.ends(added), fingerprint)
 
     def _spell(self, file: Path, vocab: dict[str, int], added: dict[str, int], decoder: str) -> dict[int, bytes]:
         if '"ByteLevel"' in decoder:
             byte_of = {character: bytes([byte]) for byte, character in enumerate(byte_characters())}
             if missing := [b for c, b in byte_of.items() if c not in vocab and b not in _NEVER_IN_UTF8]:
-                raise UserError(
-                    f"{file}: no token is the byte {missing[0]!r}, so text would be lost; download it again"
-                )
+                raise UserError(f"{file}: no token is the byte {missing[0]!r}, so text would be lost; use a whole file")
             spelled = {i: b"".join(byte_of.get(c, c.encode()) for c in token) for token, i in vocab.items()}
         else:
             # By the library; behind itself, because many decoders take a space from a text's beginning.
@@ -126,8 +125,17 @@ class HfTokenizer(_WithSpans):
             self.token_bytes(token_id)  # refuses what the library would pass over
         return self._library.decode(ids, skip_special_tokens=False)
 
+    def _encode_segment(self, segment: str) -> list[int]:
+        return self._run(segment, with_offsets=False).ids  # on long pieces the offsets take quadratic time
+
+    def _run(self, segment: str, with_offsets: bool) -> Any:
+        try:
+            return self._library.encode(segment) if with_offsets else self._library.encode_batch_fast([segment])[0]
+        except Exception as error:  # a character that is not in the vocabulary of a model without unknown token
+            raise UserError(f"the tokenizers library cannot encode a text: {error}") from error
+
     def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]:
-        encoding = self._library.encode(segment)
+        encoding = self._run(segment, with_offsets=True)
         code_points = np.frombuffer(segment.encode("utf-32-le"), dtype="<u4")
         sizes = np.searchsorted([0x80, 0x800, 0x10000], code_points, side="right") + 1  # of the characters in UTF-8
         bounds = np.concatenate(([0], np.cumsum(sizes))).tolist()
@@ -237,9 +245,9 @@ def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
     odd += [f"rank {i} is missing or there twice" for i, rank in enumerate(sorted(ranks.values())) if i != rank]
     if odd:
         raise UserError(f"{file}: {odd[0]}, so the file is not whole; download it again")
-    if digits := next((token for token in ranks if re.search(rb"[0-9]{2}", token)), None):
+    if digits := [token for token in ranks if re.search(rb"[0-9]{2}", token)]:
         raise UserError(
-            f"{file}: has the token {digits.decode(errors='replace')!r}, but Qwen splits numbers into single digits: "
+            f"{file}: has the token {digits[0].decode(errors='replace')!r}, but Qwen splits numbers into digits: "
             f"these are the ranks of another model family, which splits text otherwise; use a Qwen tokenizer's files"
         )
     added = config.added({token.decode(errors="backslashreplace"): rank for token, rank in ranks.items()})
