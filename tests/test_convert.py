@@ -222,10 +222,14 @@ def test_a_checkpoint_and_its_export_say_the_same(tied: bool, tmp_path: Path) ->
     ours = [said.ids for said in decode.generate(found.load(), prompts, decode.Sampling(), frozenset(), 64)]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     theirs.generation_config.eos_token_id = None
-    for prompt, said in zip(prompts, ours, strict=True):
-        whole = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0)
-        assert whole[0, len(prompt) :].tolist() == said and len(said) == 64
-        assert len(set(said)) > 5
+    for number, (prompt, said) in enumerate(zip(prompts, ours, strict=True)):
+        assert len(said) == 64 and len(set(said)) > 5
+        with torch.no_grad():  # what they find likeliest after each token of ours is what they would say
+            likeliest = theirs(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert likeliest.tolist() == said
+        if number == 0:
+            whole = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0)
+            assert whole[0, len(prompt) :].tolist() == said
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -442,7 +442,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     (adapter / WEIGHTS).write_bytes((1 << 40).to_bytes(8, "little"))
     refused("claims a header")
     (adapter / WEIGHTS).rename(tmp_path / "elsewhere")
-    refused("no adapter is there")
+    refused("no such file; save the adapter with save_pretrained")
     (adapter / "adapter_model.bin").write_bytes(b"a pickle")
     refused("adapter_model.bin is pickled")
     (adapter / WEIGHTS).symlink_to(tmp_path / "elsewhere")
