@@ -9,7 +9,7 @@ from test_model import BACKENDS, SPECS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_mi100.config.layout import Layout
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch, collate
 from titan_mi100.data.made_up import packed
@@ -19,7 +19,7 @@ from titan_mi100.model.attention_choice import BY_NAME, NO_KERNEL, choose_backen
 from titan_mi100.model.inputs import describe_on_host, model_inputs, supervised_index
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.base import ShardedModel
+from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class CustomKernel(Backend):
 def microbatch() -> Microbatch:
     """Two rows: three documents and padding, some tokens supervised; padding alone."""
     dataset = packed(random_documents(311, [9, 5, 4], supervised_share=0.5), seq_len=20, pad_id=0)
-    return collate(dataset, [0, -1])
+    return collate([dataset.row(0), dataset.row(-1)])
 
 
 def test_the_backend_follows_from_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) 
 
 
 def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None:
-    with torch.device("meta"):
-        model = Qwen3(SPECS["tied"], SdpaDocuments())
-    sharded = ShardedModel(model, distributed.build_mesh(Layout(), CPU), Config(), Layout(), CPU)
+    mesh = distributed.build_mesh(Layout(), CPU)
+    sharded = build_model(Config(), SPECS["tied"], Layout(), Batch(1, 1, 1), mesh, CPU, supervised_share=0.5)
+    model = sharded.parts[0]
     distributed.fill_parameters(sharded.named_parameters(), lambda name, shape, offset, size: torch.ones(size))
     seen: list[dict[str, Any]] = []
     hooks = model._forward_pre_hooks

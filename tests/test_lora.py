@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from conftest import ASSETS, REPO, torchrun
-from gloo.job_parity import build, config_of, run_split
+from gloo.job_parity import open_split, run_split
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
 from test_parity import ROWS, SEQ_LEN, documents, is_pipeline, pipeline
@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from titan_mi100.checkpoint.resume import Found, check_same_run
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import check_schedule
+from titan_mi100.config.costs import train_flops
 from titan_mi100.config.model_spec import (
     LINEARS,
     PRESETS,
@@ -35,7 +36,6 @@ from titan_mi100.config.model_spec import (
     adapter_shapes,
     parameter_shapes,
     to_hf_config,
-    train_flops,
 )
 from titan_mi100.config.settings import Config, LoRAConfig, fingerprint
 from titan_mi100.errors import UserError
@@ -313,8 +313,7 @@ def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(
 ) -> None:
     monkeypatch.setattr(loss, "_BLOCK_ELEMENTS", 1)
     case = make_case("untied")
-    config = config_of(case, {**FP64, "param": "bfloat16", "local_batch_size": 8, "accumulation": 1})
-    model, _ = build(world, case, config)
+    model = open_split(world, case, {**FP64, "param": "bfloat16", "local_batch_size": 8, "accumulation": 1}).model
     kinds = {(is_adapter(name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     assert kinds == {(True, True, torch.float32), (False, False, torch.bfloat16)}
     assert [name for name, _ in model.trained_parameters()] == [n for n, _ in model.named_parameters() if is_adapter(n)]

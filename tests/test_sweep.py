@@ -25,6 +25,7 @@ from conftest import REPO
 from torch.autograd import DeviceType
 
 from titan_mi100.config.layout import IGNORE
+from titan_mi100.data.made_up import random_rows
 
 CPU = {"device": "CPU, 2 cores, 1 of them per process", "kind": "", "torch": "2.13.0", "tflops": {}}
 MI100 = {**CPU, "device": "AMD Instinct MI100 (gfx908, 32 GiB)", "kind": "MI100", "tflops": {"float32": 46.1}}
@@ -138,8 +139,8 @@ def test_arguments_that_contradict_are_refused(
 # what a worker measures
 
 
-def test_made_up_rows_are_full_and_supervised_as_asked() -> None:
-    data = sweep_worker.made_up_rows(24, 1024, 768, supervised=0.3)
+def test_random_rows_are_full_and_supervised_as_asked() -> None:
+    data = random_rows(24, 1024, 768, supervised=0.3)
     rows = [data.row(number) for number in range(len(data))]
     assert len(rows) == 24 and all((row.document_ids >= 0).all() for row in rows)
     lengths = np.concatenate([np.bincount(row.document_ids) for row in rows])

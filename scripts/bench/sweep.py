@@ -27,6 +27,7 @@ import sweep_table
 import torchrun_job
 
 from titan_mi100.config import model_spec
+from titan_mi100.config.check import check
 from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
@@ -34,7 +35,6 @@ from titan_mi100.config.settings import (
     ModelConfig,
     ParallelismConfig,
     TrainingConfig,
-    check,
 )
 
 WORKER = Path(__file__).with_name("sweep_worker.py")
