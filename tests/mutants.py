@@ -41,6 +41,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("test_reference_run.py", "test_checkpoint.py"),
     "train": (*_STEP, "test_checkpoint.py", "test_train.py", "test_chaos.py"),
     "durable": (*_SAVED, "test_chaos.py"),
+    "progress": ("test_reference_run.py", "test_train.py"),
+    "attention": ("test_model.py", "test_attention.py", *_STEP),
+    "attention_choice": ("test_attention.py", "test_train.py"),
+    "inputs": ("test_model.py", "test_loader.py", "test_attention.py", *_STEP),
+    "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
+    "resume": ("test_checkpoint.py", "test_train.py"),
     # folders
     "config": ("test_config.py", "test_model_spec.py", "test_layouts.py"),
     "model": ("test_model.py", "test_loss.py", "test_lora.py", *_STEP),

@@ -60,11 +60,11 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Pa
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        ("kills", "FSDP2 x2, async_mode async"),
+        pytest.param("kills", "FSDP2 x2, async_mode async", marks=pytest.mark.full),
         ("signals", "FSDP2 x2: TERM to every rank in step"),
         ("signals", "FSDP2 x2: USR1 to script in warm-up"),
         ("nans", "PP2 1F1B: activation"),
-        ("exits", "two runs with one folder"),
+        pytest.param("exits", "two runs with one folder", marks=pytest.mark.full),
     ],
 )
 def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: Path) -> None:

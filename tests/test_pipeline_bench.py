@@ -67,6 +67,7 @@ def test_the_slowest_stage_is_compared_with_the_fastest() -> None:
     assert expected in figures.stages_table([row])
 
 
+@pytest.mark.full
 def test_a_real_run_reports_every_rank_and_keeps_every_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

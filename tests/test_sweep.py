@@ -272,7 +272,7 @@ def job(mark: str) -> tuple[set[int], set[int]]:
     return launchers, workers
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_nothing_is_left_of_a_job_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
     """By a word to the sweep, and where its torchrun is killed."""
     mark = str(tmp_path)
@@ -432,6 +432,7 @@ def test_without_matplotlib_the_plot_says_how_to_install_it(
     assert "[bench]" in capsys.readouterr().err and not (tmp_path / "x.png").exists()
 
 
+@pytest.mark.full
 def test_a_real_sweep_has_a_row_that_runs_one_out_of_memory_and_one_refused(tmp_path: Path) -> None:
     large = str(10**11)  # rows, whose made-up tokens alone are tens of TB
     rows = ["--layout", "fsdp2", "pp", "--batch", "2", large, "--steps", "2", "--warmup", "2"]

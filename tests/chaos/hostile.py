@@ -3,6 +3,7 @@
 PYTHONPATH=.:tests python -m chaos.hostile FOLDER    builds and opens every case; prints {name: what went wrong}
 """
 
+import functools
 import json
 import os
 import pickle
@@ -282,9 +283,14 @@ _KINDS: dict[str, tuple[Callable[[], dict[str, Build]], Callable[[Path], None]]]
 }
 
 
+@functools.cache  # some are large, and each case asks for its own
+def made(cases: Callable[[], dict[str, Build]]) -> dict[str, Build]:
+    return cases()
+
+
 def hostile_cases() -> list[tuple[str, Build]]:
     """Every case: its name, which begins with its kind, and what builds it in an empty folder."""
-    return [(f"{kind}: {name}", build) for kind, (cases, _) in _KINDS.items() for name, build in cases().items()]
+    return [(f"{kind}: {name}", build) for kind, (cases, _) in _KINDS.items() for name, build in made(cases).items()]
 
 
 class _Watch:
@@ -337,7 +343,7 @@ def run_case(name: str, folder: Path, watch: _Watch | None = None) -> str:
     kind, case = name.split(": ", 1)
     cases, opened = _KINDS[kind]
     folder = folder.resolve()
-    cases()[case](folder)
+    made(cases)[case](folder)
     (folder / "canary").unlink(missing_ok=True)  # building some of them touches it
     watch = watch or _Watch()
     watch.seen, watch.folder = [], folder
