@@ -27,8 +27,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from titan_mi100.checkpoint.resume import Found, check_same_run
 from titan_mi100.config.check import check
-from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.costs import train_flops
+from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.model_spec import (
     LINEARS,
     PRESETS,
