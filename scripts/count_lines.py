@@ -3,7 +3,7 @@
     python scripts/count_lines.py [--json]
 
 Lines of code are those that hold code: no blank lines, comments or docstrings. The budgets below are asserted by
-tests/test_line_budgets.py; whoever raises one says why in the commit that does.
+tests/test_line_budgets.py; a commit that raises one says why.
 """
 
 import argparse

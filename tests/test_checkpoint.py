@@ -212,7 +212,7 @@ def test_what_this_node_cannot_read_is_left_alone(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(sealed, "sha256_of", refuse)
-    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); mend that, or rename .*step-2"):
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); fix that, or rename .*step-2"):
         find_checkpoint(tmp_path, world)
     monkeypatch.undo()
     found = find_checkpoint(tmp_path, world)
@@ -220,7 +220,7 @@ def test_what_this_node_cannot_read_is_left_alone(
     # as seen by a second rank on a node that does not have the file
     views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: there is no such file", ""])
     monkeypatch.setattr(resume, "_problem", lambda *_: next(views))
-    with pytest.raises(UserError, match="but rank 0 reads it whole; all nodes must see the same file system"):
+    with pytest.raises(UserError, match="but rank 0 finds it intact; all nodes must see the same file system"):
         find_checkpoint(tmp_path, world)
     assert len(sealed.list_checkpoints(tmp_path)) == 2
 

@@ -122,7 +122,7 @@ class Checkpointer:
         return self._error is not None
 
     def _begin(self, step: int) -> Path:
-        with _said_plainly(self.folder, step):
+        with _as_save_error(self.folder, step):
             self.folder.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(self.folder).free) < self._bytes:
                 raise OSError(
@@ -136,10 +136,10 @@ class Checkpointer:
         """Everything after the decision to save: the same in the background. A collective."""
         rank, step = self.world.rank, record["step"]
         try:
-            with raise_together(self._group), _said_plainly(self.folder, step):
+            with raise_together(self._group), _as_save_error(self.folder, step):
                 written = self._write_files(aside, tensors, {f"rng-{rank}.json": rng})
             everyone = gather(written, self._group)
-            with raise_together(self._group), _said_plainly(self.folder, step):
+            with raise_together(self._group), _as_save_error(self.folder, step):
                 if rank == 0:
                     self._seal(aside, dict(ChainMap(*everyone)), state, record, best)
         except Exception:
@@ -149,7 +149,7 @@ class Checkpointer:
 
     def _write_files(self, aside: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> sealed.Written:
         """This rank's files, synced."""
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8's own use, for nobody here
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8 causes it itself
         files = HashedFiles()
         # more than one writer thread would swallow a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
@@ -160,7 +160,7 @@ class Checkpointer:
         writer.fs = files
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:  # a BaseException, which nobody up there expects
+        except CheckpointException as error:  # a BaseException, which callers do not expect
             raise _first_cause(error) from None
         for name, text in texts.items():
             files.write(aside / name, text.encode())
@@ -257,8 +257,8 @@ class Checkpointer:
 
 
 @contextmanager
-def _said_plainly(folder: Path, step: int) -> Iterator[None]:
-    """Whatever the file system refuses becomes one sentence, for every rank to say."""
+def _as_save_error(folder: Path, step: int) -> Iterator[None]:
+    """Turn an error of the file system into a SaveError with one message, which every rank raises."""
     try:
         yield
     except OSError as error:
@@ -293,7 +293,7 @@ _OTHER = "use another job.run_folder, or --checkpoint.fresh"
 
 def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Kinds) -> None:
     """DCP would ignore extra tensors and cast dtypes in silence; names, shapes and dtypes must be exactly the run's,
-    over all ranks. Only what ranks keep of their own may be there or not: another layout goes on without it.
+    over all ranks. Only what ranks keep for themselves may be there or not: another layout resumes without it.
     """
     found: Kinds = {
         name: (entry.size, entry.properties.dtype) for name, entry in saved.items() if rank_of(name) is None

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it still is the run that made it."""
+"""Which checkpoint a run resumes from, and whether the run is still the one that made it."""
 
 from collections.abc import Collection
 from functools import partial
@@ -15,7 +15,7 @@ TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run h
 
 
 class Found(NamedTuple):
-    """A checkpoint that is whole."""
+    """An intact checkpoint."""
 
     path: Path
     manifest: dict[str, Any]
@@ -25,11 +25,11 @@ class Found(NamedTuple):
 def find_checkpoint(folder: Path, world: World) -> Found | None:
     """The newest checkpoint that is what its manifest says; None: there never was one. A collective.
 
-    Each rank reads a share of the files. One that is damaged is renamed, so that nobody takes it for a checkpoint, and
+    Each rank reads a share of the files. A damaged one is renamed, so that it is not taken for a checkpoint, and
     the one before is taken.
 
     Raises:
-        UserError: there are some, but none is whole: starting over in silence would lose the work. Or one cannot be
+        UserError: there are some, but none is intact: starting over in silence would lose the work. Or one cannot be
             read, which says nothing of what is in it.
     """
     while True:
@@ -49,11 +49,11 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
         # A file that only another rank misses is no damage: that node sees another file system.
         problem = from_rank_zero(partial(_problem, newest, 0, 1))
         if not problem:
-            raise UserError(f"{problems[0]}, but rank 0 reads it whole; all nodes must see the same file system")
+            raise UserError(f"{problems[0]}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
         aside = from_rank_zero(partial(_set_aside, newest))
-        log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run goes on from the one before it")
+        log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
 
 
 def open_checkpoint(path: Path) -> Found:
@@ -69,7 +69,7 @@ def _problem(path: Path, share: int, shares: int) -> str:
         return str(error)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); mend that, or rename {path} to go on from "
+            f"{error.filename or path}: cannot be read ({error.strerror}); fix that, or rename {path} to resume from "
             "the checkpoint before it"
         ) from None
     return ""
@@ -83,7 +83,7 @@ _AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
 
 
 def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
-    """Refuse to go on where the rows, their order or the model would be others; what was allowed to differ is said.
+    """Refuse to resume with other rows, another order of them or another model; log what was allowed to differ.
 
     Args:
         about: of the run as it is now; as for Checkpointer.save.
@@ -98,10 +98,10 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
         more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
         (waved if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
     if waved:
-        log.warning(f"checkpoint.allow_changed: the run goes on with another {', '.join(waved)}")
+        log.warning(f"checkpoint.allow_changed: the run resumes with another {', '.join(waved)}")
     if refused:
         raise UserError(
-            f"{found.path}: was made with another {', '.join(refused)}; go on with what it was made with, name what "
+            f"{found.path}: was made with another {', '.join(refused)}; resume with what it was made with, name what "
             "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
         )
 

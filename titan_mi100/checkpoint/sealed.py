@@ -30,7 +30,7 @@ class DamagedError(Exception):
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-N`, whole or not, oldest first."""
+    """The folders `step-N`, intact or not, oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
@@ -138,7 +138,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is none, so that nobody takes it for one; returns where it is now."""
+    """Rename a damaged checkpoint, so that it is not taken for an intact one; returns its new path."""
     aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
     best = path.with_name(BEST)
@@ -174,7 +174,7 @@ class Retention:
         self._verified: dict[Path, list[tuple[str, int, int]]] = {}
 
     def note(self, path: Path) -> None:
-        """This one has just been sealed, or verified whole."""
+        """This checkpoint has just been sealed or verified."""
         self._verified[path] = _stamps(path)
 
     def remove_old(self, keep_also: Path | None = None) -> None:
@@ -183,15 +183,15 @@ class Retention:
         Args:
             keep_also: the best one.
         """
-        whole = 0
+        intact = 0
         for path in reversed(list_checkpoints(self._folder) if self._keep else []):
-            if whole == self._keep:
+            if intact == self._keep:
                 if path != keep_also:
                     remove(path)
-            elif self._is_whole(path):
-                whole += 1
+            elif self._is_intact(path):
+                intact += 1
 
-    def _is_whole(self, path: Path) -> bool:
+    def _is_intact(self, path: Path) -> bool:
         """Reads a checkpoint once: then the file system's word that nothing touched it counts."""
         try:
             if self._verified.get(path) != _stamps(path):
@@ -208,7 +208,7 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that a kill between its files leaves none that looks whole."""
+    """Remove a checkpoint: first its name, so that a kill in between leaves none that looks intact."""
     gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.removed")
     path.rename(gone)
     sync(path.parent)

@@ -158,7 +158,7 @@ def resolve_batch(
 
 
 def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
-    """The accumulation that keeps a run's global batch where it goes on over other ranks, or other rows per forward.
+    """The accumulation that keeps a run's global batch on other ranks, or with other rows per forward.
 
     Args:
         global_batch_size: of the run so far.

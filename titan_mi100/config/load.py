@@ -25,7 +25,7 @@ else:
 
 
 class _Setting(NamedTuple):
-    """A value that somebody gave, and where."""
+    """A value that was given, and where."""
 
     value: Any
     where: str  # "file.toml: [section] key" or "--section.key", for messages

@@ -104,7 +104,7 @@ class HashingStream:
         return self._file.fileno()
 
     def close(self) -> None:
-        """For whoever thinks that he ends the file: its owner does."""
+        """Does nothing: the file's owner closes it, not a writer that was given this stream."""
 
 
 def probe(folder: Path) -> None:
@@ -131,7 +131,7 @@ def probe(folder: Path) -> None:
 
 
 @contextmanager
-def appearing_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
+def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
     """A folder to fill, which takes the name `final` at the end, unless something is raised: then nothing is left.
 
     Args:
@@ -210,7 +210,7 @@ class FolderLock:
             self._file.flush()
         except OSError as error:
             raise UserError(
-                f"{folder / LOCK}: cannot be written to ({error.strerror}); mend that, or name another job.run_folder"
+                f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
             ) from None
 
     def _take(self, folder: Path, patience: float) -> None:

@@ -46,7 +46,7 @@ _LOADING = threading.Lock()  # what torch.load allows is the process's
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a DCP folder, for `dcp.load`, whoever wrote it.
+    """Reads a DCP folder of any origin, for `dcp.load`.
 
     Tensors are read as with the stock reader, byte entries only with a `SafeLoadPlanner`. The caller compares
     `read_metadata().state_dict_metadata` with what it wants before it allocates anything by it.

@@ -76,7 +76,7 @@ class ParallelModel(ABC):
         """
 
     def copies(self) -> list[nn.Parameter]:
-        """Parameters that are held elsewhere too, and are not to be counted here: a pipeline's second tied copy."""
+        """Parameters that another rank holds too and counts: a pipeline's second copy of a tied weight."""
         return []
 
     def _after_evaluation(self) -> None:  # noqa: B027  # most layouts leave nothing behind

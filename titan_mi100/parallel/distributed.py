@@ -102,7 +102,7 @@ def seed_everything(seed: int) -> None:
 
 def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
     """Seed torch for a step's dropout: each data-parallel rank and pipeline stage draws its own, tensor-parallel ranks
-    the same. A pure function of these, so that a resumed run goes on as if it had not stopped.
+    the same. A pure function of these, so that a resumed run draws what an uninterrupted one would.
     """
     where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank('pp')}"
     torch.manual_seed(zlib.crc32(where.encode()))
@@ -157,7 +157,7 @@ _PLAIN = (UserError, SaveError)  # their message is all there is to say, on ever
 
 @contextmanager
 def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What fails inside, on any rank, is raised on all: nobody waits for a rank that has given up. A collective.
+    """Raise on all ranks what any rank raised inside, so that none waits for a rank that has given up. A collective.
 
     Args:
         group: of all ranks; None: the default one.

@@ -65,7 +65,7 @@ class RunFolder:
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
             sync(folder)
-            with suppress(PermissionError):  # somebody else's, who lets us pass
+            with suppress(PermissionError):  # another user's folder that we may only pass through
                 sync(folder.parent)
             self._lock = FolderLock(folder)
             probe(checkpoints)

@@ -47,7 +47,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     files = [file.with_name(name) for name in (*names, "tokenizer_config.json", "chat_template.jinja")]
     found = [file for file in files if file.is_file()]
     for file in found:
-        plain_path(file)  # whoever hashes them must not be led elsewhere
+        plain_path(file)  # a link must not lead the hash of these files elsewhere
     return found
 
 

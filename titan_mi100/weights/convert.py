@@ -20,7 +20,7 @@ from titan_mi100.config.assets import CONFIG, GENERATION, Assets, config_dtype, 
 from titan_mi100.config.model_spec import ModelSpec, parameter_count
 from titan_mi100.config.settings import LoRAConfig, fingerprint
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.files.durable import appearing_folder, sync
+from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import hub
@@ -78,7 +78,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         VerificationError: what was written is not the source.
     """
     kinds, verify = _plan(source, output, dtype, verify, comparable=isinstance(source.weights, HFWeights))
-    with appearing_folder(output, _total(kinds)) as aside:
+    with atomic_output_folder(output, _total(kinds)) as aside:
         written = _copy(source, kinds, verify, aside, write_dcp, DCPWeights)
         written |= _write_assets(aside, source.assets)
         if verify == "logits":
@@ -109,7 +109,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if source.is_run else None
         dtype = named if named in DTYPES else "keep"
     kinds, verify = _plan(source, output, dtype, verify)
-    with appearing_folder(output, _total(kinds)) as aside:
+    with atomic_output_folder(output, _total(kinds)) as aside:
         _write_assets(aside, source.assets | _assets_of_export(source, kinds))
         _copy(source, kinds, verify, aside, partial(write_hf, shard_bytes=SHARD_BYTES), HFWeights)
         if verify == "logits":
@@ -124,7 +124,7 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         UserError, VerificationError: as to_dcp.
     """
     kinds, verify = _plan(source, output, dtype, verify, comparable=False)
-    with appearing_folder(output, 2 * _total(kinds)) as aside:
+    with atomic_output_folder(output, 2 * _total(kinds)) as aside:
         _copy(source, kinds, verify, aside, write_torch, lambda folder: TorchWeights(folder / MODEL_FILE))
         _write_assets(aside, source.assets)
     _log_result(output / MODEL_FILE, kinds, verify)
@@ -145,7 +145,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if can_compare else needed)  # as in bf16
     if base and not is_hf_folder(base):
         log.warning(f"{output}: peft will not find its base: {base} is no HF folder; export that, and name the export")
-    with appearing_folder(output, sum(tensor.nbytes for tensor in tensors.values())) as aside:
+    with atomic_output_folder(output, sum(tensor.nbytes for tensor in tensors.values())) as aside:
         peft_io.write_adapter(aside, tensors, lora, base)
         for file in aside.iterdir():
             sync(file)
