@@ -1,0 +1,92 @@
+"""What a step costs in collectives, what it tells its observers, and how rows are read ahead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from titan_mi100 import trainer
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.parallel.distributed import World
+from titan_mi100.run.metrics import StepResult
+
+SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
+
+
+def opened(world: World, wants_to_stop: Callable[[], bool] = lambda: False, rows: int = 6) -> Run:
+    training = TrainingConfig(seq_len=16, local_batch_size=2, gradient_accumulation_steps=1, steps=4)
+    data = made_up(random_rows(rows, 16, SPEC.vocab_size, supervised_share=0.5))
+    config = Config(training=training, lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_type="constant"))
+    return open_run(config, world, spec=SPEC, data=data, wants_to_stop=wants_to_stop)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    calls, plain = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(1), plain(*a, **k))[1])
+    return calls
+
+
+def test_the_ranks_agree_in_one_collective_per_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened(world)
+    gathers = counted(monkeypatch, trainer, "gather_values")
+    others = [counted(monkeypatch, dist, name) for name in ("all_reduce", "all_gather_object", "broadcast", "barrier")]
+    for _ in range(3):
+        run.step()
+    assert len(gathers) == 3 and not any(others)
+
+
+def test_a_flag_that_a_rank_raises_is_in_the_steps_result(world: World) -> None:
+    told = [False]
+    run = opened(world, lambda: told[0])
+    assert run.step().flags == frozenset()
+    told[0] = True
+    assert run.step().flags == {STOP}
+    run.checkpointer._error = RuntimeError("the disk is full")
+    assert run.step().flags == {STOP, SAVE_FAILED}
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, StepResult]] = []
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        self.steps.append((step, result))
+
+
+def test_observers_see_every_step_with_its_rows_and_learning_rate(world: World) -> None:
+    run, seen = opened(world), Seen()
+    run.observers.append(seen)
+    for _ in range(4):
+        run.step()
+    assert [step for step, _ in seen.steps] == [1, 2, 3, 4]
+    assert [(result.first_row, result.next_row) for _, result in seen.steps] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [result.lr for _, result in seen.steps] == pytest.approx([1e-5, 2e-5, 2e-5, 2e-5])
+    assert (run.progress.step, run.progress.rows_consumed) == (4, 8)
+
+
+def test_a_step_counts_its_own_rows_though_the_next_are_read_before_it_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = opened(world)
+    read, plain = [], RowStream.step
+    monkeypatch.setattr(RowStream, "step", lambda self, first: (read.append(first), plain(self, first))[1])
+    results = [run.step() for _ in range(3)]
+    assert read == [2, 4, 6]  # the first step's were read when the run was opened
+    for result in results:
+        labels = [microbatch["labels"] for microbatch in plain(run.stream, result.first_row)]
+        assert result.supervised == sum(int((part >= 0).sum()) for part in labels) > 0
+
+
+def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(world: World) -> None:
+    training = TrainingConfig(seq_len=16, steps=2)
+    data = made_up(random_rows(2, 16, SPEC.vocab_size, supervised_share=0.0))
+    run = open_run(Config(training=training), world, spec=SPEC, data=data)
+    result = run.step()
+    assert (result.supervised, result.loss, result.grad_norm, result.skipped) == (0, 0.0, 0.0, False)
+    moments = [tensor for name, tensor in run.optimizer.named_state() if name.endswith("exp_avg_sq")]
+    assert len(moments) > 10 and not any(tensor.to_local().any() for tensor in moments)  # type: ignore[attr-defined]
