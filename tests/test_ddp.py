@@ -52,10 +52,10 @@ def test_ranks_hold_the_same_weights_after_lossy_steps(name: str, step: int, run
     assert not torch.equal(*errors)  # each rank's own: a resume that mixed them up would be seen
 
 
-def test_the_loss_falls_and_after_50_steps_is_within_5_percent_of_plain_ddps(runs: list) -> None:
-    last = {name: sum(list(found["losses"].values())[-5:]) / 5 for name, found in runs[0].items()}
+def test_the_loss_falls_and_after_50_steps_is_at_most_5_percent_above_plain_ddps(runs: list) -> None:
+    last = {name: found["loss on all rows"] for name, found in runs[0].items()}
     assert last["rank 4"] < 0.25 * runs[0]["rank 4"]["losses"][1]
-    assert last["rank 4"] == pytest.approx(last["ddp"], rel=0.05)
+    assert 0.85 * last["ddp"] <= last["rank 4"] <= 1.05 * last["ddp"]  # from random weights chance has its part
     # fine-tuning: from weights that have learned something rank 1 does too, from random ones it does not
     assert last["ddp to rank 1"] == pytest.approx(last["ddp on"], rel=0.05)
 

@@ -87,9 +87,10 @@ def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, in
     dataset = prepare_data(config, str(ASSETS / "tokenizer"), "", 256).train
     shown = inspect.report("--row", f"0-{len(dataset) - 1}", "--data.overlong", overlong)["shown"]
     source = ShuffledEpochs(dataset, 7, 1)
-    loader = iter(RowStream(source, Batch(1, 1, 1), 0))
+    loader = RowStream(source, Batch(1, 1, 1), 0)
     for number in range(len(dataset)):
-        batch = {name: value[0].tolist() for name, value in next(loader).items()}
+        (microbatch,) = loader.step(number)
+        batch = {name: value[0].tolist() for name, value in microbatch.items()}
         row = shown[source.index(number)]
         labels = [token if seen else IGNORE for token, seen in zip(row["id"], row["supervised"], strict=True)]
         assert (row["id"], row["position"], row["document"]) == (

@@ -287,12 +287,11 @@ def test_recomputation_drops_what_the_forward_dropped(compiled: bool, world: Wor
     split = {**FP64, "lora": lora, "local_batch_size": 8, "accumulation": 1, "compile": compiled}
     case, found = make_case("tied"), []
     for mode in ("none", "selective") if compiled else ("none", "selective", "full"):
-        torch.manual_seed(3)
         found.append(run_split(world, case, {**split, "checkpointing": mode}))
     for other in found[1:]:
         assert other["loss"] == found[0]["loss"] and other["grad_norm"] == pytest.approx(found[0]["grad_norm"], 1e-12)
-    torch.manual_seed(4)
-    assert run_split(world, case, split)["loss"] != found[0]["loss"]
+    other_draw = run_split(world, case, {**split, "seed": 4})["loss"]
+    assert abs(other_draw - found[0]["loss"]) > 1e-3  # more than another order of the rows makes
 
 
 class Shapes(TorchDispatchMode):

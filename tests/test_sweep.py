@@ -140,7 +140,7 @@ def test_arguments_that_contradict_are_refused(
 
 
 def test_random_rows_are_full_and_supervised_as_asked() -> None:
-    data = random_rows(24, 1024, 768, supervised=0.3)
+    data = random_rows(24, 1024, 768, supervised_share=0.3)
     rows = [data.row(number) for number in range(len(data))]
     assert len(rows) == 24 and all((row.document_ids >= 0).all() for row in rows)
     lengths = np.concatenate([np.bincount(row.document_ids) for row in rows])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint
 from titan_mi100.config.assets import run_assets
-from titan_mi100.config.check import check
+from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
@@ -231,7 +231,7 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
         f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
         f"run's {rows} rows per step"
     )
-    if problems := check(config, world.size):
+    if problems := check_layout(config, world.size):
         raise UserError("\n".join(problems))
     return config
 

@@ -58,7 +58,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
     if config.parallelism.zero_stage > 3:
         errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
     elif world_size is not None:
-        errors += _check_layout(config, world_size)
+        errors += check_layout(config, world_size)
     try:
         spec = config.spec()
         errors += _check_model_split(config, spec)
@@ -72,7 +72,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
     return errors
 
 
-def _check_layout(config: Config, world_size: int) -> list[str]:
+def check_layout(config: Config, world_size: int) -> list[str]:
     """What only the number of processes decides."""
     p, training, errors = config.parallelism, config.training, []
     accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
