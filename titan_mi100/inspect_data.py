@@ -14,8 +14,6 @@ from pathlib import Path
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.load import help_text, load_config
-from titan_mi100.data.prepare import RefusedData
-from titan_mi100.errors import UserError
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
 from titan_mi100.logging import setup_logging
@@ -29,18 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     config = load_config(settings, world_size=None)
-    try:
-        with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
-            report = make_report(config, options)
-    except RefusedData as refused:
-        raise UserError(f"{refused}\nevery row: {refused.ledger}") from None
+    with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
+        report = make_report(config, options)
     lines = report_lines(report, options.table)
     if options.html:
         text = page(f"What trains: {report['set']}", lines)
         print(f"{options.html}: {Path(options.html).write_bytes(text.encode()):,} bytes")
     elif options.json:
-        json.dump(report, sys.stdout, ensure_ascii=False)
-        print()
+        print(json.dumps(report, ensure_ascii=False))
     else:
         auto = options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for line in terminal_text(lines, auto or options.color == "always"):
@@ -57,18 +51,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
-    parser.add_argument("--where", metavar="FILE:LINE", default="", help="show the rows that hold this line of input")
-    parser.add_argument("--validation", action="store_true", help="the validation set instead of the training set")
-    parser.add_argument("--table", action="store_true", help="a line per token: number, id, document, position, text")
-    parser.add_argument("--html", metavar="PATH", default="", help="write one self-contained page")
-    parser.add_argument("--json", action="store_true", help="for scripts: with --row or --where the rows alone")
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="auto: on a terminal, unless NO_COLOR is set",
-    )
+    add = parser.add_argument
+    add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
+    add("--where", metavar="FILE:LINE", default="", help="show the rows that hold this line of input")
+    add("--validation", action="store_true", help="the validation set instead of the training set")
+    add("--table", action="store_true", help="a line per token: number, id, document, position, text")
+    add("--html", metavar="PATH", default="", help="write one self-contained page")
+    add("--json", action="store_true", help="for scripts: with --row or --where the rows alone")
+    on = "auto: on a terminal, unless NO_COLOR is set"
+    add("--color", choices=("auto", "always", "never"), default="auto", help=on)
     return parser
 
 

@@ -33,6 +33,7 @@ _FIRST = 5  # examples of each status in the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
 _MARKS = {"\n": "↵", "\t": "⇥"}
+_CONTINUING = bytes(range(0x80, 0xC0))  # all bytes of a UTF-8 character but the first
 _OURS = set("↵⇥⟨⟩⟦⟧")  # the views use these as marks, so in the data they are shown as ⟨U+...⟩
 
 
@@ -68,10 +69,9 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     try:
         data = prepare_run(config, None)
     except RefusedData as refused:
-        if not options.where:
-            raise
-        lines = _ledger_lines(refused.ledger, options.where)  # the reason for this line is what was asked for
-        raise UserError("\n".join(f"{line['where']}: {line['status']}: {line['reason']}" for line in lines)) from None
+        lines = _ledger_lines(refused.ledger, options.where) if options.where else []  # the reason for this line
+        reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
+        raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
     dataset = data.validation if options.validation else data.train
     counts = data.facts.validation if options.validation else data.facts.train
     if dataset is None or counts is None:
@@ -147,9 +147,8 @@ def _row(shown: _Set, index: int) -> dict[str, Any]:
         inside = row.document_ids == place
         ids = row.input_ids[inside].tolist()
         texts += token_texts(shown.tokenizer, ids)
-        text = b"".join(shown.tokenizer.token_bytes(token_id) for token_id in ids).decode("utf-8", "replace")
         count = {"tokens": len(ids), "supervised": int(supervised[inside].sum())}
-        documents.append({"where": shown.origins.where(number), **count, "text": text})
+        documents.append({"where": shown.origins.where(number), **count, "text": shown.tokenizer.decode(ids)})
     padding = int((row.document_ids == PADDING_DOCUMENT).sum())
     return {
         "row": index,
@@ -182,19 +181,15 @@ def _readable(spelled: bytes) -> str:
     try:
         return visible(spelled.decode())
     except UnicodeDecodeError as error:
-        stop = error.end
-        while stop < len(spelled) and spelled[stop] & 0xC0 == 0x80:  # the rest of a character that began before
-            stop += 1
-        part = spelled[error.start : stop].hex(" ").upper()
-        return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(spelled[stop:])
+        rest = spelled[error.end :].lstrip(_CONTINUING)
+        part = spelled[error.start : len(spelled) - len(rest)].hex(" ").upper()
+        return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(rest)
 
 
 def visible(text: str) -> str:
     """The text without invisible characters (except spaces) and without control characters of a terminal."""
-    if text.isprintable() and not _OURS.intersection(text):
-        return text
-    plain = (char.isprintable() and char not in _OURS for char in text)
-    return "".join(c if ok else _MARKS.get(c, f"⟨U+{ord(c):04X}⟩") for c, ok in zip(text, plain, strict=True))
+    hidden = {char for char in text if not char.isprintable() or char in _OURS}
+    return text.translate({ord(char): _MARKS.get(char, f"⟨U+{ord(char):04X}⟩") for char in hidden})
 
 
 # --- the whole set ---
@@ -349,8 +344,7 @@ def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
             kinds_of.setdefault(place, []).append(kind.format(abs(scores[place])))
     odd = []
     for place, kinds in kinds_of.items():
-        number, inside = int(sample.documents[place]), slice(edges[place], edges[place + 1])
-        excerpt = _excerpt(shown.tokenizer, sample.ids[inside].tolist(), sample.supervised[inside].tolist())
+        number, excerpt = int(sample.documents[place]), _excerpt(shown.tokenizer, sample, place)
         where, row = shown.origins.where(number), shown.rows_with([number])[0]
         odd.append({"kinds": kinds, "where": where, "row": row, "excerpt": excerpt})
     return odd
@@ -373,8 +367,11 @@ def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
     return sample.lengths() - np.bincount(new, minlength=len(sample.documents))
 
 
-def _excerpt(tokenizer: Tokenizer, ids: list[int], supervised: list[bool]) -> list[tuple[str, bool]]:
+def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:
     """Beginning and end of a document: (text, supervised)."""
-    tokens = list(zip(token_texts(tokenizer, ids), supervised, strict=True))
-    left_out = [(f" … {len(tokens) - 2 * _EXCERPT:,} tokens … ", False)]
-    return tokens if len(tokens) <= 2 * _EXCERPT else tokens[:_EXCERPT] + left_out + tokens[-_EXCERPT:]
+    inside = slice(sample.edges[place], sample.edges[place + 1])
+    texts = token_texts(tokenizer, sample.ids[inside].tolist())
+    tokens = list(zip(texts, sample.supervised[inside].tolist(), strict=True))
+    if (left_out := len(tokens) - 2 * _EXCERPT) > 0:
+        tokens[_EXCERPT:-_EXCERPT] = [(f" … {left_out:,} tokens … ", False)]
+    return tokens

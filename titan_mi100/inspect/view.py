@@ -99,12 +99,12 @@ def _heading(text: str) -> Line:
 
 
 def _running(row: dict[str, Any], inside: range) -> Line:
-    tokens = []
-    for i in inside:
-        text = row["text"][i].replace("↵", "↵\n" if i < inside[-1] else "↵")
-        kind, hint = "supervised" if row["supervised"][i] else "", f"id {row['id'][i]}, position {row['position'][i]}"
-        tokens.append(Part(text, kind, hint))
-    return tokens
+    kinds = ("", "supervised")
+    hint = "id {}, position {}".format
+    return [
+        Part(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
+        for i in inside
+    ]
 
 
 def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
