@@ -116,9 +116,9 @@ def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar:
         rows = random_prompts([31, 12, 20])
         prompts = [row[:-10] for row in rows]
         cache = KVCache(model, prompts, 10)
-        logits = [decode.prefill(model, prompts, cache)]
+        logits = [decode.forward(model, cache.prompts, cache)]
         for place in range(-10, 0):
-            logits.append(decode.step(model, torch.tensor([row[place] for row in rows]), cache))
+            logits.append(decode.forward(model, torch.tensor([[row[place]] for row in rows]), cache))
         for number, row in enumerate(rows):
             whole = model(torch.tensor([row]))[0, -11:]
             torch.testing.assert_close(torch.stack(logits)[:, number], whole, atol=bar, rtol=0)
@@ -131,14 +131,14 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
     monkeypatch.setattr(Qwen3, "head", lambda *a: seen.append(tuple(a[1].shape)) or head(*a))
     prompts = random_prompts([9, 4])
     cache = KVCache(model, prompts, 2)
-    decode.prefill(model, prompts, cache)
+    decode.forward(model, cache.prompts, cache)
 
     def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
         read.extend((tensor.shape[1], tensor.untyped_storage().data_ptr(), 0 in tensor.stride()) for tensor in (k, v))
         return sdpa(q, k, v, **mask)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
-    decode.step(model, torch.tensor([1, 2]), cache)
+    decode.forward(model, torch.tensor([[1], [2]]), cache)
     assert seen == [(2, 1, 64)] * 2
     assert read == [(2, cache._keys_and_values.untyped_storage().data_ptr(), False)] * 6  # of 3 layers
 

@@ -89,7 +89,7 @@ def extract(text: str) -> str | None:
         The number in the one spelling without commas, currency sign and superfluous zeros; None: there is none.
     """
     _, marker, after = text.rpartition("####")
-    numbers = _NUMBER.findall(after if marker else text)
+    numbers = _NUMBER.findall(after)  # without a marker, the whole text
     if not numbers:
         return None
     number = re.sub(r"[,$]", "", numbers[0 if marker else -1])

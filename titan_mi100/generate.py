@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    epilog = "Without --prompt and --input, on a terminal: a chat."
-    parser = command_parser("generate", __doc__.splitlines()[0], epilog)
+    parser = command_parser("generate", __doc__.splitlines()[0], "No --prompt and no --input, on a terminal: a chat.")
     prompts, add = parser.add_mutually_exclusive_group(), parser.add_argument
     prompts.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
     prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with prompt, question or messages")
@@ -62,8 +61,7 @@ def _run(options: argparse.Namespace) -> None:
         requests = [build(where, *given) for where, given in read_rows(options.input, _prompt_of)]
     rows = answer_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
     if options.json:
-        for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
+        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
         return
     cut = f"stopped by length, after --max_new_tokens {options.max_new_tokens}"
     if options.output:

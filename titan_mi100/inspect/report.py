@@ -33,7 +33,6 @@ _FIRST = 5  # examples of each status in the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
 _MARKS = {"\n": "↵", "\t": "⇥"}
-_CONTINUING = bytes(range(0x80, 0xC0))  # all bytes of a UTF-8 character but the first
 _OURS = set("↵⇥⟨⟩⟦⟧")  # the views use these as marks, so in the data they are shown as ⟨U+...⟩
 
 
@@ -181,7 +180,8 @@ def _readable(spelled: bytes) -> str:
     try:
         return visible(spelled.decode())
     except UnicodeDecodeError as error:
-        rest = spelled[error.end :].lstrip(_CONTINUING)
+        # bytes of this range continue a character, so they are part of the damaged one
+        rest = spelled[error.end :].lstrip(bytes(range(0x80, 0xC0)))
         part = spelled[error.start : len(spelled) - len(rest)].hex(" ").upper()
         return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(rest)
 
@@ -195,23 +195,22 @@ def visible(text: str) -> str:
 # --- the whole set ---
 
 
-@dataclass(frozen=True)
 class _Sample:
-    """Every step-th document of the set, end to end."""
+    """Every step-th document of the set, end to end: document i is ids[edges[i]:edges[i + 1]]."""
 
-    step: int
-    documents: np.ndarray  # (documents,): their numbers in the set
-    edges: np.ndarray  # (documents + 1,): document i is ids[edges[i]:edges[i + 1]]
-    ids: np.ndarray  # (tokens,) int64
-    supervised: np.ndarray  # (tokens,) bool
-
-    def lengths(self) -> np.ndarray:
-        """(documents,): tokens of each document."""
-        return np.diff(self.edges)
-
-    def shares(self) -> np.ndarray:
-        """(documents,): supervised share of each document."""
-        return np.add.reduceat(self.supervised, self.edges[:-1], dtype=np.int64) / self.lengths()
+    def __init__(self, dataset: PackedDataset) -> None:
+        documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # np.unique is slow on millions
+        lengths = np.diff(dataset.documents.starts)
+        self.step = max(1, -(-int(lengths[documents].sum()) // _SAMPLE_TOKENS))
+        self.documents = documents[:: self.step]  # (documents,): their numbers in the set
+        self.lengths = lengths[self.documents]  # (documents,): tokens of each
+        self.edges = np.concatenate(([0], np.cumsum(self.lengths)))
+        values = np.concatenate([dataset.documents[number] for number in self.documents])
+        self.ids = (values >> 1).astype(np.int64)  # (tokens,)
+        self.supervised = (values & 1).astype(bool)  # (tokens,)
+        self.supervised[self.edges[:-1]] = False  # no token before it could predict it
+        # (documents,): supervised share of each
+        self.shares = np.add.reduceat(self.supervised, self.edges[:-1], dtype=np.int64) / self.lengths
 
     def starts_of(self, pattern: Sequence[int]) -> np.ndarray:
         """The positions in `ids` where this sequence of ids begins."""
@@ -220,20 +219,8 @@ class _Sample:
         return np.flatnonzero((sliding_window_view(self.ids, len(pattern)) == pattern).all(axis=1))
 
 
-def _sample(dataset: PackedDataset) -> _Sample:
-    documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # np.unique is slow on millions
-    lengths = np.diff(dataset.documents.starts)
-    step = max(1, -(-int(lengths[documents].sum()) // _SAMPLE_TOKENS))
-    documents = documents[::step]
-    values = np.concatenate([dataset.documents[number] for number in documents])
-    edges = np.concatenate(([0], np.cumsum(lengths[documents])))
-    supervised = (values & 1).astype(bool)
-    supervised[edges[:-1]] = False  # no token before it could predict it
-    return _Sample(step, documents, edges, (values >> 1).astype(np.int64), supervised)
-
-
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
-    data, sample, seq_len = shown.data, _sample(shown.dataset), config.training.seq_len
+    data, sample, seq_len = shown.data, _Sample(shown.dataset), config.training.seq_len
     statuses, overlong, unrolled = _ledger_summary(data.ledger())
     template = config.model.chat_template or "the tokenizer's own"
     lengths = np.diff(shown.dataset.documents.starts)[shown.dataset.packing.documents]
@@ -255,7 +242,7 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
         "options": [{"option": k, "value": getattr(config.data, k), "effect": effect} for k, effect in effects.items()],
         "ledger": {"path": str(data.ledger()), "statuses": statuses},
         "lengths": _bins(edges, lengths, overlong),
-        "shares": _bins([-1, *range(10, 101, 10)], np.rint(100 * sample.shares()), []),
+        "shares": _bins([-1, *range(10, 101, 10)], np.rint(100 * sample.shares), []),
         "packing": [_picture(shown.dataset, row) for row in dict.fromkeys(pictured)],
         "oddest": _oddest(shown, sample),
         "sampled": sample.step,
@@ -291,9 +278,9 @@ def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
         supervised = int(sample.supervised[answers[chosen]].sum())
         return f"{kind}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
 
-    share = f"({counts.supervised / counts.tokens:.1%})"
+    share = counts.supervised / counts.tokens
     return {
-        "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} {share}",
+        "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} ({share:.1%})",
         "empty_think": turns("empty think blocks", empty),
         "earlier_thinking": f"{turns('turns with reasoning', thinking)}; "
         f"{turns('without a think block', ~thinking & ~empty)}; rows unrolled: {unrolled:,}",
@@ -320,22 +307,21 @@ def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
 
 def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
     """For each kind of oddity the document with the highest score, if that is not 0."""
-    lengths, shares, edges = sample.lengths(), sample.shares(), sample.edges
     unended = _supervised_after_end(sample, shown.tokenizer.eos_token_id)
     repeated = _repeated_pairs(sample, shown.data.facts.n_vocab)
-    spelled = [map(shown.tokenizer.token_bytes, ids.tolist()) for ids in np.split(sample.ids, edges[1:-1])]
+    spelled = [map(shown.tokenizer.token_bytes, ids.tolist()) for ids in np.split(sample.ids, sample.edges[1:-1])]
     texts = [b"".join(pieces).decode(errors="ignore") for pieces in spelled]  # a cut document may end in a character
     damaged = np.array([text.count("\ufffd") for text in texts])  # mostly from a wrong decoding
     with_such = "documents with such: {:,}".format
     scores_of = {
-        "longest: {:,.0f} tokens": lengths,
-        "shortest: {:,.0f} tokens": -lengths,
-        "least supervised: {:.1%}": -shares,
-        "most supervised: {:.1%}": shares,
+        "longest: {:,.0f} tokens": sample.lengths,
+        "shortest: {:,.0f} tokens": -sample.lengths,
+        "least supervised: {:.1%}": -sample.shares,
+        "most supervised: {:.1%}": sample.shares,
         f"no end token after its last {{:,.0f}} supervised; {with_such(np.count_nonzero(unended))}": unended,
         f"damaged: {{:,.0f}} times U+FFFD; {with_such(np.count_nonzero(damaged))}": damaged,
-        "most tokens per character: {:.2f}": lengths / [max(len(text), 1) for text in texts],
-        "most repetitive: {:.0%} of its pairs of tokens came before": repeated / lengths,
+        "most tokens per character: {:.2f}": sample.lengths / [max(len(text), 1) for text in texts],
+        "most repetitive: {:.0%} of its pairs of tokens came before": repeated / sample.lengths,
     }
     kinds_of: dict[int, list[str]] = {}  # one document may be the oddest of several kinds
     for kind, scores in scores_of.items():
@@ -361,10 +347,10 @@ def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
 
 def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
     """(documents,): tokens that are not the first of a pair of neighbours that is new in the document."""
-    document = np.repeat(np.arange(len(sample.documents)), sample.lengths())
+    document = np.repeat(np.arange(len(sample.documents)), sample.lengths)
     pairs = np.sort((document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:])
     new = pairs[np.diff(pairs, prepend=-1) > 0] // n_vocab**2  # the documents of the distinct pairs
-    return sample.lengths() - np.bincount(new, minlength=len(sample.documents))
+    return sample.lengths - np.bincount(new, minlength=len(sample.documents))
 
 
 def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:

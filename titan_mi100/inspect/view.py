@@ -54,8 +54,7 @@ def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
         for kind, parts in groupby(line, lambda part: part.kind):
             text = "".join(part.text for part in parts)
             if kind and color:  # line by line, because a pager resets the color at the end of a line
-                code = _STYLES[kind][0]
-                text = "\n".join(f"\033[{code}m{row}\033[0m" if row else "" for row in text.split("\n"))
+                text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
             shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
         yield shown
 
