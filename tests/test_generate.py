@@ -260,7 +260,7 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
         (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
         assert inference.Model(str(copy), "", "", cpu, fp32).stop_ids == expected
     (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id"):
+    with pytest.raises(UserError, match=r"copy/generation_config\.json: eos_token_id"):
         inference.Model(str(copy), "", "", cpu, fp32)
 
 

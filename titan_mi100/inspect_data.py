@@ -26,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
-    config = load_config(settings, world_size=None)
     with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
-        report = make_report(config, options)
+        report = make_report(load_config(settings, world_size=None), options)
     lines = report_lines(report, options.table)
     if options.html:
         text = page(f"What trains: {report['set']}", lines)

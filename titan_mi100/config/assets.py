@@ -82,12 +82,12 @@ def config_dtype(assets: Assets) -> str | None:
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
-def stop_ids(assets: Assets) -> list[int]:
-    """The stop tokens that generation_config.json names. Raises UserError: what it names are no token ids."""
-    named = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY).get("eos_token_id")
+def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
+    """The stop tokens that generation_config.json names. Raises UserError, about `file`: they are no token ids."""
+    named = parse_object(assets.get(GENERATION, b"{}"), file, _REMEDY).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token_id) is int for token_id in ids):
-        raise UserError(f"{GENERATION}: eos_token_id = {named!r} must be a token id or a list of such; {_REMEDY}")
+        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of such; {_REMEDY}")
     return ids
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_mi100.config.assets import TEMPLATE, folder_of, stop_ids
+from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
@@ -67,7 +67,7 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets)}
+        self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if config.is_file() else {}
         if settings.get("chat_template") or config.with_name(TEMPLATE).is_file():

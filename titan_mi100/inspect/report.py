@@ -348,9 +348,8 @@ def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
 def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
     """(documents,): tokens that are not the first of a pair of neighbours that is new in the document."""
     document = np.repeat(np.arange(len(sample.documents)), sample.lengths)
-    pairs = np.sort((document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:])
-    new = pairs[np.diff(pairs, prepend=-1) > 0] // n_vocab**2  # the documents of the distinct pairs
-    return sample.lengths - np.bincount(new, minlength=len(sample.documents))
+    pairs = (document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:]
+    return sample.lengths - np.bincount(np.unique(pairs) // n_vocab**2, minlength=len(sample.documents))
 
 
 def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:
