@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ASSETS, REPO
+from safetensors.torch import load_file, save_file
 from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -25,13 +26,15 @@ from titan_mi100.generation import engine as inference
 from titan_mi100.model import attention, decode
 from titan_mi100.model.decode import Generated, KVCache, Sampling
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.weights import convert
+from titan_mi100.weights.source import open_source
 
 SPECS = {
     "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
     "untied": ModelSpec(720, 48, 80, 2, 6, 1, 8, False, rope_theta=1e6, max_position_embeddings=512),
     "files": ModelSpec(709, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),  # the tokenizer's
 }
-LENGTHS = [1, 2, 5, 13, 34, 55, 8, 21]
+LENGTHS = [1, 2, 5, 13, 34, 55, 8, 21, 3, 89, 144, 7, 1, 30, 64, 11, 17, 100, 4, 42]
 
 
 def reference(spec: ModelSpec) -> Qwen3ForCausalLM:
@@ -81,15 +84,16 @@ def command(module: str, *arguments: object, **options: Any) -> subprocess.Compl
 # --- the library ---
 
 
+@pytest.mark.parametrize(("count", "new"), [(8, 32), pytest.param(20, 64, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str) -> None:
+def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, count: int, new: int) -> None:
     hf = reference(SPECS[name])
     model = ours(SPECS[name], hf, "sdpa_documents")
-    prompts = random_prompts(LENGTHS)
-    expected = [Generated(said_by_transformers(hf, prompt, 32), False) for prompt in prompts]
-    assert sum(len(set(said.ids)) for said in expected) > 8 * 10, "what the model says varies"
-    assert decode.generate(model, prompts, Sampling(), (), 32) == expected
-    assert [decode.generate(model, [prompt], Sampling(), (), 32)[0] for prompt in prompts] == expected
+    prompts = random_prompts(LENGTHS[:count])
+    expected = [Generated(said_by_transformers(hf, prompt, new), False) for prompt in prompts]
+    assert sum(len(set(said.ids)) for said in expected) > count * 10, "what the model says varies"
+    assert decode.generate(model, prompts, Sampling(), (), new) == expected
+    assert [decode.generate(model, [prompt], Sampling(), (), new)[0] for prompt in prompts] == expected
 
 
 @pytest.mark.parametrize(
@@ -112,9 +116,9 @@ def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar:
         rows = random_prompts([31, 12, 20])
         prompts = [row[:-10] for row in rows]
         cache = KVCache(model, prompts, 10)
-        logits = [decode.prefill(model, prompts, cache)]
+        logits = [decode.forward(model, cache.prompts, cache)]
         for place in range(-10, 0):
-            logits.append(decode.step(model, torch.tensor([row[place] for row in rows]), cache))
+            logits.append(decode.forward(model, torch.tensor([[row[place]] for row in rows]), cache))
         for number, row in enumerate(rows):
             whole = model(torch.tensor([row]))[0, -11:]
             torch.testing.assert_close(torch.stack(logits)[:, number], whole, atol=bar, rtol=0)
@@ -127,17 +131,16 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
     monkeypatch.setattr(Qwen3, "head", lambda *a: seen.append(tuple(a[1].shape)) or head(*a))
     prompts = random_prompts([9, 4])
     cache = KVCache(model, prompts, 2)
-    decode.prefill(model, prompts, cache)
+    decode.forward(model, cache.prompts, cache)
 
     def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
         read.extend((tensor.shape[1], tensor.untyped_storage().data_ptr(), 0 in tensor.stride()) for tensor in (k, v))
         return sdpa(q, k, v, **mask)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
-    decode.step(model, torch.tensor([1, 2]), cache)
+    decode.forward(model, torch.tensor([[1], [2]]), cache)
     assert seen == [(2, 1, 64)] * 2
-    kept = [tensor.untyped_storage().data_ptr() for tensor in (cache._keys, cache._values)]
-    assert read == [(2, pointer, False) for _ in range(3) for pointer in kept]
+    assert read == [(2, cache._keys_and_values.untyped_storage().data_ptr(), False)] * 6  # of 3 layers
 
 
 @pytest.mark.parametrize(
@@ -233,6 +236,12 @@ def test_the_command_answers_as_transformers_does_through_the_template(
     assert generate.main([*arguments, *templated, "--output", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["output"], row["finish"]) for row in rows] == expected
+    capsys.readouterr()
+    assert generate.main([*arguments, *templated, "--json"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["prompt"], row["output"], row["finish"]) for row in printed] == expected
+    assert generate.main([*arguments, *templated, "--json", "--output", str(tmp_path / "rows.jsonl")]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     (text, output, _) = next(row for row in expected if row[2] == "length")
     capsys.readouterr()
     assert generate.main([*arguments, *templated]) == 0
@@ -251,7 +260,7 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
         (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
         assert inference.Model(str(copy), "", "", cpu, fp32).stop_ids == expected
     (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id"):
+    with pytest.raises(UserError, match=r"copy/generation_config\.json: eos_token_id"):
         inference.Model(str(copy), "", "", cpu, fp32)
 
 
@@ -281,6 +290,24 @@ def test_an_output_of_other_weights_under_the_same_path_is_refused(
     file.write_bytes(content)
     assert generate.main(arguments) == 2
     assert "name another --output" in capsys.readouterr().err
+
+
+def test_a_checkpoints_output_is_of_all_its_bytes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that differ only behind the first bytes of each tensor are others."""
+    source, model = Path(shutil.copytree(folder, tmp_path / "source")), tmp_path / "step-0"
+    arguments = ["--model", str(model), "--prompt", "one", "--max_new_tokens", "3", "--device", "cpu"]
+    arguments += ["--output", str(tmp_path / "out.jsonl")]
+    convert.to_dcp(open_source(source), model)
+    assert generate.main(arguments) == 0 and generate.main(arguments) == 0
+    shutil.rmtree(model)
+    weights = load_file(source / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1, -1] += 1
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    convert.to_dcp(open_source(source), model)
+    assert generate.main(arguments) == 2
+    assert "made with another weights; name another --output" in capsys.readouterr().err
 
 
 def test_an_interrupted_output_goes_on_where_it_was(
@@ -373,6 +400,7 @@ BAD = {
         "o.jsonl: cannot be written (No such file",
     ),
     "chat without rows": (["--output", "{tmp}/o.jsonl"], "nothing to do: give --prompt or --input"),
+    "chat as JSON": (["--json"], "a chat needs a terminal, no --output and no --json"),
     "tensors without values": (["--prompt", "x", "--device", "meta"], "--device meta: cannot be used here"),
 }
 
@@ -413,7 +441,7 @@ def test_bad_input_is_refused_before_the_weights_are_read(
 def test_a_mistake_ends_the_process_with_code_2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"generate": "--prompt", "exact_match": "--data"}[name]
     monkeypatch.setattr(sys, "argv", [name, "--model", "/nowhere", data, "/nowhere"])
-    monkeypatch.delitem(sys.modules, f"titan_mi100.{name}")
+    monkeypatch.delitem(sys.modules, f"titan_mi100.{name}", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"titan_mi100.{name}", run_name="__main__")
     assert ended.value.code == 2

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRow
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Generated, Sampling
 from titan_mi100.weights.hf import is_hf_folder
@@ -33,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    prog, description = "python -m titan_mi100.exact_match", __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    add_options(parser)
+    parser = command_parser("exact_match", __doc__.splitlines()[0])
     add, engines = parser.add_argument, ("titan", "transformers")
     add("--data", metavar="FILE.jsonl", required=True, help="rows with question and answer (#### N)")
     add("--limit", type=int, default=0, metavar="N", help="only the first N rows; 0: all")
@@ -90,7 +89,7 @@ def extract(text: str) -> str | None:
         The number in the one spelling without commas, currency sign and superfluous zeros; None: there is none.
     """
     _, marker, after = text.rpartition("####")
-    numbers = _NUMBER.findall(after if marker else text)
+    numbers = _NUMBER.findall(after)  # without a marker, the whole text
     if not numbers:
         return None
     number = re.sub(r"[,$]", "", numbers[0 if marker else -1])
@@ -116,12 +115,10 @@ def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBat
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(model.stop_ids)}
 
     def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
-        longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]  # on the left
-        ids = torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)])
-        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-        new = network.generate(**inputs, pad_token_id=pad, **options)[:, longest:].tolist()
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = pad_sequence(rows, True, pad, "left").to(model.device)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(model.device)
+        new = network.generate(ids, attention_mask=mask, pad_token_id=pad, **options)[:, ids.shape[1] :].tolist()
         stops = [next((i for i, token in enumerate(row) if token in model.stop_ids), None) for row in new]
         return [Generated(row[:stop], stop is not None) for row, stop in zip(new, stops, strict=True)]
 

@@ -5,17 +5,19 @@ Invalid options and prompts are reported before any weights are loaded.
 
 import argparse
 import codecs
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
 from titan_mi100.data.strict_json import BadRow, listed
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, add_options, answer_all, open_model, read_rows
+from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
@@ -28,16 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m titan_mi100.generate",
-        description=__doc__.splitlines()[0],
-        epilog="Without --prompt and --input, on a terminal: a chat.",
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    parser = command_parser("generate", __doc__.splitlines()[0], "No --prompt and no --input, on a terminal: a chat.")
     prompts, add = parser.add_mutually_exclusive_group(), parser.add_argument
     prompts.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
     prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with prompt, question or messages")
+    add("--json", action="store_true", help="print the rows as JSON, a line each, instead of text")
     add("--raw", action="store_true", help="continue the text itself, without the chat template")
     add("--temperature", type=float, default=0.0, help="0, the default: always the most probable token")
     add("--top_k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; 0: all")
@@ -49,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 @full_memory_is_an_error()
 def _run(options: argparse.Namespace) -> None:
     is_chat = options.prompt is None and options.input is None
-    if is_chat and (options.output or not sys.stdin.isatty()):
-        raise UserError("nothing to do: give --prompt or --input; a chat needs a terminal and has no --output")
+    if is_chat and (options.output or options.json or not sys.stdin.isatty()):
+        raise UserError("nothing to do: give --prompt or --input; a chat needs a terminal, no --output and no --json")
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = open_model(options)
     build = PromptBuilder(model, options.system, options.enable_thinking, options.raw)
@@ -63,6 +60,9 @@ def _run(options: argparse.Namespace) -> None:
     else:
         requests = [build(where, *given) for where, given in read_rows(options.input, _prompt_of)]
     rows = answer_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
+    if options.json:
+        print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+        return
     cut = f"stopped by length, after --max_new_tokens {options.max_new_tokens}"
     if options.output:
         print(f"{options.output}: {len(rows)} rows; {sum(row['finish'] == 'length' for row in rows)} {cut}")
@@ -94,7 +94,12 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
     answer_batch = load()
     print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr)
     messages: list[Message] = []
-    for turn, text in enumerate(_typed_lines()):
+    for turn in count():
+        try:
+            text = input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
         if not text:
             messages = []
             continue
@@ -110,14 +115,6 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
         if not answer.stopped:
             print("(stopped by length; see --max_new_tokens)", file=sys.stderr)
         messages = [*asked, {"role": "assistant", "content": tokenizer.decode(answer.ids)}]
-
-
-def _typed_lines() -> Iterator[str]:
-    try:
-        while True:
-            yield input("> ")
-    except EOFError:
-        print(file=sys.stderr)
 
 
 def _show(tokenizer: Tokenizer, characters: codecs.IncrementalDecoder, tokens: list[int]) -> None:

@@ -82,6 +82,15 @@ def config_dtype(assets: Assets) -> str | None:
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
+def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
+    """The stop tokens that generation_config.json names. Raises UserError, about `file`: they are no token ids."""
+    named = parse_object(assets.get(GENERATION, b"{}"), file, _REMEDY).get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token_id) is int for token_id in ids):
+        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of such; {_REMEDY}")
+    return ids
+
+
 def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
     """The files of an export: config.json with what is true of it, and a generation_config.json that ends turns.
 
@@ -95,10 +104,7 @@ def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list
         known = [key for key in _DTYPE_KEYS if key in config]
         config |= dict.fromkeys(known or ["torch_dtype"], dtype)
     generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
-    named = generation.get("eos_token_id")
-    stops = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(stop) is int for stop in stops):
-        raise UserError(f"{GENERATION}: eos_token_id = {named!r} must be a token id or a list of such")
+    stops = stop_ids(assets)
     if ends:
         if config.get("eos_token_id") is None:
             config["eos_token_id"] = ends[0]

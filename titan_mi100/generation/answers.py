@@ -26,22 +26,24 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the options of every command that generates."""
+def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
+    """A parser with the options of every command that generates."""
+    prog = f"python -m titan_mi100.{name}"
+    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
     add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
     add("--system", metavar="TEXT", help="system message for conversations that have none")
-    thinking.add_argument(
-        "--enable_thinking", action="store_true", default=None, help="set enable_thinking to true ..."
-    )
+    thinking.add_argument("--enable_thinking", action="store_true", help="set enable_thinking to true ...")
     thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")
+    parser.set_defaults(enable_thinking=None)
     add("--max_new_tokens", type=int, default=512, metavar="N", help="default 512")
     add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
     add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on a GPU, else float32")
+    return parser
 
 
 def open_model(options: Namespace) -> Model:
@@ -117,16 +119,14 @@ def answer_all(
         while len(rows) < len(requests):
             indices = range(len(rows), len(requests))[: options.batch_size]
             answers = answer_batch([requests[index].ids for index in indices], indices)
-            batch = []
             for index, answer in zip(indices, answers, strict=True):
                 output = model.tokenizer.decode(answer.ids)
                 row = {"prompt": requests[index].text, "output": output, "tokens": len(answer.ids)}
                 row |= {"finish": "stop" if answer.stopped else "length", **judge(index, output), "settings": settings}
-                batch.append(row)
+                rows.append(row)
             if options.output:
-                _append(options.output, batch)
-            rows += batch
-            progress.update(len(batch))
+                _append(options.output, rows[indices.start :])
+            progress.update(len(indices))
     return rows
 
 

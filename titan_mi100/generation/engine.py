@@ -1,5 +1,7 @@
 """A model ready to answer: its network, tokenizer, chat template and stop tokens, opened from a path."""
 
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of
+from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
@@ -21,9 +23,7 @@ from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import lora_of, merged
-from titan_mi100.weights.source import open_source, verify_files
-
-_COPY = "copy it from the model that you started from"
+from titan_mi100.weights.source import open_source, read_manifest, verify_files
 
 
 class Request(NamedTuple):
@@ -59,6 +59,7 @@ class Model:
             raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
         source.names()  # checks them
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
+        self._manifests = [read_manifest(Path(folder)) for folder in (path, adapter) if folder]
         tokenizer_path = tokenizer_path or str(folder_of(path))
         self.tokenizer = load_tokenizer(tokenizer_path)
         if self.tokenizer.n_vocab > self.spec.vocab_size:
@@ -66,16 +67,17 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        self.stop_ids = {*self.tokenizer.end_ids(), *_named_stop_ids(folder_of(path) / GENERATION)}
+        self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
-        if config.with_name(TEMPLATE).is_file() or (
-            config.is_file() and read_object(config, _COPY).get("chat_template")
-        ):
+        settings = read_object(config, "copy it from the model that you started from") if config.is_file() else {}
+        if settings.get("chat_template") or config.with_name(TEMPLATE).is_file():
             self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
 
     def fingerprint(self) -> str:
-        """A digest of the weights, see model.lora.base_fingerprint."""
-        return base_fingerprint(self.source.weights.read, parameter_shapes(self.spec))
+        """A digest of the weights: of their manifests, which identify every byte, or else as lora.base_fingerprint."""
+        read, shapes = self.source.weights.read, parameter_shapes(self.spec)
+        sampled = base_fingerprint(read, shapes) if None in self._manifests else ""
+        return hashlib.sha256(json.dumps([*self._manifests, sampled]).encode()).hexdigest()
 
     def load(self) -> Qwen3:
         """Build the network on the device, with its weights."""
@@ -85,15 +87,6 @@ class Model:
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), self.source.weights.read)
         return network
-
-
-def _named_stop_ids(file: Path) -> list[int]:
-    """The stop tokens that a generation_config.json names, if it is there."""
-    named = read_object(file, _COPY).get("eos_token_id") if file.is_file() else None
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token_id) is int for token_id in ids):
-        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of token ids")
-    return ids
 
 
 class PromptBuilder:

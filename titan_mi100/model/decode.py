@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
@@ -76,26 +77,24 @@ def generate(
     """
     lengths = {f"prompt {number}": len(prompt) for number, prompt in enumerate(prompts, 1)}
     check_lengths(model.model.spec, lengths, max_new_tokens)
-    device = next(model.parameters()).device
     seeds = seeds or [str(index) for index in range(len(prompts))]
     generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
     rows: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
+    new: list[int | None] = [0] * len(prompts)  # the last token of each prompt; None: it has ended
     cache = KVCache(model, prompts, max_new_tokens)
-    logits = prefill(model, prompts, cache)
-    for number in range(max_new_tokens):
+    tokens = cache.prompts
+    for _ in range(max_new_tokens):
+        logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
-        tokens = choose(logits[:, :vocabulary], sampling, draws.to(device))
-        chosen = tokens.tolist()
-        running = [runs and token not in stop_ids for runs, token in zip(running, chosen, strict=True)]
-        if not any(running):
+        tokens = choose(logits[:, :vocabulary], sampling, draws.to(logits.device))[:, None]
+        chosen = zip(new, tokens[:, 0].tolist(), strict=True)
+        new = [None if last is None or token in stop_ids else token for last, token in chosen]
+        if new.count(None) == len(new):
             break
-        for row, token, runs in zip(rows, chosen, running, strict=True):
-            row += [token] if runs else []
+        for row, kept in zip(rows, new, strict=True):
+            row += [] if kept is None else [kept]
         if on_step is not None:
-            on_step([token if runs else None for runs, token in zip(running, chosen, strict=True)])
-        if number + 1 < max_new_tokens:
-            logits = step(model, tokens, cache)
+            on_step(new)
     return [Generated(row, len(row) < max_new_tokens) for row in rows]
 
 
@@ -126,18 +125,19 @@ class KVCache:
     """Keys and values of a batch, each (layers, batch, kv_heads, capacity, head_dim). Rows are padded on the left."""
 
     def __init__(self, model: Qwen3, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        """Make room for the prompts and the new tokens. Padding is a document of its own: no prompt attends to it."""
         spec, weight = model.model.spec, next(model.parameters())
-        self.lengths = torch.tensor(
-            [len(prompt) for prompt in prompts], device=weight.device
-        )  # tokens of each row so far
+        padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+        batch, longest = padded.shape
+        padding = [longest - len(prompt) for prompt in prompts]
+        lengths = (length for pad in padding for length in (pad, longest - pad) if length)
+        documents = attention.Documents(batch, longest, tuple(lengths))
+        self.documents = model.model.backend.prepare(documents, weight.device)
+        self.prompts = padded.to(weight.device)  # (batch, longest)
+        self.padding = torch.tensor(padding, device=weight.device)[:, None]
         self.used = 0  # positions filled so far, padding included
-        longest = max(map(len, prompts))
-        capacity = longest + max_new_tokens
-        self.visible = torch.arange(capacity, device=weight.device) >= (longest - self.lengths)[:, None]
-        shape = (spec.num_hidden_layers, len(prompts), spec.num_key_value_heads, capacity, spec.head_dim)
-        dtype = model.model.dtype or weight.dtype
-        self._keys = torch.empty(shape, dtype=dtype, device=weight.device)
-        self._values = torch.empty(shape, dtype=dtype, device=weight.device)
+        shape = (2, spec.num_hidden_layers, batch, spec.num_key_value_heads, longest + max_new_tokens, spec.head_dim)
+        self._keys_and_values = torch.empty(shape, dtype=model.model.dtype or weight.dtype, device=weight.device)
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, (batch, new, kv_heads, head_dim).
@@ -145,55 +145,32 @@ class KVCache:
         Returns:
             Views of all keys and values of the layer so far, (batch, kv_heads, used + new, head_dim) each.
         """
-        until = self.used + k.shape[1]
-        self._keys[layer, :, :, self.used : until] = k.transpose(1, 2)
-        self._values[layer, :, :, self.used : until] = v.transpose(1, 2)
-        return self._keys[layer, :, :, :until], self._values[layer, :, :, :until]
+        stored = self._keys_and_values[:, layer, :, :, : self.used + k.shape[1]]
+        stored[:, :, :, self.used :] = torch.stack((k, v)).transpose(2, 3)
+        return stored[0], stored[1]
 
 
-def prefill(model: Qwen3, prompts: Sequence[list[int]], cache: KVCache) -> Tensor:
-    """Run the prompts; returns the logits of their last tokens, (batch, vocab).
+def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
+    """Run the next tokens: first `cache.prompts`, then one token of each row at a time.
 
-    Padding is a document of its own, so that no prompt attends to it.
+    Args:
+        ids: (batch, new).
+
+    Returns:
+        The logits of each row's last token, (batch, vocab).
     """
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=cache.lengths.device)
-    positions = torch.arange(longest, device=ids.device) - (longest - cache.lengths)[:, None]
-    backend = model.model.backend
-    lengths = (length for prompt in prompts for length in (longest - len(prompt), len(prompt)) if length)
-    documents = backend.prepare(attention.Documents(len(prompts), longest, tuple(lengths)), ids.device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache.put(layer, k, v)
-        return backend(q, k, v, documents)
-
-    logits = _run(model, ids, positions, attend)
-    cache.used = longest
-    return logits
-
-
-def step(model: Qwen3, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Run one more token of each row, (batch,); returns its logits, (batch, vocab)."""
-    visible = cache.visible[:, : cache.used + 1]
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.cached(q, *cache.put(layer, k, v), visible)
-
-    logits = _run(model, tokens[:, None], cache.lengths[:, None], attend)
-    cache.used += 1
-    cache.lengths += 1
-    return logits
-
-
-def _run(
-    model: Qwen3, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
-    decoder = model.model
+    decoder, until = model.model, cache.used + ids.shape[1]
     assert decoder.norm is not None
+    columns = torch.arange(until, device=ids.device)
+    positions, visible = columns[cache.used :] - cache.padding, columns >= cache.padding
     cos, sin = rotary_tables(positions, decoder.spec.head_dim, decoder.spec.rope_theta)
     x = decoder.embed(ids)
     for layer, block in enumerate(decoder.blocks()):
-        x = block.after_attention(x, attend(layer, *block.before_attention(x, cos, sin)))
+        q, k, v = block.before_attention(x, cos, sin)
+        stored = cache.put(layer, k, v)
+        attended = attention.cached(q, *stored, visible) if cache.used else block.backend(q, k, v, cache.documents)
+        x = block.after_attention(x, attended)
+    cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
 
 

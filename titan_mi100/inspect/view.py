@@ -1,0 +1,150 @@
+"""The report of `inspect_data` as lines of text, which a terminal and a page show alike."""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from titan_mi100.inspect.report import visible
+
+
+class Part(NamedTuple):
+    """A part of a line.
+
+    Attributes:
+        kind: of `_STYLES`, or "" for plain text.
+        hint: what a page shows when one points at it.
+    """
+
+    text: str
+    kind: str = ""
+    hint: str = ""
+
+
+Line = list[Part]
+
+# kind -> the terminal's color code, and the page's element
+_STYLES = {
+    "heading": ("1", "h2"),
+    "document": ("1;36", "h3"),
+    "soft": ("2", "small"),
+    "supervised": ("32", "mark"),
+    "supervised row": ("32", "mark"),  # of the table, which has a column for it: no brackets where there is no color
+}
+
+# It needs no other file and no script, and follows the reader's dark mode.
+_PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ margin: 2em auto; max-width: 80em; padding: 0 1em; font: 14px/1.6 monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; unicode-bidi: plaintext }}
+h1, h2, h3 {{ display: inline; font-size: 1.2em }}
+b {{ font-weight: normal; border-radius: 3px }} b:nth-child(even), b:hover {{ background: #8883 }}
+mark {{ color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }}
+</style><h1>{title}</h1>
+Green and underlined: supervised. Point at a token for its id and position.
+{body}</html>
+"""
+
+
+def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
+    """The lines with color; without it, what is supervised is in brackets."""
+    for line in lines:
+        shown = ""
+        for kind, parts in groupby(line, lambda part: part.kind):
+            text = "".join(part.text for part in parts)
+            if kind and color:  # line by line, because a pager resets the color at the end of a line
+                text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
+            shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
+        yield shown
+
+
+def page(title: str, lines: Iterable[Line]) -> str:
+    """The lines as one self-contained HTML page. Every text is escaped."""
+    body = ""
+    for line in lines:
+        for kind, parts in groupby(line, lambda part: part.kind):
+            html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
+            body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
+        body += "\n"
+    return _PAGE.format(title=escape(title), body=body)
+
+
+def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
+    """The whole report.
+
+    Args:
+        table: show the rows with a line per token.
+    """
+    if "read" in report:
+        yield from _summary(report)
+    yield from ([Part(line["says"])] for line in report.get("where", []))
+    for row in report["shown"]:
+        real = len(row["id"]) - row["padding"]
+        yield _heading(f"row {row['row']} of {report['set']}: {len(row['documents'])} documents, {real:,} tokens")
+        yield [Part("supervised: "), Part("so", "supervised")]
+        start = 0
+        for place, document in enumerate(row["documents"]):
+            inside = range(start, start := start + document["tokens"])
+            count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
+            yield [Part(f"── document {place}: {document['where']}: {count} ──", "document")]
+            yield from _table(row, inside) if table else [_running(row, inside)]
+        if row["padding"]:
+            yield [Part(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
+
+
+def _heading(text: str) -> Line:
+    return [Part("\n"), Part(text, "heading")]
+
+
+def _running(row: dict[str, Any], inside: range) -> Line:
+    kinds = ("", "supervised")
+    hint = "id {}, position {}".format
+    return [
+        Part(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
+        for i in inside
+    ]
+
+
+def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
+    yield [Part("   place       id   position  supervised  text")]
+    for i in inside:
+        text, supervised = row["text"][i].replace(" ", "·"), row["supervised"][i]
+        line = f"{i:>8} {row['id'][i]:>8} {row['position'][i]:>10}  {'yes' if supervised else '-':<10}  {text}"
+        yield [Part(line, "supervised row" if supervised else "")]
+
+
+def _summary(report: dict[str, Any]) -> Iterator[Line]:
+    """The whole set."""
+    texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
+    texts += [f"warning: {line}" for line in report["warnings"]]
+    if report["sampled"] > 1:
+        texts.append(f"one document in {report['sampled']} was examined for what counts or compares tokens below")
+    yield from ([Part(text)] for text in texts)
+    yield _heading("options and their effects")
+    for entry in report["options"]:
+        effect = entry["effect"].replace("; ", "\n" + 30 * " ")
+        yield [Part(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}")]
+    yield _heading(f"ledger: {report['ledger']['path']}")
+    for status, rows in report["ledger"]["statuses"].items():
+        yield [Part(f"  {status}: {rows['rows']:,}")]
+        yield from ([Part(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
+    yield _heading("documents by length (x: rows that did not fit, with their length before)")
+    yield from _bars(report["lengths"], report["seq_len"])
+    yield _heading("documents by supervised share in percent")
+    yield from _bars(report["shares"], 0)
+    yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
+    yield from ([Part(f"  {row['row']:>9,} {row['picture']} {row['documents']}")] for row in report["packing"])
+    yield _heading("the oddest documents")
+    for odd in report["oddest"]:
+        yield [Part(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
+        yield [Part("    "), *(Part(text, "supervised" if supervised else "") for text, supervised in odd["excerpt"])]
+
+
+def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
+    most = max(max(entry["documents"], entry["overlong"]) for entry in bins)
+    for entry in bins:
+        bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
+        end = "  ─ seq_len" if entry["to"] == seq_len else ""
+        count = entry["documents"] or entry["overlong"]
+        yield [Part(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}")]
