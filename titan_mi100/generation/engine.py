@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of
+from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
@@ -20,7 +19,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights.adapter import lora_of, merged
+from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source, verify_files
 
 _COPY = "copy it from the model that you started from"
@@ -52,12 +51,11 @@ class Model:
 
     def __init__(self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> None:
         source = open_source(path)
-        if lora_of(source) is not None:
+        if source.lora is not None:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
         source = merged(source, adapter) if adapter else source
         if source.spec is None:
             raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
-        source.names()  # checks them
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
         tokenizer_path = tokenizer_path or str(folder_of(path))
         self.tokenizer = load_tokenizer(tokenizer_path)
@@ -66,7 +64,9 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        self.stop_ids = {*self.tokenizer.end_ids(), *_named_stop_ids(folder_of(path) / GENERATION)}
+        generation = folder_of(path) / GENERATION
+        named = stop_ids(read_object(generation, _COPY), generation) if generation.is_file() else []
+        self.stop_ids = {*self.tokenizer.end_ids(), *named}
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         if config.with_name(TEMPLATE).is_file() or (
             config.is_file() and read_object(config, _COPY).get("chat_template")
@@ -85,15 +85,6 @@ class Model:
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), self.source.weights.read)
         return network
-
-
-def _named_stop_ids(file: Path) -> list[int]:
-    """The stop tokens that a generation_config.json names, if it is there."""
-    named = read_object(file, _COPY).get("eos_token_id") if file.is_file() else None
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token_id) is int for token_id in ids):
-        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of token ids")
-    return ids
 
 
 class PromptBuilder:

@@ -52,7 +52,7 @@ def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSp
         origin = f"fresh, seed {config.training.seed}"
         if lora.initial_load_path:
             with raise_together():
-                read, origin = open_adapter(lora, shapes), f"from {lora.initial_load_path}"
+                read, origin = open_adapter(lora, shapes).read, f"from {lora.initial_load_path}"
         distributed.fill_parameters(model.trained_parameters(), read)
     trained = sum(map(math.prod, shapes.values()))
     everything = model_spec.parameter_count(spec) + trained

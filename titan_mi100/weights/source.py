@@ -7,11 +7,12 @@ from typing import Any
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config import assets as asset_files
 from titan_mi100.config.assets import Assets
-from titan_mi100.config.model_spec import ModelSpec, differences, parameter_shapes
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
-from titan_mi100.weights.dcp import DCPWeights, TorchWeights
+from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import INDEX, SINGLE, HFWeights, is_hf_folder
 from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
 
@@ -28,7 +29,7 @@ def open_weights(path: str | Path) -> Weights:
     if (path / ".metadata").exists():
         return DCPWeights(path)
     if path.is_file() and path.suffix != ".safetensors":
-        return TorchWeights(path)
+        return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
         raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
     if not path.exists():
@@ -81,8 +82,10 @@ class ModelSource:
     """What a path gives. Build it with `open_source`.
 
     Attributes:
+        weights: those of the model and no others, in its order.
         spec: None: nothing says the model's shape.
         manifest: of a DCP folder that has one.
+        lora: of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
     """
 
     path: Path
@@ -91,33 +94,17 @@ class ModelSource:
     assets: Assets
     spec: ModelSpec | None
     manifest: dict[str, Any] | None = field(default=None, repr=False)
-
-    @property
-    def is_run(self) -> bool:
-        """Whether a run saved it."""
-        return bool(self.manifest and "fingerprints" in self.manifest)
-
-    def names(self) -> list[str]:
-        """Of the weights, in the model's order, a tied one once; in their own order where there is no spec.
-
-        Raises:
-            UserError: they are not those of the spec.
-        """
-        if self.spec is None:
-            return list(self.weights.kinds)
-        shapes = parameter_shapes(self.spec)
-        self.weights.check(shapes)
-        return list(shapes)
+    lora: LoRAConfig | None = None
 
 
 def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
-    """Look at a model.
+    """Look at a model, and compare its tensors with what its config.json or its manifest says.
 
     Args:
         assets_folder: to take config.json and tokenizer files from, instead of the model's own folder.
 
     Raises:
-        UserError: there is none, or something of it cannot be read.
+        UserError: there is none, something of it cannot be read, or its tensors are not the model's.
     """
     path = Path(path)
     weights = open_weights(path)
@@ -127,14 +114,27 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     if assets_folder and not Path(assets_folder).is_dir():
         raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
-    fingerprint = (manifest or {}).get("fingerprints", {}).get("model")
-    spec = asset_files.spec_of(folder, fingerprint)
-    if spec is not None and fingerprint and (differing := differences(spec, ModelSpec(**fingerprint))):
+    has_config = (folder / asset_files.CONFIG).exists()
+    trained = (manifest or {}).get("fingerprints", {}).get("model")
+    saved = ModelSpec(**trained) if trained else None
+    spec = read_hf_config(folder) if has_config else saved
+    if spec is not None and saved is not None and (differing := differences(spec, saved)):
         raise UserError(
             f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
             f"{'; '.join(differing)})"
         )
+    lora = _lora_of(manifest or {})
+    if spec is not None:
+        shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
+        weights.check(shapes)
+        weights.kinds = {name: weights.kinds[name] for name in shapes}
     # what lies beside a lone file of torch.save is the model's only if a config.json says that it is one
-    of_model = path.is_dir() or bool(assets_folder) or (folder / asset_files.CONFIG).exists()
+    of_model = path.is_dir() or bool(assets_folder) or has_config
     found = asset_files.read_assets(folder) if of_model else {}
-    return ModelSource(path, weights, folder, found, spec, manifest)
+    return ModelSource(path, weights, folder, found, spec, manifest, lora)
+
+
+def _lora_of(manifest: dict[str, Any]) -> LoRAConfig | None:
+    if (saved := manifest.get("lora")) is None:
+        return None
+    return LoRAConfig(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["target_modules"]))
