@@ -391,9 +391,10 @@ def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match="is inside of"):
         convert.to_hf(open_source(checkpoint), checkpoint / "hf")
     convert.to_hf(open_source(checkpoint), tmp_path / "hf", verify="bytes")  # and with its own it goes
-    (tmp_path / "hf-step-1").mkdir()
-    with pytest.raises(UserError, match="hf-step-1: is there, but is no export"):
-        convert.is_exported(tmp_path / "hf-step-1", "auto", is_adapter=False)
+    (tmp_path / "hf-step-1" / "mine").mkdir(parents=True)
+    assert not convert.is_exported(tmp_path / "hf-step-1", "auto", is_adapter=False)
+    with pytest.raises(UserError, match="hf-step-1: is there already, and is not overwritten"):
+        convert.to_hf(open_source(checkpoint), tmp_path / "hf-step-1")
 
 
 @pytest.mark.parametrize(

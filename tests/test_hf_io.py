@@ -112,19 +112,17 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{shards[1].name}: not a whole safetensors file"):
         HFWeights(folder)
     shards[1].write_bytes(shards[0].read_bytes())
-    with pytest.raises(UserError, match=f"{shards[1].name}: lacks "):
+    with pytest.raises(UserError, match=f"{shards[1].name}: holds other tensors than .* says: "):
         HFWeights(folder)
     shards[1].write_bytes(whole)
     index = folder / "model.safetensors.index.json"
     listed = index.read_text()
     index.write_text(listed.replace("model.norm.weight", "model.norm.wait"))
-    with pytest.raises(
-        UserError, match=r"(lacks model.norm.wait|holds model.norm.weight, which model.safetensors.index.json does not)"
-    ):
+    with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.w"):
         HFWeights(folder)
     del (entries := json.loads(listed))["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(entries))
-    with pytest.raises(UserError, match=r"holds model.norm.weight, which model.safetensors.index.json does not"):
+    with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.weight"):
         HFWeights(folder)
     index.write_text(listed)
     shards[1].unlink()
@@ -133,5 +131,5 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UserError, match="is not inside the folder"):
         HFWeights(folder)
-    with pytest.raises(UserError, match=r"holds neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"holds no model: neither model.safetensors nor"):
         HFWeights(tmp_path / "nothing")

@@ -385,7 +385,7 @@ def read_checked(folder: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"peft_type": ["LORA"]}, "only LORA"),
         ({"use_dora": True}, "use_dora = True is not supported; merge the adapter"),
-        ({"use_rslora": True}, "use_rslora scales by alpha / sqrt"),
+        ({"use_rslora": True}, "use_rslora = True is not supported"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -447,9 +447,9 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     (adapter / WEIGHTS).write_bytes((1 << 40).to_bytes(8, "little"))
     refused("claims a header")
     (adapter / WEIGHTS).rename(tmp_path / "elsewhere")
-    refused("no such file; save the adapter with save_pretrained")
+    refused("no such file; download it again")
     (adapter / "adapter_model.bin").write_bytes(b"a pickle")
-    refused("adapter_model.bin is pickled")
+    refused("adapter_model.bin: is pickled")
     (adapter / WEIGHTS).symlink_to(tmp_path / "elsewhere")
     refused("is a link to")
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import parse_object
-from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, read_plain
+from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"

@@ -11,7 +11,7 @@ from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import read_object
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.lora import base_fingerprint

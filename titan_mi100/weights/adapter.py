@@ -30,10 +30,7 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
     if base.lora is not None:
         raise UserError(f"{base.path}: is an adapter; name the base that it was trained on, and this as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
-    try:
-        matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
-    except UserError as error:
-        raise UserError(f"{adapter}: is of another model than {base.path}:\n{error}") from None
+    matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
     return replace(base, weights=MergedWeights(base.weights, matrices, lora.alpha / lora.rank))
 
 
@@ -45,15 +42,12 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
             log.warning(f"{path}: was trained on {named}, and is merged into {base.path}")
         return peft_io.read_adapter(path)
     source = open_source(path)
-    if source.lora is None or source.manifest is None:
+    if source.lora is None:
         raise UserError(f"{path}: is neither a PEFT folder ({peft_io.CONFIG}) nor a checkpoint of a LoRA run")
     verify_files(path)
     named, trained_on = source.manifest["lora"]["base"], source.manifest["fingerprints"]["base"]
     if named and trained_on != base_fingerprint(base.weights.read, parameter_shapes(spec)):
-        raise UserError(
-            f"{path}: was trained on other weights than those in {base.path}; name the base that it was trained on "
-            f"({named})"
-        )
+        raise UserError(f"{path}: was trained on other weights than those in {base.path}; name its base ({named})")
     return source.lora, source.weights
 
 

@@ -75,18 +75,12 @@ class Weights(ABC):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
                 problems.append(f"{name} has dtype {in_words(dtype)}, which cannot be trained; use floating point")
-        if not problems and tied_head and not self._same(HEAD, EMBEDDING):
-            problems.append(
-                "config.json ties the head to the embedding, but lm_head.weight is not model.embed_tokens.weight; "
-                "set tie_word_embeddings to false, or remove the wrong one"
-            )
+        if not problems and tied_head and not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
+            problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
         if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
             problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
-
-    def _same(self, a: str, b: str) -> bool:
-        return self.kinds[a] == self.kinds[b] and torch.equal(self.tensor(a), self.tensor(b))
 
 
 class LoadedWeights(Weights):

@@ -16,7 +16,14 @@ from torch import Tensor
 from titan_mi100 import cli as tool
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.config.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, read_assets
+from titan_mi100.config.assets import (
+    CONFIG,
+    GENERATION,
+    Assets,
+    config_dtype,
+    export_assets,
+    read_assets,
+)
 from titan_mi100.config.model_spec import ModelSpec, parameter_count
 from titan_mi100.config.settings import LoRAConfig, fingerprint
 from titan_mi100.errors import SaveError, UserError
@@ -38,11 +45,10 @@ VERIFY_HELP = (
     "bytes: read every tensor again and compare; logits: also load the HF folder with transformers and compare what it "
     "computes; auto: logits below 4 GB where transformers is installed, else bytes"
 )
-_DTYPE_HELP = {
-    "keep": "of the written weights; keep, the default: as they are",
-    "auto": "of the written weights; auto, the default: of a run's checkpoint the dtype that its config.json names, of "
-    "everything else as they are",
-}
+_DTYPE_HELP = (
+    "of the written weights (default: %(default)s); keep: as they are; auto: of a run's checkpoint the dtype that its "
+    "config.json names, of everything else as they are"
+)
 SHARD_BYTES = 5_000_000_000
 _LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
 _VERIFIED = {
@@ -63,21 +69,17 @@ class Digest(NamedTuple):
 Digests = dict[str, Digest]
 
 
-class VerificationError(SaveError):
-    """What was written is not what was meant; nothing of it is left."""
-
-
 def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
     """Write the weights as a DCP folder, sealed by a manifest, with the model's other files in it.
 
     Raises:
         UserError: the output exists, or what --verify needs is missing.
-        VerificationError: what was written is not the source.
+        SaveError: what was written is not the source.
     """
     kinds = _kinds(source, dtype)
     comparable = isinstance(source.weights, HFWeights) and source.spec is not None
     verify = _resolve_verify(verify, _total(kinds), "" if comparable else "an HF folder to compare with")
-    with _new_folder(source, output, _total(kinds)) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, _originals(source, kinds, digests))
         for name, content in source.assets.items():
@@ -87,7 +89,6 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         if verify == "logits":
             _compare_logits(source.path, written, source.spec)
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
-    _log_result(output, kinds, verify)
 
 
 def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
@@ -98,22 +99,19 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
             fp32; as stored for everything else.
 
     Raises:
-        UserError, VerificationError: as to_dcp; or nothing says the model's shape.
+        UserError, SaveError: as to_dcp; or nothing says the model's shape.
     """
     if source.lora is not None:
         _to_peft(source, source.lora, output, "keep" if dtype == "auto" else dtype, verify)
         return
     if source.spec is None:
-        raise UserError(
-            f"{source.path}: has no config.json, which an HF folder needs; name a folder with one by --hf_assets_path"
-        )
+        raise UserError(f"{source.path}: needs a config.json; name a folder with one by --hf_assets_path")
     if dtype == "auto":
-        is_run = source.manifest is not None and "fingerprints" in source.manifest
-        named = config_dtype(source.assets) if is_run else None
+        named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"
     kinds = _kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds))
-    with _new_folder(source, output, _total(kinds)) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
         write_hf(aside, kinds, _originals(source, kinds, digests), SHARD_BYTES)
@@ -121,23 +119,21 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         _compare(written, digests, verify)
         if verify == "logits":
             _compare_logits(aside, written, source.spec, texts=True)
-    _log_result(output, kinds, verify)
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
     """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files beside it.
 
     Raises:
-        UserError, VerificationError: as to_dcp.
+        UserError, SaveError: as to_dcp.
     """
     kinds = _kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds), "an HF folder to compare with")
-    with _new_folder(source, output, 2 * _total(kinds)) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         write_torch(aside, _originals(source, kinds, digests))
         _compare(read_torch_weights(aside / MODEL_FILE), digests, verify)
         _write_assets(aside, source.assets)
-    _log_result(output / MODEL_FILE, kinds, verify)
 
 
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
@@ -145,24 +141,23 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
 
     With verify = logits it is also loaded by peft onto its base, and compared with our merge.
     """
-    assert source.manifest is not None and source.spec is not None
+    assert source.spec is not None
     base, kinds = source.manifest["lora"]["base"], _kinds(source, dtype)
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if comparable else needed)  # as in bf16
     if base and not is_hf_folder(base):
         log.warning(f"{output}: peft will not find its base: {base} is no HF folder; export that, and name the export")
-    with _new_folder(source, output, _total(kinds)) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         peft_io.write_adapter(aside, dict(_originals(source, kinds, digests)), lora, base)
         again, written = peft_io.read_adapter(aside)
         if verify != "off" and fingerprint(again) != fingerprint(lora):
-            raise VerificationError("the adapter's settings are not what was written")
+            raise SaveError("the adapter's settings are not what was written")
         _compare(written, digests, verify)
         _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})
         if verify == "logits":
             _compare_logits(Path(base), merged(open_source(base), aside).weights, source.spec, adapter=aside)
-    _log_result(output, kinds, verify)
 
 
 def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> None:
@@ -184,13 +179,10 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
 
 
 def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
-    """Whether an earlier start has left what this one would; raises UserError if it is something else."""
-    if not target.exists():
-        return False
-    name = peft_io.CONFIG if is_adapter else CONFIG
-    if not (target / name).exists() or (not is_adapter and dtype not in ("auto", config_dtype(read_assets(target)))):
-        raise UserError(f"{target}: is there, but is no export in {dtype}; remove it")
-    return True
+    """Whether an earlier start has left what this one would. Writing refuses anything else that has its name."""
+    if is_adapter:
+        return (target / peft_io.CONFIG).exists()
+    return (target / CONFIG).exists() and dtype in ("auto", config_dtype(read_assets(target)))
 
 
 def _kinds(source: ModelSource, dtype: str) -> Kinds:
@@ -219,23 +211,20 @@ def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
 
 
 @contextmanager
-def _new_folder(source: ModelSource, output: Path, nbytes: int) -> Iterator[Path]:
-    """A folder to fill; it appears at the end, complete and synced, or not at all."""
+def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) -> Iterator[Path]:
+    """A folder to fill with tensors of these kinds; it appears at the end, complete and synced, or not at all."""
     if source.path.is_dir() and output.resolve().is_relative_to(source.path.resolve()):
         raise UserError(f"{output}: is inside of {source.path}; name a folder elsewhere")
-    with appearing_folder(output, nbytes) as aside:
+    with appearing_folder(output, _total(kinds)) as aside:
         yield aside
         for file in aside.iterdir():
             sync(file)
+    dtypes = " and ".join(sorted({in_words(kind.dtype) for kind in kinds.values()}))
+    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
 def _total(kinds: Kinds) -> int:
     return sum(kind.nbytes for kind in kinds.values())
-
-
-def _log_result(output: Path, kinds: Kinds, verify: str) -> None:
-    dtypes = " and ".join(sorted({in_words(kind.dtype) for kind in kinds.values()}))
-    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
 def _originals(source: ModelSource, kinds: Kinds, digests: Digests) -> Iterator[tuple[str, Tensor]]:
@@ -289,7 +278,7 @@ def _compare(written: Weights, digests: Digests, verify: str) -> None:
     for _ in _tensors(written, written.kinds, found, "verifying"):
         pass
     if wrong := [name for name in {**digests, **found} if digests.get(name) != found.get(name)]:
-        raise VerificationError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
+        raise SaveError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
 
 
 def _compare_logits(
@@ -302,7 +291,7 @@ def _compare_logits(
         warnings.simplefilter("ignore")
         problems, difference = compare(folder, weights, spec, texts, adapter)
     if problems:
-        raise VerificationError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
+        raise SaveError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
     log.info(f"logits of transformers and ours, in fp32: largest difference {difference:.1e}")
 
 
@@ -314,11 +303,8 @@ def _write_assets(folder: Path, assets: Assets) -> None:
 def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Assets:
     dtypes = {kind.dtype for kind in kinds.values()}
     dtype = in_words(dtypes.pop()) if len(dtypes) == 1 else None
-    ends: list[int] = []
-    if "tokenizer.json" in source.assets or "vocab.json" in source.assets:
-        ends = load_tokenizer(source.assets_folder).end_ids()
-    else:
-        log.info(f"{source.path}: no tokenizer files beside it, so the export has none")
+    has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
+    ends = load_tokenizer(source.assets_folder).end_ids() if has_tokenizer else []
     return export_assets(source.assets_folder, source.assets, spec, dtype, ends)
 
 
@@ -335,9 +321,8 @@ def command(
     parser.add_argument("--input_dir", type=Path, required=True, help=input_help)
     parser.add_argument("--output_dir", type=Path, required=True, help=output_help)
     dtypes = DTYPES if dtype == "keep" else (dtype, *DTYPES)
-    parser.add_argument("--dtype", choices=dtypes, default=dtype, help=_DTYPE_HELP[dtype])
-    checks = [check for check in VERIFY if convert is not to_torch or check != "logits"]
-    parser.add_argument("--verify", choices=checks, default="auto", help=VERIFY_HELP)
+    parser.add_argument("--dtype", choices=dtypes, default=dtype, help=_DTYPE_HELP)
+    parser.add_argument("--verify", choices=VERIFY, default="auto", help=VERIFY_HELP)
     parser.add_argument("--hf_assets_path", default="", help="folder of config.json and tokenizer, if not the input's")
     if convert is to_hf:
         hub.add_options(parser)

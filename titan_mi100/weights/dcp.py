@@ -120,10 +120,8 @@ def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Ten
             torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
             place = _StorageInfo(file, begin, stream.tell() - begin)
             metadata.storage_data[MetadataIndex(name, start, 0)] = place
-            chunks = [ChunkStorageMetadata(start, tensor.shape)]
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype), tensor.shape, chunks
-            )
+            properties, chunks = TensorProperties(dtype=tensor.dtype), [ChunkStorageMetadata(start, tensor.shape)]
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
             metadata.planner_data[name] = (name,)
     with files.create_stream(folder / ".metadata", "wb") as stream:
         pickle.dump(metadata, stream)

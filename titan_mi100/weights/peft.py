@@ -16,8 +16,7 @@ from torch import Tensor
 from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, fingerprint
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
-from titan_mi100.files.plain import refuse_code
+from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.weights.base import LoadedWeights, Weights, some
 from titan_mi100.weights.hf import open_safetensors
 
@@ -79,7 +78,13 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
         UserError: not a LoRA adapter, one that this model cannot express, or not readable.
     """
     raw, path = _read_config(Path(folder) / CONFIG), Path(folder) / WEIGHTS
-    tensors = _read_tensors(path)
+    pickled = path.with_name("adapter_model.bin")
+    if not os.path.lexists(path) and os.path.lexists(pickled):
+        raise UserError(f"{pickled}: is pickled, which is not read; save it with save_pretrained of peft 0.8 or later")
+    handle = open_safetensors(path)
+    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
+    if not tensors:
+        raise UserError(f"{path}: holds no tensors; copy it again")
     found = {name: _NAME.fullmatch(name) for name in tensors}
     if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
@@ -133,9 +138,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"init_lora_weights = {_short(start)} changes the base's weights too; convert it with peft's "
             "path_initial_model_for_weight_conversion"
         )
-    if raw.get("use_rslora"):
-        problems.append("use_rslora scales by alpha / sqrt(r), which is not supported; train with alpha / r")
-    for key in sorted(raw.keys() - _HARMLESS - {"use_rslora"}):
+    for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
             problems.append(
                 f"{key} = {_short(raw[key])} is not supported; merge the adapter into its base, or train without"
@@ -143,18 +146,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return raw
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not os.path.lexists(path):
-        pickled = "adapter_model.bin is pickled, which is not read; "
-        found = pickled if os.path.lexists(path.with_name("adapter_model.bin")) else ""
-        raise UserError(f"{path}: no such file; {found}save the adapter with save_pretrained of a peft since 0.8")
-    handle = open_safetensors(path)
-    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
-    if not tensors:
-        raise UserError(f"{path}: holds no tensors; copy it again")
-    return tensors
 
 
 def _short(value: object) -> str:

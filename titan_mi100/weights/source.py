@@ -1,6 +1,8 @@
 """A model that the user names by a path: an HF folder, a DCP folder (a run's checkpoint) or a file of torch.save."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,15 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
-from titan_mi100.weights.hf import INDEX, SINGLE, HFWeights, is_hf_folder
+from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     """The weights, in whatever form; nothing is read but what says where they are.
+
+    Args:
+        only_weights: leave out what else a run's checkpoint holds, as optimizer state.
 
     Raises:
         UserError: there are none, or their form cannot be read safely.
@@ -27,7 +32,7 @@ def open_weights(path: str | Path) -> Weights:
     if (path / ADAPTER_CONFIG).exists():
         raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
     if (path / ".metadata").exists():
-        return DCPWeights(path)
+        return DCPWeights(path, only_weights)
     if path.is_file() and path.suffix != ".safetensors":
         return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
@@ -36,25 +41,24 @@ def open_weights(path: str | Path) -> Weights:
         raise UserError(f"{path}: no such folder or file")
     if path.is_file():
         raise UserError(f"{path}: name its folder, which has to hold config.json as well")
-    if not is_hf_folder(path) and not (path / asset_files.CONFIG).exists():
-        raise UserError(
-            f"{path}: holds no model: neither safetensors ({SINGLE} or {INDEX}) nor a DCP checkpoint (.metadata)"
-        )
     return HFWeights(path)
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Of a DCP folder that was sealed; None: it has no manifest, as those that others write.
+def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.read_manifest) -> dict[str, Any]:
+    """Of a DCP folder that was sealed; empty: there is none, as in those that others write.
+
+    Args:
+        read: sealed.verify also compares the folder's files with it.
 
     Raises:
         UserError: it is damaged.
     """
-    if not (path / sealed.MANIFEST).exists():
-        return None
+    if not all((path / name).exists() for name in (".metadata", sealed.MANIFEST)):
+        return {}
     try:
-        return sealed.read_manifest(path)
+        return read(path)
     except (sealed.DamagedError, OSError) as error:
-        raise UserError(f"damaged checkpoint: {error}") from None
+        raise UserError(f"damaged checkpoint: {error}; use another one") from None
 
 
 def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
@@ -66,15 +70,9 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
     Raises:
         UserError: a file is not what was written.
     """
-    if not (path / ".metadata").exists():
-        return
-    if not (path / sealed.MANIFEST).exists():
+    manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
+    if not manifest and (path / ".metadata").exists():
         log.warning(f"{path}: has no {sealed.MANIFEST}, so nobody knows whether it is what was written")
-        return
-    try:
-        sealed.verify(path, share, shares)
-    except (sealed.DamagedError, OSError) as error:
-        raise UserError(f"damaged checkpoint: {error}; use another one") from None
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class ModelSource:
     Attributes:
         weights: those of the model and no others, in its order.
         spec: None: nothing says the model's shape.
-        manifest: of a DCP folder that has one.
+        manifest: of a sealed DCP folder; empty: there is none.
         lora: of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
     """
 
@@ -93,8 +91,8 @@ class ModelSource:
     assets_folder: Path
     assets: Assets
     spec: ModelSpec | None
-    manifest: dict[str, Any] | None = field(default=None, repr=False)
-    lora: LoRAConfig | None = None
+    manifest: dict[str, Any] = field(repr=False)
+    lora: LoRAConfig | None
 
 
 def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
@@ -115,7 +113,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
     has_config = (folder / asset_files.CONFIG).exists()
-    trained = (manifest or {}).get("fingerprints", {}).get("model")
+    trained = manifest.get("fingerprints", {}).get("model")
     saved = ModelSpec(**trained) if trained else None
     spec = read_hf_config(folder) if has_config else saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
@@ -123,7 +121,10 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
             f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
             f"{'; '.join(differing)})"
         )
-    lora = _lora_of(manifest or {})
+    adapter, lora = manifest.get("lora"), None
+    if adapter:
+        targets = tuple(adapter["target_modules"])
+        lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets)
     if spec is not None:
         shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
         weights.check(shapes)
@@ -132,9 +133,3 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     of_model = path.is_dir() or bool(assets_folder) or has_config
     found = asset_files.read_assets(folder) if of_model else {}
     return ModelSource(path, weights, folder, found, spec, manifest, lora)
-
-
-def _lora_of(manifest: dict[str, Any]) -> LoRAConfig | None:
-    if (saved := manifest.get("lora")) is None:
-        return None
-    return LoRAConfig(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["target_modules"]))

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from titan_mi100.config.assets import GENERATION, TEMPLATE
+from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import read_object
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
@@ -119,15 +119,15 @@ def _compare_texts(folder: Path) -> list[str]:
     ]
     if theirs.eos_token_id != ours.eos_token_id:
         problems.append(f"eos_token_id is {theirs.eos_token_id}, ours is {ours.eos_token_id}")
-    stops = read_object(folder / GENERATION, "an export with a tokenizer has one").get("eos_token_id")
-    if ours.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
+    generation = read_object(folder / GENERATION, "an export with a tokenizer has one")
+    if ours.eos_token_id not in stop_ids(generation, folder / GENERATION):
         problems.append(f"generation_config.json does not stop at {ours.eos_token!r}")
+    if theirs.chat_template is None:
+        return problems
     try:
         template = ChatTemplate.from_folder(folder, eos_token=ours.eos_token)
-    except UserError:
-        config = read_object(folder / "tokenizer_config.json", "copy it from the source")
-        has_one = (folder / TEMPLATE).exists() or "chat_template" in config
-        return [*problems, "the chat template cannot be used"] if has_one else problems
+    except UserError as error:
+        return [*problems, f"the chat template cannot be used: {error}"]
     for messages in _MESSAGES:
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if text != template.render(messages, add_generation_prompt=True):
