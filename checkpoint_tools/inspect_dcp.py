@@ -16,7 +16,6 @@ from titan_mi100.checkpoint.keys import is_weight
 from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import Layout
 from titan_mi100.weights.base import Weights, in_words, raw_bytes
-from titan_mi100.weights.dcp import DCPWeights
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 
 _AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
@@ -47,8 +46,8 @@ def show(options: argparse.Namespace) -> None:
 
 def describe(path: Path, verify: bool) -> dict[str, Any]:
     """All that is known without reading tensors."""
-    weights = open_everything(path)
-    manifest = read_manifest(path) or {}
+    weights = open_weights(path, only_weights=False)
+    manifest = read_manifest(path)
     if verify:
         verify_files(path)
     layout = {key: value for key, value in manifest.get("layout", {}).items() if key in Layout.__dataclass_fields__}
@@ -77,11 +76,6 @@ def facts(found: dict[str, Any]) -> str:
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
 
 
-def open_everything(path: Path) -> Weights:
-    """With the optimizer's tensors."""
-    return DCPWeights(path, only_weights=False) if (path / ".metadata").exists() else open_weights(path)
-
-
 def diff(options: argparse.Namespace) -> None:
     paths = options.checkpoint, options.other
     found = compare(*paths)
@@ -104,8 +98,8 @@ def diff(options: argparse.Namespace) -> None:
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
     """What is different; the difference of values is NaN where only one of the two is."""
-    a, b = open_everything(first), open_everything(second)
-    manifests = [read_manifest(path) or {} for path in (first, second)]
+    a, b = (open_weights(path, only_weights=False) for path in (first, second))
+    manifests = [read_manifest(path) for path in (first, second)]
     facts = [{key: m.get(key) for key in ("step", "layout", "processes", "fingerprints")} for m in manifests]
     found: dict[str, Any] = {
         "only_first": [name for name in a.kinds if name not in b.kinds],

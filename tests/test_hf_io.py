@@ -69,7 +69,7 @@ def edit(folder: Path, change) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-            "model.norm.weight has dtype int8",
+            "model.norm.weight has dtype I8, which cannot be trained",
         ),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(311, 64)}),
@@ -112,24 +112,24 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{shards[1].name}: not a whole safetensors file"):
         HFWeights(folder)
     shards[1].write_bytes(shards[0].read_bytes())
-    with pytest.raises(UserError, match=f"{shards[1].name}: lacks "):
+    with pytest.raises(UserError, match=f"{shards[1].name}: holds other tensors than .* says: "):
         HFWeights(folder)
     shards[1].write_bytes(whole)
     index = folder / "model.safetensors.index.json"
     listed = index.read_text()
     index.write_text(listed.replace("model.norm.weight", "model.norm.wait"))
-    with pytest.raises(UserError, match=r"(lacks model.norm.wait|holds model.norm.weight, which the index does not)"):
+    with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.w"):
         HFWeights(folder)
     del (entries := json.loads(listed))["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(entries))
-    with pytest.raises(UserError, match=r"holds model.norm.weight, which the index does not name"):
+    with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.weight"):
         HFWeights(folder)
     index.write_text(listed)
     shards[1].unlink()
-    with pytest.raises(UserError, match=f"{shards[1].name}: no such file, but the index names it"):
+    with pytest.raises(UserError, match=f"{shards[1].name}: no such file; download it again"):
         HFWeights(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UserError, match="is not inside the folder"):
         HFWeights(folder)
-    with pytest.raises(UserError, match=r"holds neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"holds no model: neither model.safetensors nor"):
         HFWeights(tmp_path / "nothing")

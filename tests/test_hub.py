@@ -140,7 +140,7 @@ def refused(status: int) -> Exception:
         (refused(401), 2, "me/new: the hub refuses the upload: no token, or one that may not write there; log in"),
         (refused(403), 2, "the hub refuses the upload"),
         (refused(503), 1, "answers 503 for me/new; try again later"),
-        (huggingface_hub.errors.OfflineModeIsEnabled("offline"), 2, "HF_HUB_OFFLINE is set"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), 1, "HF_HUB_OFFLINE is set"),
         (ConnectionError("no route"), 1, "cannot be reached (no route); check the network"),
         (ValueError("something else"), 1, "me/new: could not be uploaded: something else"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import parse_object, read_object
+from titan_mi100.files.plain import parse_object, read_object
 
 
 def test_an_object_is_read(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> Non
         ("torch file: a pipe", "model.pt: is not a regular file"),
         (
             "hf: config with auto_map",
-            "config.json: auto_map asks for Python code that comes with the folder, and nothing",
+            "config.json: auto_map asks for Python code, which is not run",
         ),
         ("hf: shard above", "model.safetensors.index.json: not an index of safetensors files"),
         ("hf: header of 64 megabytes", "model.safetensors: claims a header of 67,108,866 bytes"),

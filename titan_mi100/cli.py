@@ -14,29 +14,14 @@ def exit_code(program: Callable[[], object]) -> int:
     """Run a command whose output is what it prints; what a user caused is one message and code 2."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
-        program()
-        sys.stdout.flush()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        _forget_output()
+        return _code_of(program, lambda line: print(line, file=sys.stderr))
     except OSError as error:
         print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _forget_output() -> None:
-    """`| head` has seen enough; what is still buffered must not raise at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
-    """Run it, then exit: 0, 1 failed, 2 the user's input, 130 interrupted.
+    """Run it; exits if it fails: 1 failed, 2 the user's input, 130 interrupted.
 
     Args:
         afterwards: how things stand when it has failed.
@@ -44,23 +29,29 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
     setup_logging(0)
     signal.signal(signal.SIGTERM, _end)
     try:
-        main()
+        code = _code_of(main, log.error)
+    except (RuntimeError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        interrupted, remedy = _was_interrupted(error), "; free some space" if full else ""
+        log.error("interrupted" if interrupted else f"{error}{remedy}; {afterwards}")
+        code = 130 if interrupted else 1
+    if code:
+        sys.exit(code)
+
+
+def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:
+    try:
+        program()
         sys.stdout.flush()
     except UserError as error:
-        log.error(error)
-        sys.exit(2)
+        say(error)
+        return 2
     except KeyboardInterrupt:
-        log.error("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:
-        _forget_output()
-    except (RuntimeError, OSError) as error:
-        if _was_interrupted(error):
-            log.error("interrupted")
-            sys.exit(130)
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        log.error(f"{error}{'; free some space' if full else ''}; {afterwards}")
-        sys.exit(1)
+        say("interrupted")
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _end(*_: object) -> None:

@@ -22,7 +22,7 @@ from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.faults import NumericalError
 from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
 from titan_mi100.run.record import log_where_everything_is
-from titan_mi100.weights.export import export
+from titan_mi100.weights.convert import export
 
 
 class Preempted(Exception):

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from titan_mi100.config.assets import CONFIG, _json
 from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
-from titan_mi100.weights.base import Kind, Piece
+from titan_mi100.weights.base import Kind
 from titan_mi100.weights.hf import write_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "checkpoint_tools"
@@ -36,7 +36,7 @@ def make_model(folder: Path, spec: ModelSpec) -> None:
     (folder / CONFIG).write_bytes(_json({**to_hf_config(spec), "torch_dtype": "bfloat16"}))
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(spec.initializer_range).bfloat16()
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[tuple[str, torch.Tensor]]:
         for name, kind in kinds.items():
             rolled = noise.roll(zlib.crc32(name.encode()) % len(noise))
             times, rest = divmod(torch.Size(kind.shape).numel(), len(noise))

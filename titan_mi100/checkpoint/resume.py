@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.errors import UserError
-from titan_mi100.files import json_file
+from titan_mi100.files import plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
 
@@ -135,4 +135,4 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read.
     """
-    return json_file.read_object(path, "remove this checkpoint to resume from the one before")
+    return plain.read_object(path, "remove this checkpoint to resume from the one before")

@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.config.model_spec import ModelSpec, read_hf_config, to_hf_config
+from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import parse_object
-from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, read_plain
+from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -91,20 +90,21 @@ def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
     return ids
 
 
-def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
+def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
     """The files of an export: config.json with what is true of it, and a generation_config.json that ends turns.
 
     Args:
+        folder: where the assets come from, for messages.
         dtype: of the exported weights; None: of several.
         ends: ids of tokens that end a text, that of a turn first; empty: unknown.
     """
-    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY) or to_hf_config(spec)
+    config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)
     config["architectures"] = to_hf_config(spec)["architectures"]
     if dtype is not None:
         known = [key for key in _DTYPE_KEYS if key in config]
         config |= dict.fromkeys(known or ["torch_dtype"], dtype)
-    generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
-    stops = stop_ids(assets)
+    generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
+    stops = stop_ids(assets, folder / GENERATION)
     if ends:
         if config.get("eos_token_id") is None:
             config["eos_token_id"] = ends[0]
@@ -114,13 +114,6 @@ def export_assets(assets: Assets, spec: ModelSpec, dtype: str | None, ends: list
     if generation:
         made[GENERATION] = _json(generation)
     return {name: content for name, content in assets.items() if name != GENERATION} | made
-
-
-def spec_of(folder: Path, fingerprint: dict[str, Any] | None) -> ModelSpec | None:
-    """The model's shape: by config.json, else by what a checkpoint's manifest says, if it does."""
-    if (folder / CONFIG).exists():
-        return read_hf_config(folder)
-    return ModelSpec(**fingerprint) if fingerprint else None
 
 
 def _json(value: dict[str, Any]) -> bytes:

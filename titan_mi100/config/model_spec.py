@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
-from titan_mi100.files.plain import refuse_code
+from titan_mi100.files.plain import read_object, refuse_code
 
 
 @dataclass(frozen=True)

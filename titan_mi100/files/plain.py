@@ -1,8 +1,9 @@
 """Reading files that came from elsewhere: regular ones of a sane size, nothing outside their folder, no code in them.
 
-Imports no torch.
+The messages have the form `file: what is wrong; remedy`. Imports no torch.
 """
 
+import json
 import os
 import stat
 from collections.abc import Mapping
@@ -47,6 +48,36 @@ def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:
     return content
 
 
+def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[str, Any]:
+    """The JSON object in a regular file.
+
+    Args:
+        remedy: what the user can do where the file is missing or is not what it should be.
+        largest: bytes; a larger file is refused.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or holds no JSON object.
+    """
+    try:
+        content = read_plain(path, largest)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
+    return parse_object(content, path, remedy)
+
+
+def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file's content; `path` is for the message. Raises UserError as read_object."""
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}; {remedy}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}; {remedy}")
+    return value
+
+
 def is_plain_name(name: object) -> bool:
     """Whether a name that was found inside of a file stays inside of that file's folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
@@ -56,7 +87,4 @@ def refuse_code(file: Path, config: Mapping[str, Any]) -> None:
     """Refuse a config that wants Python code of its own to be run: without it, it may mean something else."""
     for key in _CODE_KEYS:
         if config.get(key):
-            raise UserError(
-                f"{file}: {key} asks for Python code that comes with the folder, and nothing of that would be run; use "
-                "a folder that needs none, or remove the key if the code changes nothing"
-            )
+            raise UserError(f"{file}: {key} asks for Python code, which is not run; use a folder that needs none")

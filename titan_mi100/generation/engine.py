@@ -14,7 +14,7 @@ from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import read_object
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.lora import base_fingerprint
@@ -22,7 +22,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights.adapter import lora_of, merged
+from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
 
 
@@ -52,12 +52,11 @@ class Model:
 
     def __init__(self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> None:
         source = open_source(path)
-        if lora_of(source) is not None:
+        if source.lora is not None:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
         source = merged(source, adapter) if adapter else source
         if source.spec is None:
             raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
-        source.names()  # checks them
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
         self._manifests = [read_manifest(Path(folder)) for folder in (path, adapter) if folder]
         tokenizer_path = tokenizer_path or str(folder_of(path))
@@ -76,7 +75,7 @@ class Model:
     def fingerprint(self) -> str:
         """A digest of the weights: of their manifests, which identify every byte, or else as lora.base_fingerprint."""
         read, shapes = self.source.weights.read, parameter_shapes(self.spec)
-        sampled = base_fingerprint(read, shapes) if None in self._manifests else ""
+        sampled = base_fingerprint(read, shapes) if not all(self._manifests) else ""
         return hashlib.sha256(json.dumps([*self._manifests, sampled]).encode()).hexdigest()
 
     def load(self) -> Qwen3:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import read_object
 
 Segments = Iterator[tuple[int | None, str]]  # added tokens (id, text) and the text between them (None, text)
 

@@ -1,7 +1,7 @@
-"""A model's stored weights, in any format: which tensors there are, and reading them whole or in part."""
+"""A model's stored weights, in any format: the kind of each tensor, and reading a tensor or a part of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Piece = tuple[str, Tensor]  # a tensor's name and some of its rows, contiguous
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -26,6 +25,9 @@ class Kind(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+Kinds = dict[str, Kind]
+
+
 class Weights(ABC):
     """Tensors by their HF names.
 
@@ -35,7 +37,7 @@ class Weights(ABC):
     """
 
     source: Path
-    kinds: dict[str, Kind]
+    kinds: Kinds
 
     @abstractmethod
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -46,14 +48,11 @@ class Weights(ABC):
             offset, size: of the box, one number per dimension.
         """
 
-    def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in the dtype that it is stored in."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole tensor, cast to `dtype`; None: as `read` gives it."""
         shape = self.kinds[name].shape
-        return self.read(name, torch.Size(shape), (0,) * len(shape), shape)
-
-    def parts(self, name: str) -> Iterator[Tensor]:
-        """A tensor's rows in order, in parts as they are stored, so that a part at a time is in memory."""
-        yield self.tensor(name)
+        whole = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
+        return whole if dtype is None else whole.to(dtype)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names, shapes and kinds with those of a model (HF names, a tied weight once).
@@ -76,18 +75,28 @@ class Weights(ABC):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
                 problems.append(f"{name} has dtype {in_words(dtype)}, which cannot be trained; use floating point")
-        if not problems and tied_head and not self._same(HEAD, EMBEDDING):
-            problems.append(
-                "config.json ties the head to the embedding, but lm_head.weight is not model.embed_tokens.weight; "
-                "set tie_word_embeddings to false, or remove the wrong one"
-            )
-        if any(".lora_A." in name for name in unexpected):
+        if not problems and tied_head and not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
+            problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
+        if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
             problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
-    def _same(self, a: str, b: str) -> bool:
-        return self.kinds[a] == self.kinds[b] and torch.equal(self.tensor(a), self.tensor(b))
+
+class LoadedWeights(Weights):
+    """Tensors in memory or mapped from a file."""
+
+    def __init__(self, source: Path, tensors: dict[str, Tensor]) -> None:
+        self.source, self.tensors = source, tensors
+        self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return self.tensors[name].detach()[box(offset, size)]
+
+
+def box(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
+    """The index of a part of a tensor."""
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

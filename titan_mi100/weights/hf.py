@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import sync, write_synced
-from titan_mi100.files.json_file import read_object
-from titan_mi100.files.plain import LARGEST_TABLE, MIB, is_plain_name, plain_path
-from titan_mi100.weights.base import Kind, Piece, Weights, raw_bytes, some
+from titan_mi100.files.plain import LARGEST_TABLE, MIB, is_plain_name, plain_path, read_object
+from titan_mi100.weights.base import Kind, Kinds, Weights, box, raw_bytes, some
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_HEADER = 32 * MIB  # 300 bytes a tensor; the library's own limit is 100 MB, of which it makes 2 GB
-_MOST_TENSORS = 100_000  # in one file
-_DTYPES = {  # the format's names
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_LARGEST_HEADER = 8 * MIB  # 120 bytes a tensor; the library's own limit is 100 MB, of which it makes 2 GB
+# by the names of the format
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -62,9 +47,7 @@ class HFWeights(Weights):
         else:
             pickled = sorted(self.source.glob("pytorch_model*.bin"))
             instead = f", only {pickled[0].name}, whose pickle may run code" if pickled else ""
-            raise UserError(
-                f"{self.source}: holds neither {SINGLE} nor {INDEX}{instead}; name a folder with safetensors weights"
-            )
+            raise UserError(f"{self.source}: holds no model: neither {SINGLE} nor {INDEX} nor DCP's .metadata{instead}")
 
     def _add_shards(self) -> None:
         """Add all files of the index, which must name exactly the tensors that they hold."""
@@ -74,38 +57,30 @@ class HFWeights(Weights):
         weight_map = read_object(index, "download it again", LARGEST_TABLE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: not an index of safetensors files: it has no weight_map; download it again")
-        promised: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
+        for file in dict.fromkeys(map(str, weight_map.values())):
             if not is_plain_name(file):
-                what = f"file name {file!r} is not inside the folder"
-                raise UserError(f"{index}: not an index of safetensors files: {what}; download it again")
-            promised.setdefault(file, set()).add(name)
-        for file, names in promised.items():
-            path = self.source / file
-            if not os.path.lexists(path):
-                raise UserError(f"{path}: no such file, but the index names it; download it again")
-            held = self._add(path)
-            if lacking := sorted(names - held):
-                raise UserError(f"{path}: lacks {some(lacking)}, which the index says it holds; download it again")
-            if unlisted := sorted(held - names):
-                raise UserError(f"{path}: holds {some(unlisted)}, which the index does not name; correct the index")
+                raise UserError(f"{index}: file name {file!r} is not inside the folder; download it again")
+            names = {name for name, promised in weight_map.items() if promised == file}
+            held = self._add(self.source / file)
+            if odd := sorted(names ^ held):
+                raise UserError(f"{self.source / file}: holds other tensors than {INDEX} says: {some(odd)}; correct it")
 
     def _add(self, path: Path) -> set[str]:
         """Add a file's tensors; returns their names."""
         handle = open_safetensors(path)
-        names = set(handle.keys())
-        for name in handle.keys():  # noqa: SIM118  # no mapping; the file's order, which a set loses
+        names = handle.keys()
+        for name in names:
             part = handle.get_slice(name)
             if (dtype := _DTYPES.get(part.get_dtype())) is None:
-                raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, which is not supported; use bfloat16")
+                raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, which cannot be trained; use bfloat16")
             self.kinds[name] = Kind(tuple(part.get_shape()), dtype)
         self._path_of |= dict.fromkeys(names, plain_path(path))
-        return names
+        return set(names)
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         # opened for each read: pages of a map stay in memory until it is closed, and what is read lives as long as it
         handle = safe_open(self._path_of[name], framework="pt")
-        return handle.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+        return handle.get_slice(name)[box(offset, size)]
 
 
 def open_safetensors(path: Path) -> Any:
@@ -120,15 +95,33 @@ def open_safetensors(path: Path) -> Any:
             header = int.from_bytes(file.read(8), "little")
         if header > _LARGEST_HEADER:
             raise UserError(f"{path}: claims a header of {header:,} bytes; not a safetensors file, download it again")
-        handle = safe_open(path, framework="pt")
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; download it again") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a whole safetensors file ({error}); download it again") from None
-    if (count := len(handle.keys())) > _MOST_TENSORS:
-        raise UserError(f"{path}: holds {count:,} tensors, which no model does; download it again")
-    return handle
 
 
-def shard_plan(kinds: Mapping[str, Kind], shard_bytes: int) -> dict[str, str]:
+def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write safetensors files, one after the other, and the index if there are several.
+
+    Args:
+        kinds: of all tensors.
+        tensors: in the order of kinds, contiguous.
+        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
+    """
+    file_of = _shard_plan(kinds, shard_bytes)
+    for file, group in groupby(tensors, lambda item: file_of[item[0]]):
+        with (folder / file).open("wb") as output:
+            output.write(_header({name: kind for name, kind in kinds.items() if file_of[name] == file}))
+            output.writelines(raw_bytes(tensor).numpy().data for _, tensor in group)
+    if len({*file_of.values()}) > 1:
+        total = sum(kind.nbytes for kind in kinds.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shard_plan(kinds: Kinds, shard_bytes: int) -> dict[str, str]:
     """The file of each tensor, filled in order; one file if they fit. Names are those that transformers gives."""
     shard_of, shard, size = {}, 1, 0
     for name, kind in kinds.items():
@@ -139,29 +132,7 @@ def shard_plan(kinds: Mapping[str, Kind], shard_bytes: int) -> dict[str, str]:
     return {name: SINGLE if shard == 1 else f"model-{i:05}-of-{shard:05}.safetensors" for name, i in shard_of.items()}
 
 
-def write_hf(folder: Path, kinds: Mapping[str, Kind], pieces: Iterable[Piece], shard_bytes: int) -> None:
-    """Write safetensors files, synced, and the index if there are several.
-
-    Args:
-        kinds: of all tensors.
-        pieces: of every tensor, in the order of kinds.
-        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
-    """
-    file_of = shard_plan(kinds, shard_bytes)
-    for file, group in groupby(pieces, lambda piece: file_of[piece[0]]):
-        with (folder / file).open("wb") as output:
-            output.write(_header({name: kind for name, kind in kinds.items() if file_of[name] == file}))
-            output.writelines(raw_bytes(rows).numpy().data for _, rows in group)
-            output.flush()
-            os.fsync(output.fileno())
-    if len({*file_of.values()}) > 1:
-        total = sum(kind.nbytes for kind in kinds.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    sync(folder)
-
-
-def _header(kinds: Mapping[str, Kind]) -> bytes:
+def _header(kinds: Kinds) -> bytes:
     """What a safetensors file begins with: the length of a JSON text, and the text: each tensor's place behind it.
 
     The library's own writer wants all tensors of a file at once.

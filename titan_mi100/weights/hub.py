@@ -51,9 +51,7 @@ def check(name: str) -> None:
     try:
         utils.validate_repo_id(name)
     except errors.HFValidationError:
-        raise UserError(
-            f"--push_to_hub {name}: is no name of a repository; write it as OWNER/NAME, with letters, digits, - _ ."
-        ) from None
+        raise UserError(f"--push_to_hub {name}: is no name of a repository; write it as OWNER/NAME") from None
     if constants.HF_HUB_OFFLINE:
         raise UserError("--push_to_hub: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     if huggingface_hub.get_token() is None:
@@ -92,8 +90,6 @@ def _explained(error: Exception, name: str) -> tuple[type[Exception], str]:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, UserError):
         return UserError, str(error)
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return UserError, "HF_HUB_OFFLINE is set, so nothing was uploaded; unset it"
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
         return UserError, f"{name}: the hub refuses the upload: no token, or one that may not write there; {_TOKEN}"
     if status is not None:

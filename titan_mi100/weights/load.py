@@ -14,6 +14,7 @@ from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
+from titan_mi100.weights.base import Weights
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.source import open_weights, verify_files
 
@@ -23,19 +24,15 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
     holds the adapters only.
     """
     source = config.checkpoint.initial_load_path
-    needed = checkpoint is None or config.lora.rank > 0
-    read: Read = partial(initial_values, spec, config.training.seed)
-    origin = f"random weights, seed {config.training.seed}"
-    if source and needed:
-        with raise_together():
-            weights = open_weights(source)
-            weights.check(model_spec.parameter_shapes(spec))
-            verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-        read, origin = weights.read, f"weights from {source}"
-    if needed:
+    origin = f"resumed from {checkpoint}"
+    if checkpoint is None or config.lora.rank:
+        read: Read = partial(initial_values, spec, config.training.seed)
+        origin = f"random weights, seed {config.training.seed}"
+        if source:
+            with raise_together():
+                read, origin = _open_base(source, spec).read, f"weights from {source}"
+                verify_files(Path(source), dist.get_rank(), dist.get_world_size())
         distributed.fill_parameters(((name, p) for name, p in model.named_parameters() if not is_adapter(name)), read)
-    else:
-        origin = f"resumed from {checkpoint}"
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
@@ -52,7 +49,7 @@ def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSp
         origin = f"fresh, seed {config.training.seed}"
         if lora.initial_load_path:
             with raise_together():
-                read, origin = open_adapter(lora, shapes), f"from {lora.initial_load_path}"
+                read, origin = open_adapter(lora, shapes).read, f"from {lora.initial_load_path}"
         distributed.fill_parameters(model.trained_parameters(), read)
     trained = sum(map(math.prod, shapes.values()))
     everything = model_spec.parameter_count(spec) + trained
@@ -67,10 +64,10 @@ def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
     source, shapes = config.checkpoint.initial_load_path, model_spec.parameter_shapes(spec)
     if not source:
         return f"random weights, seed {config.training.seed}"
+    return distributed.from_rank_zero(lambda: base_fingerprint(_open_base(source, spec).read, shapes))
 
-    def read() -> str:
-        weights = open_weights(source)
-        weights.check(shapes)
-        return base_fingerprint(weights.read, shapes)
 
-    return distributed.from_rank_zero(read)
+def _open_base(source: str, spec: model_spec.ModelSpec) -> Weights:
+    weights = open_weights(source)
+    weights.check(model_spec.parameter_shapes(spec))
+    return weights

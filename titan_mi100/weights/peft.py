@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, fingerprint
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
-from titan_mi100.files.plain import refuse_code
-from titan_mi100.model.init import Read
+from titan_mi100.files.plain import read_object, refuse_code
+from titan_mi100.weights.base import LoadedWeights, Weights, some
 from titan_mi100.weights.hf import open_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names, before the model's own
-_NAME = re.compile(rf"({re.escape(_PREFIX)}model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
+_NAME = re.compile(
+    rf"{re.escape(_PREFIX)}model\.layers\.\d+\.(?:self_attn|mlp)\.({'|'.join(LINEARS)})\.lora_[AB]\.weight"
+)
 # keys of adapter_config.json that do not change what an adapter with the tensors of the file computes
 _HARMLESS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -32,7 +32,6 @@ _HARMLESS = {
     "runtime_config", "eva_config",
 }  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights as well
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAConfig, base_model_name: str) -> None:
@@ -70,40 +69,40 @@ def base_of(folder: str | Path) -> str:
     return named if isinstance(named, str) else ""
 
 
-def read_adapter(folder: str | Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
+def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
     """An adapter's settings and its matrices by our names, whoever wrote the folder.
 
+    Whether they are all there, with the rank of the settings, `Weights.check` says, which needs the model.
+
     Raises:
-        UserError: not a LoRA adapter, one that this model cannot express, or not whole.
+        UserError: not a LoRA adapter, one that this model cannot express, or not readable.
     """
-    folder = Path(folder)
-    raw = _read_config(folder / CONFIG)
-    tensors = _read_tensors(folder)
-    path, rank = folder / WEIGHTS, raw["r"]
-    kinds = {name: _NAME.fullmatch(name) for name in tensors}  # names still as in the file
-    if odd := sorted(name for name, found in kinds.items() if found is None or found[2] not in LINEARS):
+    raw, path = _read_config(Path(folder) / CONFIG), Path(folder) / WEIGHTS
+    pickled = path.with_name("adapter_model.bin")
+    if not os.path.lexists(path) and os.path.lexists(pickled):
+        raise UserError(f"{pickled}: is pickled, which is not read; save it with save_pretrained of peft 0.8 or later")
+    handle = open_safetensors(path)
+    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
+    if not tensors:
+        raise UserError(f"{path}: holds no tensors; copy it again")
+    found = {name: _NAME.fullmatch(name) for name in tensors}
+    if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
-            f"{path}: holds {odd[0]}{_more(odd)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
-            f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
+            f"{path}: holds {some(odd)}, which is no LoRA matrix of a linear layer of Qwen3; train the adapter on "
+            f"{', '.join(LINEARS)} only, without modules_to_save"
         )
-    for name, found in kinds.items():
-        assert found is not None
-        tensor, other = tensors[name], f"{found[1]}.lora_{'B' if found[3] == 'A' else 'A'}.weight"
-        if other not in tensors:
-            raise UserError(f"{path}: holds {name} without {other}; copy the adapter again")
-        if tensor.ndim != 2 or tensor.shape["AB".index(found[3])] != rank:
-            raise UserError(f"{path}: {name} has shape {tuple(tensor.shape)}, which is not of rank r = {rank}")
-        if tensor.dtype not in _FLOATS:
-            raise UserError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be trained; use floating point")
-    named = {found[2] for found in kinds.values() if found}
-    targets = tuple(name for name in LINEARS if name in named)
-    return LoRAConfig(rank, float(raw["lora_alpha"]), float(raw["lora_dropout"]), targets), {
-        name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()
-    }
+    named = {match[1] for match in found.values() if match}
+    lora = LoRAConfig(
+        rank=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        dropout=float(raw["lora_dropout"]),
+        target_modules=tuple(name for name in LINEARS if name in named),
+    )
+    return lora, LoadedWeights(path, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
 
 
-def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Read:
-    """The adapter that a run starts from, for distributed.fill_parameters.
+def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+    """The adapter that a run starts from.
 
     Args:
         shapes: of the run's adapter; the folder's must be the same.
@@ -112,26 +111,14 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Rea
         UserError: as read_adapter; or it is of other settings or of another model.
     """
     folder = lora.initial_load_path
-    found, tensors = read_adapter(folder)
+    found, weights = read_adapter(folder)
     ours, theirs = fingerprint(lora), fingerprint(found)
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:
         raise UserError(f"[lora] initial_load_path = {folder!r} has {'; '.join(differing)}; set [lora] to what it has")
-    problems = [f"lacks {name}" for name in shapes if name not in tensors]
-    problems += [f"holds {name}, which this model has not" for name in tensors if name not in shapes]
-    problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, the model's is {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if problems:
-        raise UserError(f"{Path(folder) / WEIGHTS}: {problems[0]}{_more(problems)}; it is of another model")
-
-    def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return tensors[name][tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))]
-
-    return read
+    weights.check(shapes)
+    return weights
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -151,9 +138,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"init_lora_weights = {_short(start)} changes the base's weights too; convert it with peft's "
             "path_initial_model_for_weight_conversion"
         )
-    if raw.get("use_rslora"):
-        problems.append("use_rslora scales by alpha / sqrt(r), which is not supported; train with alpha / r")
-    for key in sorted(raw.keys() - _HARMLESS - {"use_rslora"}):
+    for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
             problems.append(
                 f"{key} = {_short(raw[key])} is not supported; merge the adapter into its base, or train without"
@@ -163,23 +148,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not os.path.lexists(path):
-        pickled = "adapter_model.bin is pickled, which is not read; "
-        found = pickled if os.path.lexists(folder / "adapter_model.bin") else ""
-        raise UserError(f"{path}: no such file; {found}save the adapter with save_pretrained of a peft since 0.8")
-    handle = open_safetensors(path)
-    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
-    if not tensors:
-        raise UserError(f"{path}: holds no tensors; copy it again")
-    return tensors
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _more(values: list[str]) -> str:
-    return f" and {len(values) - 1} more" if len(values) > 1 else ""

@@ -1,23 +1,29 @@
 """A model that the user names by a path: an HF folder, a DCP folder (a run's checkpoint) or a file of torch.save."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config import assets as asset_files
 from titan_mi100.config.assets import Assets
-from titan_mi100.config.model_spec import ModelSpec, differences, parameter_shapes
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
-from titan_mi100.weights.dcp import DCPWeights, TorchWeights
-from titan_mi100.weights.hf import INDEX, SINGLE, HFWeights, is_hf_folder
+from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
+from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     """The weights, in whatever form; nothing is read but what says where they are.
+
+    Args:
+        only_weights: leave out what else a run's checkpoint holds, as optimizer state.
 
     Raises:
         UserError: there are none, or their form cannot be read safely.
@@ -26,34 +32,33 @@ def open_weights(path: str | Path) -> Weights:
     if (path / ADAPTER_CONFIG).exists():
         raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
     if (path / ".metadata").exists():
-        return DCPWeights(path)
+        return DCPWeights(path, only_weights)
     if path.is_file() and path.suffix != ".safetensors":
-        return TorchWeights(path)
+        return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
         raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
     if not path.exists():
         raise UserError(f"{path}: no such folder or file")
     if path.is_file():
         raise UserError(f"{path}: name its folder, which has to hold config.json as well")
-    if not is_hf_folder(path) and not (path / asset_files.CONFIG).exists():
-        raise UserError(
-            f"{path}: holds no model: neither safetensors ({SINGLE} or {INDEX}) nor a DCP checkpoint (.metadata)"
-        )
     return HFWeights(path)
 
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Of a DCP folder that was sealed; None: it has no manifest, as those that others write.
+def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.read_manifest) -> dict[str, Any]:
+    """Of a DCP folder that was sealed; empty: there is none, as in those that others write.
+
+    Args:
+        read: sealed.verify also compares the folder's files with it.
 
     Raises:
         UserError: it is damaged.
     """
-    if not (path / sealed.MANIFEST).exists():
-        return None
+    if not all((path / name).exists() for name in (".metadata", sealed.MANIFEST)):
+        return {}
     try:
-        return sealed.read_manifest(path)
+        return read(path)
     except (sealed.DamagedError, OSError) as error:
-        raise UserError(f"damaged checkpoint: {error}") from None
+        raise UserError(f"damaged checkpoint: {error}; use another one") from None
 
 
 def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
@@ -65,15 +70,9 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
     Raises:
         UserError: a file is not what was written.
     """
-    if not (path / ".metadata").exists():
-        return
-    if not (path / sealed.MANIFEST).exists():
+    manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
+    if not manifest and (path / ".metadata").exists():
         log.warning(f"{path}: has no {sealed.MANIFEST}, so nobody knows whether it is what was written")
-        return
-    try:
-        sealed.verify(path, share, shares)
-    except (sealed.DamagedError, OSError) as error:
-        raise UserError(f"damaged checkpoint: {error}; use another one") from None
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,10 @@ class ModelSource:
     """What a path gives. Build it with `open_source`.
 
     Attributes:
+        weights: those of the model and no others, in its order.
         spec: None: nothing says the model's shape.
-        manifest: of a DCP folder that has one.
+        manifest: of a sealed DCP folder; empty: there is none.
+        lora: of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
     """
 
     path: Path
@@ -90,34 +91,18 @@ class ModelSource:
     assets_folder: Path
     assets: Assets
     spec: ModelSpec | None
-    manifest: dict[str, Any] | None = field(default=None, repr=False)
-
-    @property
-    def is_run(self) -> bool:
-        """Whether a run saved it."""
-        return bool(self.manifest and "fingerprints" in self.manifest)
-
-    def names(self) -> list[str]:
-        """Of the weights, in the model's order, a tied one once; in their own order where there is no spec.
-
-        Raises:
-            UserError: they are not those of the spec.
-        """
-        if self.spec is None:
-            return list(self.weights.kinds)
-        shapes = parameter_shapes(self.spec)
-        self.weights.check(shapes)
-        return list(shapes)
+    manifest: dict[str, Any] = field(repr=False)
+    lora: LoRAConfig | None
 
 
 def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
-    """Look at a model.
+    """Look at a model, and compare its tensors with what its config.json or its manifest says.
 
     Args:
         assets_folder: to take config.json and tokenizer files from, instead of the model's own folder.
 
     Raises:
-        UserError: there is none, or something of it cannot be read.
+        UserError: there is none, something of it cannot be read, or its tensors are not the model's.
     """
     path = Path(path)
     weights = open_weights(path)
@@ -127,14 +112,24 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     if assets_folder and not Path(assets_folder).is_dir():
         raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
-    fingerprint = (manifest or {}).get("fingerprints", {}).get("model")
-    spec = asset_files.spec_of(folder, fingerprint)
-    if spec is not None and fingerprint and (differing := differences(spec, ModelSpec(**fingerprint))):
+    has_config = (folder / asset_files.CONFIG).exists()
+    trained = manifest.get("fingerprints", {}).get("model")
+    saved = ModelSpec(**trained) if trained else None
+    spec = read_hf_config(folder) if has_config else saved
+    if spec is not None and saved is not None and (differing := differences(spec, saved)):
         raise UserError(
             f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
             f"{'; '.join(differing)})"
         )
+    adapter, lora = manifest.get("lora"), None
+    if adapter:
+        targets = tuple(adapter["target_modules"])
+        lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets)
+    if spec is not None:
+        shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
+        weights.check(shapes)
+        weights.kinds = {name: weights.kinds[name] for name in shapes}
     # what lies beside a lone file of torch.save is the model's only if a config.json says that it is one
-    of_model = path.is_dir() or bool(assets_folder) or (folder / asset_files.CONFIG).exists()
+    of_model = path.is_dir() or bool(assets_folder) or has_config
     found = asset_files.read_assets(folder) if of_model else {}
-    return ModelSource(path, weights, folder, found, spec, manifest)
+    return ModelSource(path, weights, folder, found, spec, manifest, lora)

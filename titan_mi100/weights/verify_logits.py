@@ -1,7 +1,6 @@
 """An HF folder as transformers reads it, compared with the same weights in our model. Needs transformers."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from titan_mi100.config.assets import GENERATION, TEMPLATE
+from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.files.json_file import read_object
+from titan_mi100.files.plain import read_object
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights.base import Kind, Weights
+from titan_mi100.weights.base import Weights
 
 _TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
@@ -38,14 +37,14 @@ _MESSAGES = (
 
 @torch.no_grad()
 def compare(
-    folder: Path, weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec, texts: bool, adapter: Path | None = None
+    folder: Path, weights: Weights, spec: ModelSpec, texts: bool = False, adapter: Path | None = None
 ) -> tuple[list[str], float]:
     """Load the folder with transformers, on CPU in fp32, run no code of its own, and compare with `weights`.
 
     Args:
-        weights: cast to the dtypes of `kinds` before they are used, as those of the folder are.
+        weights: those of the folder are cast to their dtypes before they are used.
         texts: also compare tokenizer, chat template and what ends a turn.
-        adapter: a PEFT folder to load onto theirs, with peft; `weights` are then merged already.
+        adapter: a PEFT folder to load onto theirs, with peft, in fp32; `weights` are then merged already.
 
     Returns:
         What is wrong, and the largest difference of logits.
@@ -67,18 +66,23 @@ def compare(
     if tied != spec.tie_word_embeddings:
         problems.append(f"head and embedding are {'' if tied else 'not '}tied")
     theirs = theirs.eval()
-    for name, parameter in theirs.named_parameters():
-        if name in kinds:
-            parameter.copy_(parameter.to(kinds[name].dtype))
     if adapter is not None:
         import peft  # here: only this needs it
 
         theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    else:
+        for name, parameter in theirs.named_parameters():
+            if name in weights.kinds:
+                parameter.copy_(parameter.to(weights.kinds[name].dtype))
     prompts = _prompts(folder, spec.vocab_size)
     expected = [theirs(ids).logits for ids in prompts]
     del theirs
     difference, largest = 0.0, 1.0
-    ours = _our_model(weights, kinds, spec)
+    with torch.device("meta"):
+        ours = Qwen3(spec)
+    ours.to_empty(device="cpu")
+    for name, parameter in ours.named_parameters():
+        parameter.copy_(weights.tensor(name))
     for ids, logits in zip(prompts, expected, strict=True):
         found, finite = ours(ids), logits.isfinite()
         if not torch.equal(found.isfinite(), finite):
@@ -90,15 +94,6 @@ def compare(
     if difference > _TOLERANCE * largest:
         problems.append(f"logits differ from ours by {difference:.1e} (they are up to {largest:.1f})")
     return problems + (_compare_texts(folder) if texts else []), difference
-
-
-def _our_model(weights: Weights, kinds: Mapping[str, Kind], spec: ModelSpec) -> Qwen3:
-    with torch.device("meta"):
-        model = Qwen3(spec)
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.tensor(name).to(kinds[name].dtype))
-    return model
 
 
 def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
@@ -124,15 +119,15 @@ def _compare_texts(folder: Path) -> list[str]:
     ]
     if theirs.eos_token_id != ours.eos_token_id:
         problems.append(f"eos_token_id is {theirs.eos_token_id}, ours is {ours.eos_token_id}")
-    stops = read_object(folder / GENERATION, "an export with a tokenizer has one").get("eos_token_id")
-    if ours.eos_token_id not in (stops if isinstance(stops, list) else [stops]):
+    generation = read_object(folder / GENERATION, "an export with a tokenizer has one")
+    if ours.eos_token_id not in stop_ids(generation, folder / GENERATION):
         problems.append(f"generation_config.json does not stop at {ours.eos_token!r}")
+    if theirs.chat_template is None:
+        return problems
     try:
         template = ChatTemplate.from_folder(folder, eos_token=ours.eos_token)
-    except UserError:
-        config = read_object(folder / "tokenizer_config.json", "copy it from the source")
-        has_one = (folder / TEMPLATE).exists() or "chat_template" in config
-        return [*problems, "the chat template cannot be used"] if has_one else problems
+    except UserError as error:
+        return [*problems, f"the chat template cannot be used: {error}"]
     for messages in _MESSAGES:
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if text != template.render(messages, add_generation_prompt=True):
