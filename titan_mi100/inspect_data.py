@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.load import help_text, load_config
-from titan_mi100.data.prepare import RefusedData
+from titan_mi100.data.prepared import RefusedData
 from titan_mi100.errors import UserError
 from titan_mi100.inspect.page import report_page
 from titan_mi100.inspect.report import COLUMNS, documents_in, make_report, visible

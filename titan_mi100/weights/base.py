@@ -1,7 +1,7 @@
 """A model's stored weights, in any format: which tensors there are, and reading them whole or in part."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.wording import some
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Piece = tuple[str, Tensor]  # a tensor's name and some of its rows, contiguous
@@ -75,7 +76,7 @@ class Weights(ABC):
             if shape != tuple(wanted[name]):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
-                problems.append(f"{name} has dtype {in_words(dtype)}, which cannot be trained; use floating point")
+                problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
         if not problems and tied_head and not self._same(HEAD, EMBEDDING):
             problems.append(
                 "config.json ties the head to the embedding, but lm_head.weight is not model.embed_tokens.weight; "
@@ -95,11 +96,5 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def some(names: Iterable[str], most: int = 8) -> str:
-    """Some of the names, for a message."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def in_words(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -26,10 +26,11 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import hub
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import adapter_tensors, lora_of, merged
-from titan_mi100.weights.base import Kind, Piece, Weights, in_words, raw_bytes, some
+from titan_mi100.weights.base import Kind, Piece, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, TorchWeights, write_dcp, write_torch
 from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
+from titan_mi100.wording import some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
 VERIFY = ("auto", "logits", "bytes", "off")
@@ -205,7 +206,7 @@ def _total(kinds: Mapping[str, Kind]) -> int:
 
 
 def _log_result(output: Path, kinds: Kinds, verify: str) -> None:
-    dtypes = " and ".join(sorted({in_words(kind.dtype) for kind in kinds.values()}))
+    dtypes = " and ".join(sorted({dtype_name(kind.dtype) for kind in kinds.values()}))
     log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
@@ -268,7 +269,7 @@ def _pieces(weights: Weights, kinds: Kinds, digests: Digests, what: str) -> Iter
                     if not _is_finite(piece):
                         finite = False
                         if _is_finite(stored):
-                            problem = f"{name} has values that {in_words(kind.dtype)} cannot hold"
+                            problem = f"{name} has values that {dtype_name(kind.dtype)} cannot hold"
                             raise UserError(f"{weights.source}: {problem}; use bfloat16 or float32")
                     crc = zlib.crc32(raw_bytes(piece).numpy().data, crc)
                     yield name, piece
@@ -317,7 +318,7 @@ def _write_assets(folder: Path, assets: Assets) -> sealed.Written:
 def _assets_of_export(source: ModelSource, kinds: Kinds) -> Assets:
     assert source.spec is not None
     dtypes = {kind.dtype for kind in kinds.values()}
-    dtype = in_words(dtypes.pop()) if len(dtypes) == 1 else None
+    dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
     ends: list[int] = []
     if "tokenizer.json" in source.assets or "vocab.json" in source.assets:
         ends = load_tokenizer(source.assets_folder).end_ids()

@@ -15,7 +15,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import sync, write_synced
 from titan_mi100.files.json_file import read_object
 from titan_mi100.files.plain import LARGEST_TABLE, MIB, is_plain_name, plain_path
-from titan_mi100.weights.base import Kind, Piece, Weights, raw_bytes, some
+from titan_mi100.weights.base import Kind, Piece, Weights, raw_bytes
+from titan_mi100.wording import some
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 32 * MIB  # 300 bytes a tensor; the library's own limit is 100 MB, of which it makes 2 GB

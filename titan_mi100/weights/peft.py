@@ -21,6 +21,7 @@ from titan_mi100.files.json_file import read_object
 from titan_mi100.files.plain import refuse_code
 from titan_mi100.model.init import Read
 from titan_mi100.weights.hf import open_safetensors
+from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names, before the model's own
@@ -83,7 +84,7 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, dict[str, Tensor]]:
     kinds = {name: _NAME.fullmatch(name) for name in tensors}  # names still as in the file
     if odd := sorted(name for name, found in kinds.items() if found is None or found[2] not in LINEARS):
         raise UserError(
-            f"{path}: holds {odd[0]}{_more(odd)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
+            f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
             f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
         )
     for name, found in kinds.items():
@@ -126,7 +127,7 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Rea
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
     if problems:
-        raise UserError(f"{Path(folder) / WEIGHTS}: {problems[0]}{_more(problems)}; it is of another model")
+        raise UserError(f"{Path(folder) / WEIGHTS}: {some(problems, 1)}; it is of another model")
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         return tensors[name][tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))]
@@ -138,17 +139,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     raw = read_object(path, "name a folder that peft's save_pretrained wrote")
     refuse_code(path, raw)
     if raw.get("peft_type") != "LORA":
-        raise UserError(f"{path}: peft_type = {_short(raw.get('peft_type'))}; only LORA is supported")
+        raise UserError(f"{path}: peft_type = {shortened(repr(raw.get('peft_type')))}; only LORA is supported")
     raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults
     problems = []
     if type(raw.get("r")) is not int or not 1 <= raw["r"] <= 1 << 20:
-        problems.append(f"r = {_short(raw.get('r'))} is not a rank, a whole number above 0")
+        problems.append(f"r = {shortened(repr(raw.get('r')))} is not a rank, a whole number above 0")
     for key, is_good in (("lora_alpha", lambda x: 0 < x < 1e9), ("lora_dropout", lambda x: 0 <= x < 1)):
         if type(raw[key]) not in (int, float) or not is_good(raw[key]):
-            problems.append(f"{key} = {_short(raw[key])} is not a number that it can be")
+            problems.append(f"{key} = {shortened(repr(raw[key]))} is not a number that it can be")
     if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         problems.append(
-            f"init_lora_weights = {_short(start)} changes the base's weights too; convert it with peft's "
+            f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; convert it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     if raw.get("use_rslora"):
@@ -156,7 +157,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in sorted(raw.keys() - _HARMLESS - {"use_rslora"}):
         if raw[key] and raw[key] != "none":
             problems.append(
-                f"{key} = {_short(raw[key])} is not supported; merge the adapter into its base, or train without"
+                f"{key} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
+                "train without"
             )
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -174,12 +176,3 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not tensors:
         raise UserError(f"{path}: holds no tensors; copy it again")
     return tensors
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _more(values: list[str]) -> str:
-    return f" and {len(values) - 1} more" if len(values) > 1 else ""
