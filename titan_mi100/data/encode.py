@@ -201,7 +201,8 @@ def supervised_spans(
     masked = {turn.message for turn in rendered.turns if turn.lost_reasoning and earlier_thinking != "template"}
     weights = [message.get("weight") for message in messages]
     turns = rendered.turns[first:]
-    learned = np.zeros(len(rendered.text), dtype=bool)
+    padded = np.zeros(len(rendered.text) + 2, dtype=bool)  # an unlearned character before the text and one behind
+    learned = padded[1:-1]
     if loss == "all":
         learned[rendered.turns[first - 1].stop if first else 0 :] = True
         silent = [turn for turn in turns if weights[turn.message] == 0]
@@ -220,7 +221,7 @@ def supervised_spans(
         for turn in chosen:
             if turn.message not in masked:
                 learned[turn.start if empty_think else turn.answer : turn.stop] = True
-    edges = np.flatnonzero(np.diff(learned, prepend=False, append=False)).tolist()
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
