@@ -15,7 +15,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.checkpoint.keys import is_weight
 from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import Layout
-from titan_mi100.weights.base import Weights, in_words, raw_bytes
+from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 
 _AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
@@ -51,7 +51,7 @@ def describe(path: Path, verify: bool) -> dict[str, Any]:
     if verify:
         verify_files(path)
     layout = {key: value for key, value in manifest.get("layout", {}).items() if key in Layout.__dataclass_fields__}
-    tensors = {name: {"shape": kind.shape, "dtype": in_words(kind.dtype)} for name, kind in weights.kinds.items()}
+    tensors = {name: {"shape": kind.shape, "dtype": dtype_name(kind.dtype)} for name, kind in weights.kinds.items()}
     return {
         "step": manifest.get("step"),
         "layout": Layout(**layout).describe() if layout else None,
@@ -113,7 +113,7 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         if name not in b.kinds:
             continue
         if a.kinds[name] != b.kinds[name]:
-            words = [f"{tuple(kind.shape)} {in_words(kind.dtype)}" for kind in (a.kinds[name], b.kinds[name])]
+            words = [f"{tuple(kind.shape)} {dtype_name(kind.dtype)}" for kind in (a.kinds[name], b.kinds[name])]
             found["kinds"][name] = ", ".join(words)
         elif (largest := largest_difference(a, b, name)) is None:
             found["equal"] += 1

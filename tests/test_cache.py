@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import socket
 import stat
 import time
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_without_locks_all_build_and_one_result_stays(tmp_path: Path, monkeypatc
 
 
 def test_what_a_killed_build_left_is_removed_but_not_another_nodes(tmp_path: Path) -> None:
-    mine, other = tmp_path / f".key-{cache.socket.gethostname()}-1", tmp_path / ".key-elsewhere-1"
+    mine, other = (tmp_path / f".key.{host}.1.incomplete" for host in (socket.gethostname(), "elsewhere"))
     mine.mkdir()
     other.mkdir()
     cache.ready_folder(tmp_path / "key", is_whole, make, patience=0)

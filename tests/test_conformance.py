@@ -25,9 +25,8 @@ import numpy as np
 import pytest
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.rows import BadRow, Example, choose_format, parse
-from titan_mi100.data.sft import Encoder
-from titan_mi100.data.supervision import rounds, supervise, supervised_spans
+from titan_mi100.data.encode import Encoder, rounds, supervise, supervised_spans
+from titan_mi100.data.formats import BadRecord, Example, choose_format, parse
 from titan_mi100.errors import UserError
 from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
 from titan_mi100.text.load import load_tokenizer
@@ -289,11 +288,11 @@ class Candidate:
         encoder = Encoder(self.tokenizer, self.template, config, 1 << 20)
         try:
             encoded = encoder.encode(Example(messages=messages, tools=tools))
-        except BadRow as error:
+        except BadRecord as error:
             if error.kind != "nothing is supervised":
                 raise
             return []
-        return [(document.ids.tolist(), document.supervised.tolist()) for document in encoded.documents]
+        return [((values >> 1).tolist(), (values & 1).astype(bool).tolist()) for values in encoded.documents]
 
 
 class RenderedOnce(ChatTemplate):
@@ -452,7 +451,7 @@ def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair:
         row, meant = said
         try:
             example = form.read(parse(json.dumps(row).encode()))
-        except BadRow:
+        except BadRecord:
             refused.add(each["name"])
             continue
         read += 1

@@ -326,9 +326,9 @@ def test_a_kill_leaves_nothing_that_looks_finished_and_the_next_start_clears_it(
 
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
-    with durable.appearing_folder(tmp_path / "x") as aside:
+    with durable.atomic_output_folder(tmp_path / "x") as aside:
         (aside / "half").write_text("half")
-        with pytest.raises(UserError), durable.appearing_folder(tmp_path / "x"):
+        with pytest.raises(UserError), durable.atomic_output_folder(tmp_path / "x"):
             raise UserError("the second one fails")
         assert (aside / "half").exists()
     assert (tmp_path / "x" / "half").exists()

@@ -7,7 +7,7 @@ import pytest
 from conftest import ASSETS, REPO
 from test_prepare import load, supervised_texts
 
-from titan_mi100.data.rows import FORMATS
+from titan_mi100.data.formats import FORMATS
 from titan_mi100.text.load import load_tokenizer
 
 PAGE = (REPO / "docs" / "DATA.md").read_text(encoding="utf-8")

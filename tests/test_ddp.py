@@ -11,8 +11,8 @@ from gloo.job_ddp import RANK_1, SPEC, START, config_of, run
 
 from titan_mi100.config.check import check
 from titan_mi100.config.model_spec import parameter_count
-from titan_mi100.parallel.ddp import in_words
 from titan_mi100.parallel.distributed import World
+from titan_mi100.wording import bytes_in_words
 
 RANKS = (0, 1)
 WARNING = "PowerSGD: the checkpoint has no memory that fits"
@@ -124,6 +124,6 @@ def test_powersgd_refuses_bf16_reduction() -> None:
 
 
 def test_bytes_in_words() -> None:
-    assert [in_words(size) for size in (0, 999, 1000, 3_420_000, 2_384_000_000)] == [
+    assert [bytes_in_words(size) for size in (0, 999, 1000, 3_420_000, 2_384_000_000)] == [
         "0.0 B", "999.0 B", "1.0 kB", "3.4 MB", "2.4 GB",
     ]  # fmt: skip

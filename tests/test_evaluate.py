@@ -12,8 +12,8 @@ from conftest import ASSETS, REPO, torchrun
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.facts import SetFacts
 from titan_mi100.data.prepare import prepare_data
+from titan_mi100.data.prepared import SetFacts
 from titan_mi100.run.evaluate import bits_per_byte
 from titan_mi100.text.load import load_tokenizer
 

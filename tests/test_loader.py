@@ -1,17 +1,14 @@
 """Rows as the ranks get them: whole documents, shifted labels, and an order that is a pure function."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from conftest import random_documents
 
 from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.dataset import PackedDataset, Row
-from titan_mi100.data.epochs import ShuffledEpochs
 from titan_mi100.data.loader import RowStream, validation_batches
 from titan_mi100.data.made_up import packed
-from titan_mi100.data.source import RowSource
+from titan_mi100.data.packing import PackedDataset, Row
+from titan_mi100.data.source import RowSource, ShuffledEpochs
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:
@@ -109,7 +106,7 @@ class Counting:
     fingerprint, rows_per_epoch = "counting", None
 
     def row(self, number: int) -> Row:
-        return replace(one_token_rows(1).row(0), input_ids=np.array([number, 0]))
+        return one_token_rows(1).row(0)._replace(input_ids=np.array([number, 0]))
 
     def where(self, number: int) -> list[str]:
         return [f"numbers:{number}"]

@@ -16,7 +16,7 @@ from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import files
 from titan_mi100.data.conversation import ROLES
 from titan_mi100.data.files import read_records
-from titan_mi100.data.rows import FORMATS, BadRow, Example, Format, choose_format, content_hash, parse
+from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, content_hash, parse
 from titan_mi100.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -79,9 +79,9 @@ def gather(path: Path, form: Format) -> tuple[dict[int, Example], list[str]]:
     for record in read_records(str(path)):
         try:
             if record.problem:
-                raise BadRow(*record.problem.split(": ", 1))
+                raise BadRecord(*record.problem.split(": ", 1))
             rows[record.number] = form.read(parse(record.raw))
-        except BadRow as bad:
+        except BadRecord as bad:
             reasons.append(f"{path}:{record.number}: {bad}")
     return rows, reasons
 
@@ -731,7 +731,7 @@ def test_mutated_lines_are_each_read_or_refused_and_their_neighbours_are_read(
         for other in others:
             try:
                 check_well_formed(other.read(parse(record.raw)))
-            except BadRow as bad:
+            except BadRecord as bad:
                 kinds.add(bad.kind)
                 said_on_one_line &= "\n" not in str(bad)
     assert said_on_one_line and len(kinds) > 5 + count // 300 and all(len(kind) < 25 for kind in kinds)
@@ -762,7 +762,7 @@ def test_any_value_in_any_place_is_read_or_refused() -> None:
                 count += 1
                 try:
                     check_well_formed(read(replaced(row, path, new)))
-                except BadRow as bad:
+                except BadRecord as bad:
                     longest = max(longest, len(str(bad)))
     assert count > 2000 and 50 < longest < 1000
 
@@ -801,6 +801,6 @@ def test_the_reading_functions_are_what_the_trainer_can_send_to_processes() -> N
     for name in FORMATS:
         again = pickle.loads(pickle.dumps(form(name)))
         assert again.read(GOOD[name][0]) == form(name).read(GOOD[name][0])
-    bad = pickle.loads(pickle.dumps(BadRow("kind", "detail")))
+    bad = pickle.loads(pickle.dumps(BadRecord("kind", "detail")))
     assert (bad.kind, bad.detail, str(bad)) == ("kind", "detail", "kind: detail")
     assert isinstance(form("columns").read, functools.partial)

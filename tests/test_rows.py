@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.rows import FORMATS, BadRow, Example, Format, choose_format, content_hash, parse
+from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, content_hash, parse
 from titan_mi100.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -242,7 +242,7 @@ def test_columns_are_read_with_their_system_message() -> None:
     for none in (None, "", " \n"):
         row["rolle"] = none  # type: ignore[assignment]
         assert read("columns", row, prompt="frage", response="antwort", system="rolle") == Example([USER, ASSISTANT])
-    with pytest.raises(BadRow, match="missing key: there is no 'role'; the row has antwort, frage, rolle"):
+    with pytest.raises(BadRecord, match="missing key: there is no 'role'; the row has antwort, frage, rolle"):
         read("columns", row, prompt="frage", response="antwort", system="role")
     assert read("text", {"body": "a"}, text="body") == Example(text="a")
 

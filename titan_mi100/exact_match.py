@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from titan_mi100 import cli as tool
-from titan_mi100.data.strict_json import BadRow
+from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
@@ -75,10 +75,10 @@ def _run(options: argparse.Namespace) -> None:
 def _question_and_gold(row: Row) -> tuple[str, str]:
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str) or not row[key].strip():
-            raise BadRow("wrong row", f"{key} must be a text")
+            raise BadRecord("wrong row", f"{key} must be a text")
     gold = extract(row["answer"]) if "####" in row["answer"] else None
     if gold is None:
-        raise BadRow("no gold answer", "the answer must end with #### and a number")
+        raise BadRecord("no gold answer", "the answer must end with #### and a number")
     return row["question"], gold
 
 

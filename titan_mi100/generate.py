@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
-from titan_mi100.data.strict_json import BadRow, listed
+from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
@@ -77,15 +77,15 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
     """The text or conversation to answer, and its tools."""
     keys = [key for key in _PROMPT_KEYS if row.get(key) is not None]
     if len(keys) != 1:
-        raise BadRow("not one prompt", f"a row has one of {', '.join(_PROMPT_KEYS)}; this one has {listed(keys)}")
+        raise BadRecord("not one prompt", f"a row has one of {', '.join(_PROMPT_KEYS)}; this one has {listed(keys)}")
     given, tools = row[keys[0]], tool_list(row.get("tools"))
     if isinstance(given, str):
         if not given:
-            raise BadRow("empty", f"{keys[0]} is an empty text")
+            raise BadRecord("empty", f"{keys[0]} is an empty text")
         return given, tools
     messages = in_order(message_list(given, keys[0]))
     if messages[-1]["role"] == "assistant":
-        raise BadRow("nothing to answer", "the last message is the assistant's; leave it out")
+        raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
     return messages, tools
 
 

@@ -24,8 +24,9 @@ from titan_mi100.config.settings import Config, ModelConfig, ParallelismConfig, 
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.ddp import PowerSGD, in_words
+from titan_mi100.parallel.ddp import PowerSGD
 from titan_mi100.run.metrics import peak_memory_gib
+from titan_mi100.wording import bytes_in_words
 
 WHOLE, STEPS, BAR = 2, 5, 50  # steps reduced whole, steps in all, least factor between the bytes
 
@@ -84,10 +85,11 @@ def table(record: dict[str, Any]) -> str:
     return (
         f"Qwen3-{record['flavor']}, 2 gloo processes, fp32, torch {record['torch']}\n\n"
         "| | bytes per step and rank | reduction |\n|---|---|---|\n"
-        f"| DDP | {in_words(sent['DDP'])} | {seconds['DDP']:.2f} s |\n"
-        f"| PowerSGD rank {record['rank']} | {in_words(sent['PowerSGD'])} | {seconds['PowerSGD']:.2f} s |\n\n"
+        f"| DDP | {bytes_in_words(sent['DDP'])} | {seconds['DDP']:.2f} s |\n"
+        f"| PowerSGD rank {record['rank']} | {bytes_in_words(sent['PowerSGD'])} | {seconds['PowerSGD']:.2f} s |\n\n"
         f"{factor:,.0f}x fewer bytes (bar: {BAR}x, {'ok' if factor >= BAR else '**UNDER**'}). PowerSGD keeps "
-        f"{in_words(record['memory_bytes'])} per rank between steps; peak of a process {record['peak_gib']:.1f} GiB."
+        f"{bytes_in_words(record['memory_bytes'])} per rank between steps; "
+        f"peak of a process {record['peak_gib']:.1f} GiB."
     )
 
 

@@ -10,6 +10,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files import plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
+from titan_mi100.wording import shortened
 
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
 
@@ -126,7 +127,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 60 else f"{text[:12]}...{text[-40:]}" if "/" in text else f"{text[:12]}..."
+    return text if len(text) <= 60 else shortened(text, 12) + (text[-40:] if "/" in text else "")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,15 +10,13 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace, sha256_of, sync
+from titan_mi100.files.durable import atomic_output_folder, replace, sha256_of, sync
 from titan_mi100.logging import log
 
 Stamp = tuple[str, list[int]]  # a file's SHA-256, and what the file system said of it then
@@ -36,21 +34,19 @@ def content_hash(path: Path, cache: Path) -> Stamp:
     known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
     try:
         now = _stamp(path)
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not hashed yet, or the note was cut short by a kill
             remembered = json.loads(known.read_text(encoding="utf-8"))
             if remembered["stamp"] == now and remembered["settled"]:
                 return remembered["sha256"], now
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not hashed yet, or a record that a kill cut short: hash it
         started = time.time_ns()
         digest = sha256_of(path)
         if _stamp(path) != now:
             raise UserError(f"{path}: changes while it is read; start again when it is complete")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    record = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
+    note = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
     known.parent.mkdir(exist_ok=True)
-    replace(known, json.dumps(record))
+    replace(known, json.dumps(note))
     return digest, now
 
 
@@ -77,10 +73,10 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
     if is_whole(folder):
         return True
     until = time.monotonic() + patience
-    while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}-*")):
+    while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}.*")):
         time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8") as lock:
-        exclusive, waited = _take_turn(lock.fileno())
+        waited = _take_turn(lock.fileno())
         if is_whole(folder):
             return True
         lock.seek(0)
@@ -88,50 +84,27 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
             raise UserError(failed)
         lock.truncate(0)
         try:
-            with _aside(folder, exclusive, is_whole) as aside:
+            shutil.rmtree(folder, ignore_errors=True)  # somebody removed a part of it
+            with atomic_output_folder(folder) as aside:
                 make(aside)
+                for path in aside.iterdir():
+                    sync(path)
         except UserError as error:
+            if is_whole(folder):  # without locks another builder may have been faster
+                return False
             lock.write(str(error))
             raise
     return False
 
 
-def _take_turn(lock: int) -> tuple[bool, bool]:
-    """Take the lock, which goes with the process, however that ends. Returns whether there is one, and was a wait."""
+def _take_turn(lock: int) -> bool:
+    """Take the lock, which goes with the process, however that ends. Returns whether another process had it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True, False
+        return False
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return False, False  # this file system has no locks
+            return False  # this file system has no locks
     log.info("another process is preparing the same data; waiting for it")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return True, True
-
-
-@contextmanager
-def _aside(folder: Path, exclusive: bool, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
-    """A temporary folder beside `folder` that becomes it when all went well."""
-    prefix = f".{folder.name}-{socket.gethostname()}-"
-    if exclusive:  # then what lies here was left by a killed process of this node (a lock may not reach further)
-        for left in folder.parent.glob(f"{prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
-    aside = folder.with_name(prefix + uuid.uuid4().hex)
-    replaced = aside.with_name(f"{aside.name}-replaced")
-    aside.mkdir()
-    try:
-        yield aside
-        for path in (*aside.iterdir(), aside):
-            sync(path)
-        try:
-            if not is_whole(folder):  # without locks another builder may have been faster
-                if folder.is_dir():
-                    folder.rename(replaced)
-                aside.rename(folder)
-        except OSError:
-            if not is_whole(folder):
-                raise
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+    return True

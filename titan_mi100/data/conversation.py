@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from titan_mi100.data.strict_json import BadRow, kind_of, listed, parse_text, shown
+from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse_text, shown
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -16,26 +16,28 @@ _FUNCTION_KEYS = {"name", "arguments"}
 
 
 def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = None) -> list[Message]:
-    """The messages of the row's list `name`, each through `read`. Raises BadRow with the message's number, from 1."""
-    if not isinstance(given, list):
-        raise BadRow("wrong type", f"{name} must be a list, is {kind_of(given)}")
-    if not given:
-        raise BadRow("no messages", f"{name} is an empty list")
+    """The messages of the record's list `name`, each through `read` (default: `read_message`).
+
+    Raises:
+        BadRecord: with the message's number, from 1.
+    """
+    if not expect(given, list, f"{name} must be a list"):
+        raise BadRecord("no messages", f"{name} is an empty list")
     read = read or read_message
     messages = []
     for number, message in enumerate(given, 1):
         try:
             messages.append(read(message))
-        except BadRow as bad:
+        except BadRecord as bad:
             where = f"message {number}" if name != "prompt" else f"message {number} of the prompt"
-            raise BadRow(bad.kind, f"{where}: {bad.detail}") from None
+            raise BadRecord(bad.kind, f"{where}: {bad.detail}") from None
     return messages
 
 
 def answered(messages: list[Message]) -> list[Message]:
     """The messages, if an assistant's is among them."""
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("no assistant message", "nothing to learn from the others")
+        raise BadRecord("no assistant message", "nothing to learn from the others")
     return messages
 
 
@@ -43,7 +45,7 @@ def in_order(messages: list[Message]) -> list[Message]:
     """The messages, if their order may be. Only what is surely wrong is refused."""
     first = next((message["role"] for message in messages if message["role"] != "system"), "")
     if first == "tool":
-        raise BadRow("wrong order", "it begins with a tool message; such a message answers an assistant's call")
+        raise BadRecord("wrong order", "it begins with a tool message; such a message answers an assistant's call")
     return messages
 
 
@@ -56,14 +58,12 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
         content_name: what the row calls the content, for messages to the user.
         context: it is there to be read only: an assistant's message gets weight 0.
     """
-    if not isinstance(given, dict):
-        raise BadRow("wrong type", f"must be an object, is {kind_of(given)}")
-    message = _without_nulls(given)
+    message = _without_nulls(expect(given, dict, "must be an object"))
     role = message.get("role")
     if role not in ROLES:
         if role is None:
-            raise BadRow("missing key", f"there is no role; the message has {listed(given)}")
-        raise BadRow("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}")
+            raise BadRecord("missing key", f"there is no role; the message has {listed(given)}")
+        raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}")
     if len(message) != 2 or "content" not in message:
         _check_optional(message)
     content = message.get("content")
@@ -71,8 +71,8 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
         message["content"] = _joined(content)
     elif content is None and (message.get("tool_calls") or message.get("reasoning_content")):
         message["content"] = ""
-    elif not isinstance(content, str):
-        raise BadRow("wrong type", f"{content_name} must be a text or a list of text parts, is {kind_of(content)}")
+    else:
+        expect(content, str, f"{content_name} must be a text or a list of text parts")
     if role == "assistant":
         if context:
             message["weight"] = 0
@@ -89,13 +89,13 @@ def _check_optional(message: Message) -> None:
         if alias in message:
             value = message.pop(alias)
             if message.setdefault("reasoning_content", value) != value:
-                raise BadRow("contradiction", f"{alias} and another key hold different reasoning; keep one")
+                raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
     if not message.keys() <= _KEYS:
         unknown = message.keys() - _KEYS
-        raise BadRow("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}")
+        raise BadRecord("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}")
     for key in _TEXT_KEYS:
-        if key in message and not isinstance(message[key], str):
-            raise BadRow("wrong type", f"{key} must be a text, is {kind_of(message[key])}")
+        if key in message:
+            expect(message[key], str, f"{key} must be a text")
     if "weight" in message:
         message["weight"] = _weight(message["weight"])
     if message.get("tool_calls") == []:
@@ -107,104 +107,83 @@ def _check_optional(message: Message) -> None:
             del message["reasoning_content"]
         for key in ("tool_calls", "reasoning_content"):
             if key in message:
-                raise BadRow("unknown key", f"{key} in a {message['role']} message; only an assistant's may have it")
+                raise BadRecord("unknown key", f"{key} in a {message['role']} message; only an assistant's may have it")
 
 
 def _check_answer(message: Message, content_name: str) -> None:
     said = message["content"].strip() or "tool_calls" in message or message.get("reasoning_content", "").strip()
     if not said and message.get("weight") != 0:
-        raise BadRow(
+        raise BadRecord(
             "nothing to learn", f"the assistant's {content_name} is blank; delete the message, or give it weight 0"
         )
 
 
 def _joined(parts: list[Any]) -> str:
     if not parts:
-        raise BadRow("wrong type", "content is an empty list; expected a text or text parts")
+        raise BadRecord("wrong type", "content is an empty list; expected a text or text parts")
     texts = []
     for number, part in enumerate(parts, 1):
-        if not isinstance(part, dict):
-            raise BadRow("wrong type", f"content part {number} must be an object, is {kind_of(part)}")
-        part = _without_nulls(part)
+        part = _without_nulls(expect(part, dict, f"content part {number} must be an object"))
         if part.get("type") != "text":
-            raise BadRow(
+            raise BadRecord(
                 "not a text part", f"content part {number} has type {shown(part.get('type'))}; only text is read"
             )
-        if not isinstance(part.get("text"), str):
-            raise BadRow("wrong type", f"content part {number}: text must be a text, is {kind_of(part.get('text'))}")
+        text = expect(part.get("text"), str, f"content part {number}: text must be a text")
         if unknown := part.keys() - {"type", "text"}:
-            raise BadRow("unknown key", f"{listed(unknown)} in content part {number}; known are text, type")
-        texts.append(part["text"])
+            raise BadRecord("unknown key", f"{listed(unknown)} in content part {number}; known are text, type")
+        texts.append(text)
     return "".join(texts)
 
 
 def _weight(weight: Any) -> int:
     if isinstance(weight, int | float) and not isinstance(weight, bool) and weight in (0, 1):
         return int(weight)
-    raise BadRow("bad weight", f"weight must be 0 (not learned) or 1 (learned), is {shown(weight)}")
+    raise BadRecord("bad weight", f"weight must be 0 (not learned) or 1 (learned), is {shown(weight)}")
 
 
 def _tool_calls(calls: Any) -> list[Message]:
-    if not isinstance(calls, list):
-        raise BadRow("bad tool call", f"tool_calls must be a list, is {kind_of(calls)}")
     checked = []
-    for number, call in enumerate(calls, 1):
+    for number, call in enumerate(expect(calls, list, "tool_calls must be a list", "bad tool call"), 1):
         try:
             checked.append(_tool_call(call))
-        except BadRow as bad:
-            raise BadRow("bad tool call", f"call {number}: {bad.detail}") from None
+        except BadRecord as bad:
+            raise BadRecord("bad tool call", f"call {number}: {bad.detail}") from None
     return checked
 
 
 def _tool_call(given: Any) -> Message:
     """{"function": {"name", "arguments"}} or bare {"name", "arguments"}; the arguments are kept as they are given."""
-    if not isinstance(given, dict):
-        raise BadRow("bad tool call", f"must be an object, is {kind_of(given)}")
-    call = _without_nulls(given)
-    function = call.get("function", call)
-    if not isinstance(function, dict):
-        raise BadRow("bad tool call", f"function must be an object, is {kind_of(function)}")
+    call = function = _without_nulls(expect(given, dict, "must be an object", "bad tool call"))
+    unknown = call.keys() - _CALL_KEYS - _FUNCTION_KEYS
     if "function" in call:
+        function = expect(call["function"], dict, "function must be an object", "bad tool call")
         function = call["function"] = _without_nulls(function)
         unknown = (call.keys() - _CALL_KEYS - {"function"}) | (function.keys() - _FUNCTION_KEYS)
-    else:
-        unknown = call.keys() - _CALL_KEYS - _FUNCTION_KEYS
     if unknown:
-        raise BadRow("bad tool call", f"{listed(unknown)} is not known; expected function with name and arguments")
+        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; expected function with name and arguments")
     if call.get("type", "function") != "function":
-        raise BadRow("bad tool call", f"type is {shown(call['type'])}; only function is known")
+        raise BadRecord("bad tool call", f"type is {shown(call['type'])}; only function is known")
     if not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise BadRow("bad tool call", f"the function's name must be a text, is {shown(function.get('name'))}")
-    _check_arguments(function.get("arguments"))
+        raise BadRecord("bad tool call", f"the function's name must be a text, is {shown(function.get('name'))}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_text(arguments, "bad tool call", "arguments must hold JSON")
+    if not isinstance(arguments, dict):
+        raise BadRecord("bad tool call", f"arguments must be an object, or its JSON text, not {kind_of(arguments)}")
     return call
 
 
-def _check_arguments(arguments: Any) -> None:
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_text(arguments)
-        except BadRow as bad:
-            raise BadRow("bad tool call", f"arguments must hold JSON; {bad}") from None
-    if not isinstance(arguments, dict):
-        raise BadRow("bad tool call", f"arguments must be an object, or its JSON text, not {kind_of(arguments)}")
-
-
 def tool_list(given: Any) -> list[Any] | None:
-    """The tools of a row: a list of descriptions, or the JSON text of one; None where there are none."""
+    """The tools of a record: a list of descriptions, or the JSON text of one; None where there are none."""
     if isinstance(given, str):
-        if not given.strip():
-            return None
-        try:
-            given = parse_text(given)
-        except BadRow as bad:
-            raise BadRow("bad tools", f"tools must hold JSON; {bad}") from None
+        given = parse_text(given, "bad tools", "tools must hold JSON") if given.strip() else None
     if given is None or given == []:
         return None
-    if not isinstance(given, list):
-        raise BadRow("bad tools", f"tools must be a list, or the JSON text of one, is {kind_of(given)}")
-    for number, tool in enumerate(given, 1):
+    for number, tool in enumerate(expect(given, list, "tools must be a list, or the JSON text of one", "bad tools"), 1):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name.strip():
-            raise BadRow("bad tools", f"tool {number} must be an object with the name of a function, is {shown(tool)}")
+            raise BadRecord(
+                "bad tools", f"tool {number} must be an object with the name of a function, is {shown(tool)}"
+            )
     return given

@@ -1,6 +1,6 @@
 """The records of a data file, one after another, from files of any size: JSONL, a JSON array, parquet; gzip.
 
-What a file is goes by its content, not by its name. Nothing here looks into a record; `rows` does.
+What a file is goes by its content, not by its name. Nothing here looks into a record; `formats` does.
 """
 
 import gzip
@@ -55,7 +55,7 @@ class Record(NamedTuple):
 
     number: int  # the line, from 1 (of a JSON array: where the element begins); of parquet the row
     raw: bytes  # empty where there is a problem
-    problem: str  # "", or "kind: detail" as of a `rows.BadRow`
+    problem: str  # "", or "kind: detail" as of a `BadRecord`
     element: int = 0  # of a JSON array, from 1: several may stand on a line
 
 
@@ -64,12 +64,9 @@ def read_records(path: str) -> Iterator[Record]:
     return iter(RecordReader(path))
 
 
-def file_size(path: str) -> int:
-    """Bytes of the file as it lies on disk."""
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+def label(line: int, element: int) -> str:
+    """A record's place in its file: 12, or, in a JSON array, 1[12]: its 12th element, which begins in line 1."""
+    return f"{line}[{element}]" if element else str(line)
 
 
 def expand(patterns: Sequence[str]) -> list[list[str]]:
@@ -91,8 +88,7 @@ class RecordReader:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.size = file_size(path)
+        self.path, self.size = path, 0
         self._position: Callable[[], int] = lambda: 0
 
     @property
@@ -112,7 +108,7 @@ class RecordReader:
         number = 0
         try:
             with open(self.path, "rb", buffering=0) as file:
-                self._position = file.tell
+                self._position, self.size = file.tell, os.fstat(file.fileno()).st_size
                 for record in self._records(file):
                     number = record.number
                     yield record
@@ -163,15 +159,12 @@ class RecordReader:
             raise UserError(f"{self.path}: is parquet without a column of text, numbers or lists of them")
         number, rows = 0, file.metadata.num_rows
         self._position = lambda: self.size * number // max(rows, 1)
-        # Without threads: the rows' consumer forks.
+        # Without threads: the records' consumer forks.
         for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
             for row in _unpacked(batch):
                 number += 1
                 raw = b"" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False).encode()
-                if len(raw) > LONGEST_LINE:
-                    yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
-                else:
-                    yield Record(number, raw, "" if raw else "not UTF-8: a text of the row; write the file again")
+                yield _bounded(number, raw, "" if raw else "not UTF-8: a text of the row; write the file again")
 
 
 def _is_json(kind: Any, types: Any) -> bool:
@@ -237,14 +230,19 @@ def _foreign(head: bytes) -> str:
     return ""
 
 
+def _bounded(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
+    if len(raw) > LONGEST_LINE:
+        return Record(number, b"", _TOO_LONG.format(LONGEST_LINE), element)
+    return Record(number, raw, problem, element)
+
+
 def _elements(file: io.BufferedReader, has_bom: bool) -> Iterator[Record]:
     if has_bom:
         file.read(len(_BOM))
         yield Record(1, b"", BOM)
     try:
         for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
-            long = len(raw) > LONGEST_LINE
-            yield Record(line, b"" if long else raw, _TOO_LONG.format(LONGEST_LINE) if long else "", element)
+            yield _bounded(line, raw, "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))
 
@@ -260,13 +258,7 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
                 pass
             yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
             continue
-        if line.endswith(b"\r"):
-            yield Record(number, b"", CRLF)
-        elif not line or line.isspace():
-            yield Record(number, b"", BLANK)
-        elif line.startswith(_BOM):
-            yield Record(number, b"", BOM)
-        elif b"\0" in line:
-            yield Record(number, b"", NUL)
-        else:
-            yield Record(number, line, "")
+        blank = not line or line.isspace()
+        crlf = line.endswith(b"\r")
+        problem = CRLF if crlf else BLANK if blank else BOM if line.startswith(_BOM) else NUL if b"\0" in line else ""
+        yield Record(number, b"" if problem else line, problem)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.dataset import PADDING_ROW, PackedDataset, Row
-from titan_mi100.data.epochs import with_padding_rows
-from titan_mi100.data.source import RowSource
+from titan_mi100.data.packing import PADDING_ROW, PackedDataset, Row
+from titan_mi100.data.source import RowSource, with_padding_rows
 
 # One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
-#   input_ids, labels, positions, document_ids: int64, as in dataset.Row.
+#   input_ids, labels, positions, document_ids: int64, as in packing.Row.
 #   document_ends: int32, the column behind the last token of each document of the row (padding is a document),
 #       ascending, then -1.
 #   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
@@ -46,8 +45,7 @@ class RowStream:
 
 def collate(rows: Sequence[Row]) -> Microbatch:
     """Stack rows, and find where their documents end and which tokens are supervised."""
-    names = ("input_ids", "labels", "positions", "document_ids")
-    arrays = {name: np.stack([getattr(row, name) for row in rows]) for name in names}
+    arrays = dict(zip(Row._fields, map(np.stack, zip(*rows, strict=True)), strict=True))
     arrays["document_ends"] = document_ends(arrays["document_ids"])
     arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

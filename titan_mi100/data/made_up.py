@@ -7,18 +7,16 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.dataset import PADDING_DOCUMENT, Documents, PackedDataset
-from titan_mi100.data.facts import Facts, SetFacts
-from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.prepare import Prepared
-from titan_mi100.data.sft import Document
+from titan_mi100.data.encode import marked
+from titan_mi100.data.packing import PADDING_DOCUMENT, Documents, PackedDataset, Packing, pack_rows
+from titan_mi100.data.prepared import Facts, Prepared, SetFacts
 
 _LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
 
 
 def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0) -> PackedDataset:
     """Documents in rows, as preparation packs them. Args: documents: each (ids, supervised), (tokens,)."""
-    values = [Document(ids, supervised).values() for ids, supervised in documents]
+    values = [marked(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)
@@ -42,20 +40,8 @@ def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Pr
         if rows is not None:
             digest.update(rows.documents.values.tobytes() + rows.packing.documents.tobytes())
     fingerprint = digest.hexdigest()
-    facts = Facts(
-        seq_len=train.seq_len,
-        pad_id=train.pad_id,
-        n_vocab=0,
-        tokenizer="none",
-        fingerprint=fingerprint,
-        plan=fingerprint,
-        files=[],
-        made_of={},
-        train=_count(train),
-        validation=None if validation is None else _count(validation),
-        summary=[],
-        warnings=[],
-    )
+    counts = _count(train), None if validation is None else _count(validation)
+    facts = Facts(train.seq_len, train.pad_id, 0, "none", fingerprint, fingerprint, [], {}, *counts, [], [])
     return Prepared(Path(), train, validation, facts, cached=True)
 
 

@@ -1,40 +1,83 @@
-"""Makes the files of a prepared folder: tokens, the plan of rows for each set, the ledger, and the facts.
-
-| file | |
-|---|---|
-| tokens.bin | uint32 values of all documents, end to end |
-| documents.npy | where each begins |
-| lines.npy, document_lines.npy | the `Origins` of the documents |
-| SET_starts.npy, SET_documents.npy | the `Packing` of each set |
-| ledger.csv, meta.json | for people and programs |
-"""
+"""What a prepared folder is made from (their hash names it), and its making: tokens, plan, ledger and facts."""
 
 import hashlib
+import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_mi100.data.facts import Facts, SetFacts, write_meta
-from titan_mi100.data.files import file_size
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.cache import Stamp, content_hash
+from titan_mi100.data.encode import Encoder
+from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
 from titan_mi100.data.mixture import mix
 from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.request import Request
-from titan_mi100.data.rows import choose_format
-from titan_mi100.data.sft import Encoder
+from titan_mi100.data.prepared import Facts, SetFacts, write_meta
 from titan_mi100.data.tokenise import Chunk, Source, tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
-from titan_mi100.text.load import load_tokenizer
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
+from titan_mi100.wording import some
 
+_PACKAGE = Path(__file__).parents[1]
+_CODE = ("data/[!.]*.py", "text/[!.]*.py", "wording.py")
+# What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
+_CODE_HASH = hashlib.sha256(
+    b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
+).hexdigest()
+_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
 _MANY_DOCUMENTS = 100_000  # packing them may take a while: said
+
+
+class Inputs(NamedTuple):
+    """The state of all that a prepared folder follows from."""
+
+    key: str  # a hash: contents of the files, their names (which the ledger shows), options and code
+    made_of: dict[str, Any]  # settings and hashes by name, to say what has changed
+    stamps: list[Stamp]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be prepared."""
+
+    config: DataConfig
+    patterns: list[list[str]]  # the files of each path, then of each validation path
+    tokenizer_path: str
+    chat_template: str
+    seq_len: int
+
+    def inputs(self, cache: Path) -> Inputs:
+        """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
+        settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
+        names = [file for files in self.patterns for file in files] + list(map(str, settings))
+        stamps = [content_hash(Path(name), cache) for name in names]
+        options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
+        code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
+        hashes = [sha256 for sha256, _ in stamps]
+        follows_from = [options, hashes, self.patterns, [file.name for file in settings], code]
+        key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
+        made_of = options | {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
+        return Inputs(key, made_of, stamps)
+
+
+def _version(library: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
 
 
 def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None:
@@ -49,10 +92,15 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
     started = time.perf_counter()
     config = request.config
     tokenizer = load_tokenizer(request.tokenizer_path)
-    sources = [Source(file, choose_format(file, config), file_size(file)) for file in request.files()]
+    sources = [
+        Source(file, number, choose_format(file, config), os.path.getsize(file))
+        for number, files in enumerate(request.patterns)
+        for file in files
+    ]
     encoder = Encoder(tokenizer, _load_template(request, sources, tokenizer), config, request.seq_len)
-    ledger, tokens = _tokenise_all(folder / "tokens.bin", request, sources, encoder)
-    mixture = mix(ledger, np.bincount(tokens.lines, np.diff(tokens.starts), len(ledger.documents)), request)
+    ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
+    records = ledger.records
+    mixture = mix(ledger, np.bincount(tokens.records, np.diff(tokens.starts), len(records)), config)
 
     facts = None
     refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
@@ -67,8 +115,8 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
             digest.update(packing.starts.tobytes() + packing.documents.tobytes())
             sets[name], fingerprints[name] = _count(packing, tokens, ledger, times), digest.hexdigest()
         np.save(folder / "documents.npy", tokens.starts)
-        np.save(folder / "document_lines.npy", tokens.lines)
-        np.save(folder / "lines.npy", np.column_stack([ledger.files, ledger.numbers]))
+        np.save(folder / "document_lines.npy", tokens.records)
+        np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
         facts = Facts(
             seq_len=request.seq_len,
@@ -77,7 +125,7 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
             tokenizer=tokenizer.fingerprint,
             fingerprint=fingerprints["train"],
             plan=digest.hexdigest(),
-            files=request.files(),
+            files=[source.path for source in sources],
             made_of=made_of,
             train=sets["train"],
             validation=sets.get("validation"),
@@ -105,34 +153,36 @@ class _Tokens(NamedTuple):
     """The documents of tokens.bin."""
 
     starts: np.ndarray  # (documents + 1,) int64: where each begins
-    lines: np.ndarray  # (documents,) int64: the line of the ledger that each is from
+    records: np.ndarray  # (documents,) int64: the line of the ledger that each is from
     supervised_bytes: np.ndarray  # (documents,) int64: what its supervised tokens spell
     digest: Any  # hashlib's, of the values of the training files
 
 
-def _tokenise_all(path: Path, request: Request, sources: Sequence[Source], encoder: Encoder) -> tuple[Ledger, _Tokens]:
-    """Write the values of all documents to `path`, and account for every row of input."""
+def _tokenise_all(
+    path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig
+) -> tuple[Ledger, _Tokens]:
+    """Write the values of all documents to `path`, and account for every record."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ledger, digest, token_sizes = Ledger(sources), hashlib.sha256(), _token_sizes(encoder.tokenizer)
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     size = sum(source.bytes for source in sources)
     with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
-        for chunk in tokenise(sources, encoder, request.config.workers or cores or 1, progress.advance):
+        for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
             values = chunk.values.tobytes()
             out.write(values)
-            if chunk.file < request.n_train_files():
+            if sources[chunk.records["file"][0]].pattern < len(config.path):
                 digest.update(values)
     ledger.close()
-    lines = np.repeat(np.arange(len(ledger.documents)), ledger.documents)
-    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), lines, np.concatenate(supervised_bytes), digest)
+    records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
+    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digest)
 
 
 def _pack(tokens: _Tokens, times: np.ndarray, seq_len: int) -> Packing:
-    """The rows of a set; `times`: (rows of input,) how often an epoch reads each one's documents."""
-    documents = _copies(times[tokens.lines])
+    """The rows of a set; `times`: (records,) how often an epoch reads each one's documents."""
+    documents = _copies(times[tokens.records])
     if len(documents) > _MANY_DOCUMENTS:
         log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
     packing = pack_rows(np.diff(tokens.starts)[documents], seq_len)
@@ -150,8 +200,8 @@ def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, times: np.ndarray)
     return SetFacts(
         documents=len(packing.documents),
         tokens=int(np.diff(tokens.starts)[packing.documents].sum()),
-        supervised=int(ledger.supervised @ times),
-        supervised_bytes=int(tokens.supervised_bytes @ times[tokens.lines]),
+        supervised=int(ledger.records["supervised"] @ times),
+        supervised_bytes=int(tokens.supervised_bytes @ times[tokens.records]),
         rows=len(packing.starts) - 1,
     )
 
@@ -160,7 +210,7 @@ def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]
     config = request.config
     if not times["train"].any():
         lines = [f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()]
-        if config.overlong == "drop" and (longest := int(ledger.tokens.max())) > request.seq_len:
+        if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
             lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
         return "\n".join(lines)
     if "validation" in times and not times["validation"].any():
@@ -193,10 +243,8 @@ def _read_as(sources: Sequence[Source]) -> list[str]:
     """Which format each file has, a line for each format."""
     by_format: dict[str, list[str]] = {}
     for source in sources:
-        name = f"{source.format.name} ({source.format.description})"
-        by_format.setdefault(name, []).append(source.path)
-    more = {form: f" and {len(files) - 1:,} more files" if len(files) > 1 else "" for form, files in by_format.items()}
-    return [f"{files[0]}{more[form]}: format {form}" for form, files in by_format.items()]
+        by_format.setdefault(f"{source.format.name} ({source.format.description})", []).append(source.path)
+    return [f"{some(files, 1)}: format {form}" for form, files in by_format.items()]
 
 
 def _describe(count: SetFacts, seq_len: int) -> str:

@@ -1,4 +1,4 @@
-"""Rows of files to tokens, in all cores and in the order of the files, holding a few chunks at a time."""
+"""Records of files to tokens, in all cores and in the order of the files, holding a few chunks at a time."""
 
 import ctypes
 import multiprocessing
@@ -13,42 +13,54 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_mi100.data.encode import REJECTED, Encoder, supervised_tokens
 from titan_mi100.data.files import Record, RecordReader
-from titan_mi100.data.rows import BadRow, Format, content_hash, parse
-from titan_mi100.data.sft import REJECTED, Encoder
+from titan_mi100.data.formats import BadRecord, Format, content_hash, parse_record
 from titan_mi100.errors import UserError
 
-_CHUNK_BYTES, _CHUNK_ROWS = 1 << 19, 1024
+_CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024
 _ALONE_BYTES = 1 << 20  # less than this is not worth starting processes for
+
+
+# What became of a record.
+RECORD = np.dtype(
+    [
+        ("file", np.int32),  # its place among the sources
+        ("line", np.int64),
+        ("element", np.int64),  # of a JSON array, from 1; else 0
+        ("status", np.uint8),  # of encode.STATUSES
+        ("set", np.uint8),  # of ledger.SETS: where its documents are used; decided when all records are known
+        ("tokens", np.int64),  # before anything was cut off
+        ("supervised", np.int64),  # tokens of its documents
+        ("documents", np.int64),  # how many it gave
+        ("kind", np.uint16),  # of the reason, among the ledger's kinds; 0: there is none
+        ("hash", np.uint64, 2),  # of the content
+    ]
+)
 
 
 class Source(NamedTuple):
     """A file of input."""
 
     path: str
+    pattern: int  # which of the config's paths, then of its validation paths, it is from
     format: Format
     bytes: int
 
 
 class Chunk(NamedTuple):
-    """What became of consecutive rows of one file, and the tokens of their documents."""
+    """Consecutive records of one file, and the tokens of their documents."""
 
-    file: int  # its place among the sources
-    numbers: np.ndarray  # (rows, 2) int64: the line, and in a JSON array the element
-    statuses: np.ndarray  # (rows,) uint8: of sft.STATUSES
-    tokens: np.ndarray  # (rows,) int64: before anything was cut off
-    documents: np.ndarray  # (rows,) int64: how many it gave
-    hashes: np.ndarray  # (rows, 2) uint64: of the content
-    reasons: dict[int, tuple[str, str]]  # row in the chunk -> kind and detail, where there is something to say
+    records: np.ndarray  # (records,) RECORD
+    reasons: dict[int, tuple[str, str]]  # record in the chunk -> kind and detail, where there is something to say
     lengths: np.ndarray  # (documents,) int64
-    supervised: np.ndarray  # (documents,) int64
-    values: np.ndarray  # (tokens of all documents,) uint32: of sft.Document.values
+    values: np.ndarray  # (tokens of all documents,) uint32: of encode.marked
 
 
 def tokenise(
     sources: Sequence[Source], encoder: Encoder, workers: int, progress: Callable[[int], None]
 ) -> Iterator[Chunk]:
-    """All rows of all sources, in order.
+    """All records of all sources, in order.
 
     Args:
         workers: processes that tokenise.
@@ -96,7 +108,7 @@ def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterato
         for record in reader:
             records.append(record)
             size += len(record.raw)
-            if size >= _CHUNK_BYTES or len(records) >= _CHUNK_ROWS:
+            if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
                 yield file, records
                 records, size = [], 0
                 progress(reader.consumed - said)
@@ -126,36 +138,21 @@ def _work_in_process(file: int, records: list[Record]) -> Chunk:
 
 
 def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> Chunk:
-    statuses, tokens, counts, hashes = [], [], [], []
-    reasons, documents = {}, []
+    found, reasons, documents = [], {}, []
     for place, record in enumerate(records):
-        digest, row_documents = bytes(16), []
+        digest, status, tokens = bytes(16), REJECTED, 0
+        made: list[np.ndarray] = []
         try:
-            if record.problem:
-                raise BadRow(*record.problem.split(": ", 1))
-            example = form.read(parse(record.raw))
+            example = form.read(parse_record(record))
             digest = content_hash(example)
-            encoded = encoder.encode(example)
-            row_documents = encoded.documents
-            status, row_tokens, reason = encoded.status, encoded.tokens, (encoded.kind, encoded.detail)
-        except BadRow as bad:
-            status, row_tokens, reason = REJECTED, 0, (bad.kind, str(bad))
+            status, made, tokens, *reason = encoder.encode(example)
+        except BadRecord as bad:
+            reason = [bad.kind, str(bad)]
         if reason[0]:
-            reasons[place] = reason
-        statuses.append(status)
-        tokens.append(row_tokens)
-        counts.append(len(row_documents))
-        hashes.append(digest)
-        documents += row_documents
-    return Chunk(
-        file,
-        np.array([(record.number, record.element) for record in records], dtype=np.int64),
-        np.array(statuses, dtype=np.uint8),
-        np.array(tokens, dtype=np.int64),
-        np.array(counts, dtype=np.int64),
-        np.frombuffer(b"".join(hashes), dtype=">u8").astype(np.uint64).reshape(-1, 2),
-        reasons,
-        np.array([len(document.ids) for document in documents], dtype=np.int64),
-        np.array([document.supervised[1:].sum() for document in documents], dtype=np.int64),
-        np.concatenate([np.zeros(0, np.uint32), *(document.values() for document in documents)]),
-    )
+            reasons[place] = (reason[0], reason[1])
+        supervised = sum(map(supervised_tokens, made))
+        line = (record.number, record.element, status, 0, tokens, supervised, len(made), 0)
+        found.append((file, *line, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
+        documents += made
+    lengths = np.array(list(map(len, documents)), dtype=np.int64)
+    return Chunk(np.array(found, RECORD), reasons, lengths, np.concatenate([np.zeros(0, np.uint32), *documents]))

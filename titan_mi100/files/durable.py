@@ -121,10 +121,8 @@ def probe(folder: Path) -> None:
         second.unlink()
     except OSError as error:
         for left in (first, second):
-            try:
+            with suppress(OSError):
                 left.unlink(missing_ok=True)
-            except OSError:
-                break
         raise UserError(
             f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
         ) from None
@@ -144,11 +142,12 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         raise UserError(f"{final}: is there already, and is not overwritten; remove it, or name another folder")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(f".{final.name}.*{_INCOMPLETE}"):
+        prefix = f".{final.name}.{socket.gethostname()}."  # a lock may not reach other nodes
+        for left in final.parent.glob(f"{prefix}*{_INCOMPLETE}"):
             _remove_if_left(left)
         if (free := shutil.disk_usage(final.parent).free) < nbytes:
             raise OSError(errno.ENOSPC, f"needs {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
-        aside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}{_INCOMPLETE}")
+        aside = final.with_name(f"{prefix}{uuid.uuid4().hex[:12]}{_INCOMPLETE}")
         aside.mkdir()
     except OSError as error:
         raise UserError(f"{final}: cannot be written ({error.strerror}); name another folder") from None
@@ -175,13 +174,10 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
 def _remove_if_left(aside: Path) -> None:
     """Remove what a killed process left; one that is at work has the lock."""
     lock = os.open(aside, os.O_RDONLY)
-    try:
+    with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(aside, ignore_errors=True)
-    except OSError:
-        return
-    finally:
-        os.close(lock)
+    os.close(lock)
 
 
 class FolderLock:

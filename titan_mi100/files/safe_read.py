@@ -40,6 +40,7 @@ from torch.futures import Future
 from titan_mi100.errors import UserError
 from titan_mi100.files.metadata_unpickler import MetadataUnpickler
 from titan_mi100.files.plain import MIB, is_plain_name, plain_path, read_plain
+from titan_mi100.wording import shortened
 
 _LARGEST_METADATA = 128 * MIB  # 2,100 tensors in 64 shards each take 19
 _LOADING = threading.Lock()  # what torch.load allows is the process's
@@ -344,5 +345,4 @@ def _as_user_error(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
+    return shortened(" ".join(str(error).split()) or type(error).__name__, 300)

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from titan_mi100.data.files import read_records
-from titan_mi100.data.ledger import label
-from titan_mi100.data.strict_json import BadRow, parse
+from titan_mi100.data.files import label, read_records
+from titan_mi100.data.formats import parse_record
+from titan_mi100.data.strict_json import BadRecord, parse
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
-from titan_mi100.weights.base import in_words
+from titan_mi100.weights.base import dtype_name
 
 _LARGEST_OUTPUT = 1 << 34  # bytes
 _ROW_BEGINS = b'{"prompt": "'
@@ -58,7 +58,7 @@ def open_model(options: Namespace) -> Model:
 
 
 def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
-    """Pass every row of a data file through `read`, which may raise BadRow.
+    """Pass every row of a data file through `read`, which may raise BadRecord.
 
     Returns:
         (file:line, result) of each row.
@@ -70,10 +70,8 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
     for record in read_records(path):
         where = f"{path}:{label(record.number, record.element)}"
         try:
-            if record.problem:
-                raise BadRow(record.problem)
-            rows.append((where, read(parse(record.raw))))
-        except BadRow as bad:
+            rows.append((where, read(parse_record(record))))
+        except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
     return rows
 
@@ -108,7 +106,7 @@ def answer_all(
     if options.output:
         paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
         found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
-        settings = {**found, "dtype": in_words(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
+        settings = {**found, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
         rows = _finished_rows(options.output, requests, settings) if os.path.lexists(options.output) else []
         _append(options.output, [])  # what is wrong with the path is reported now
     if len(rows) == len(requests):
@@ -140,7 +138,7 @@ def _finished_rows(path: str, requests: Sequence[Request], settings: Row) -> lis
     for number, line in enumerate(lines, 1):
         try:
             row = parse(line)
-        except BadRow:
+        except BadRecord:
             row = {}
         made_with, problem = row.get("settings"), ""
         if not isinstance(made_with, dict) or not {"prompt", "output", "finish"} <= row.keys():

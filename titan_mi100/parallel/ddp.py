@@ -1,6 +1,5 @@
 """DDP: every rank holds the whole model; gradients are summed once per step, whole or compressed (PowerSGD)."""
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from titan_mi100.logging import log
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
+from titan_mi100.wording import bytes_in_words
 
 
 class ReplicatedModel(ParallelModel):
@@ -174,8 +174,8 @@ class PowerSGD:
             torch._foreach_copy_(gradients, views)
         if not self._announced:
             log.info(
-                f"PowerSGD rank {self._config.powersgd_rank} from step {step} on: {in_words(sent)} per step and rank "
-                f"instead of {in_words(whole)}, {whole / sent:,.0f}x less"
+                f"PowerSGD rank {self._config.powersgd_rank} from step {step} on: {bytes_in_words(sent)} per step and "
+                f"rank instead of {bytes_in_words(whole)}, {whole / sent:,.0f}x less"
             )
             self._announced = True
         return sent
@@ -217,9 +217,3 @@ class PowerSGD:
             if self._config.powersgd_warm_start:
                 sizes |= {f"p.{name}": p, f"q.{name}": q}
         return sizes
-
-
-def in_words(size: int) -> str:
-    """Bytes in decimal units, as networks are sold."""
-    power = min(int(math.log10(max(size, 1))) // 3, 3)
-    return f"{size / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"

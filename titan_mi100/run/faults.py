@@ -9,6 +9,7 @@ from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
 from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.progress import Progress
+from titan_mi100.wording import some
 
 FILE = "nonfinite_rows.csv"
 _SHOWN = 10  # rows in a message
@@ -57,16 +58,11 @@ class FaultWatch:
                 log.warning(f"{self._file}: cannot be written to: {error.strerror}")
             log.warning(
                 f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped "
-                f"on all ranks; rows: {_listed(places)}"
+                f"on all ranks; rows: {some(places, _SHOWN)}"
             )
 
         if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
             raise NumericalError(
                 f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was "
-                f"updated in them. Rows: {_listed(list(dict.fromkeys(self._rows)))}\nall of them: {self._file}"
+                f"updated in them. Rows: {some(dict.fromkeys(self._rows), _SHOWN)}\nall of them: {self._file}"
             )
-
-
-def _listed(places: list[str]) -> str:
-    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
-    return ", ".join(places[:_SHOWN]) + more

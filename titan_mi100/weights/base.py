@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.wording import some
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,7 +75,7 @@ class Weights(ABC):
             if shape != tuple(wanted[name]):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
-                problems.append(f"{name} has dtype {in_words(dtype)}, which cannot be trained; use floating point")
+                problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
         if not problems and tied_head and not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
             problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
         if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
@@ -104,11 +105,5 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def some(names: Iterable[str], most: int = 8) -> str:
-    """Some of the names, for a message."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def in_words(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -34,10 +34,11 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import hub
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged
-from titan_mi100.weights.base import Kind, Kinds, Weights, in_words, raw_bytes, some
+from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
 from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
+from titan_mi100.wording import some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
 VERIFY = ("auto", "logits", "bytes", "off")
@@ -219,7 +220,7 @@ def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) ->
         yield aside
         for file in aside.iterdir():
             sync(file)
-    dtypes = " and ".join(sorted({in_words(kind.dtype) for kind in kinds.values()}))
+    dtypes = " and ".join(sorted({dtype_name(kind.dtype) for kind in kinds.values()}))
     log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
@@ -255,7 +256,7 @@ def _tensors(weights: Weights, kinds: Kinds, digests: Digests, what: str) -> Ite
             tensor = weights.tensor(name, kind.dtype).contiguous()
             finite = _is_finite(tensor)
             if not finite and _is_finite(weights.tensor(name)):
-                problem = f"{name} has values that {in_words(kind.dtype)} cannot hold"
+                problem = f"{name} has values that {dtype_name(kind.dtype)} cannot hold"
                 raise UserError(f"{weights.source}: {problem}; use bfloat16 or float32")
             digests[name] = Digest(kind, zlib.crc32(raw_bytes(tensor).numpy().data), finite)
             yield name, tensor
@@ -302,7 +303,7 @@ def _write_assets(folder: Path, assets: Assets) -> None:
 
 def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Assets:
     dtypes = {kind.dtype for kind in kinds.values()}
-    dtype = in_words(dtypes.pop()) if len(dtypes) == 1 else None
+    dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
     has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
     ends = load_tokenizer(source.assets_folder).end_ids() if has_tokenizer else []
     return export_assets(source.assets_folder, source.assets, spec, dtype, ends)

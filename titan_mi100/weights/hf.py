@@ -13,7 +13,8 @@ from torch import Tensor
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_TABLE, MIB, is_plain_name, plain_path, read_object
-from titan_mi100.weights.base import Kind, Kinds, Weights, box, raw_bytes, some
+from titan_mi100.weights.base import Kind, Kinds, Weights, box, raw_bytes
+from titan_mi100.wording import some
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 8 * MIB  # 120 bytes a tensor; the library's own limit is 100 MB, of which it makes 2 GB

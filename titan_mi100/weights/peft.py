@@ -17,8 +17,9 @@ from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, fingerprint
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
-from titan_mi100.weights.base import LoadedWeights, Weights, some
+from titan_mi100.weights.base import LoadedWeights, Weights
 from titan_mi100.weights.hf import open_safetensors
+from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names, before the model's own
@@ -88,8 +89,8 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
     found = {name: _NAME.fullmatch(name) for name in tensors}
     if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
-            f"{path}: holds {some(odd)}, which is no LoRA matrix of a linear layer of Qwen3; train the adapter on "
-            f"{', '.join(LINEARS)} only, without modules_to_save"
+            f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
+            f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
         )
     named = {match[1] for match in found.values() if match}
     lora = LoRAConfig(
@@ -125,29 +126,25 @@ def _read_config(path: Path) -> dict[str, Any]:
     raw = read_object(path, "name a folder that peft's save_pretrained wrote")
     refuse_code(path, raw)
     if raw.get("peft_type") != "LORA":
-        raise UserError(f"{path}: peft_type = {_short(raw.get('peft_type'))}; only LORA is supported")
+        raise UserError(f"{path}: peft_type = {shortened(repr(raw.get('peft_type')))}; only LORA is supported")
     raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults
     problems = []
     if type(raw.get("r")) is not int or not 1 <= raw["r"] <= 1 << 20:
-        problems.append(f"r = {_short(raw.get('r'))} is not a rank, a whole number above 0")
+        problems.append(f"r = {shortened(repr(raw.get('r')))} is not a rank, a whole number above 0")
     for key, is_good in (("lora_alpha", lambda x: 0 < x < 1e9), ("lora_dropout", lambda x: 0 <= x < 1)):
         if type(raw[key]) not in (int, float) or not is_good(raw[key]):
-            problems.append(f"{key} = {_short(raw[key])} is not a number that it can be")
+            problems.append(f"{key} = {shortened(repr(raw[key]))} is not a number that it can be")
     if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         problems.append(
-            f"init_lora_weights = {_short(start)} changes the base's weights too; convert it with peft's "
+            f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; convert it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
             problems.append(
-                f"{key} = {_short(raw[key])} is not supported; merge the adapter into its base, or train without"
+                f"{key} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
+                "train without"
             )
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return raw
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,10 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from titan_mi100.config.assets import GENERATION, stop_ids
+from titan_mi100.config.assets import GENERATION, read_assets, stop_ids
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_object
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
@@ -119,8 +118,7 @@ def _compare_texts(folder: Path) -> list[str]:
     ]
     if theirs.eos_token_id != ours.eos_token_id:
         problems.append(f"eos_token_id is {theirs.eos_token_id}, ours is {ours.eos_token_id}")
-    generation = read_object(folder / GENERATION, "an export with a tokenizer has one")
-    if ours.eos_token_id not in stop_ids(generation, folder / GENERATION):
+    if ours.eos_token_id not in stop_ids(read_assets(folder), folder / GENERATION):
         problems.append(f"generation_config.json does not stop at {ours.eos_token!r}")
     if theirs.chat_template is None:
         return problems

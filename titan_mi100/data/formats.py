@@ -1,0 +1,266 @@
+"""What a record of training data may look like: seven formats, each read into an Example or refused with the reason."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from titan_mi100.config.layout import IGNORE
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.conversation import Message, answered, in_order, message_list, read_message, tool_list
+from titan_mi100.data.files import Record, read_records
+from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse, parse_text, shown
+from titan_mi100.errors import UserError
+
+_LARGEST_ID = 2**31 - 1  # ids are kept as int32
+_COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function_response", "observation"), "tool"),
+    "system": "system",
+}
+
+
+class Example(NamedTuple):
+    """One record, whatever its format; exactly one of messages, text and input_ids is set."""
+
+    messages: list[Message] | None = None  # role, content, and the optional keys of `conversation.read_message`
+    tools: list[Any] | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all are learned
+
+
+@dataclass(frozen=True)
+class Format:
+    """How records are read: `read` turns a parsed one into an Example, or raises BadRecord."""
+
+    name: str
+    description: str
+    read: Callable[[dict[str, Any]], Example]
+    keys: frozenset[str] = frozenset()  # by which `auto` knows it
+
+
+def content_hash(example: Example) -> bytes:
+    """16 bytes, equal for equal content, in whatever order the keys stand; 1 and 1.0 differ, as they render."""
+    return hashlib.blake2b(_CANONICAL.encode(example).encode(), digest_size=16).digest()
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), check_circular=False)
+
+
+def choose_format(path: str, config: DataConfig) -> Format:
+    """The format of a file's records; `auto` goes by the keys of the first record that can be read.
+
+    Args:
+        path: read only where the format does not follow from the config.
+        config: checked, so its columns go together and with its format.
+
+    Raises:
+        UserError: the keys fit no known format.
+    """
+    name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
+    if name == "auto" and prompt_column:
+        name = "columns"
+    elif name == "auto" and text_column not in ("", "text"):  # the default is no wish
+        name = "text"
+    assert name in ("auto", *FORMATS)
+    if name in _FIXED:
+        return _FIXED[name]
+    if name == "text":
+        return _text_format(text_column or "text")
+    if prompt_column:
+        return _columns_format(prompt_column, config.response_column, config.system_column)
+    keys = _first_keys(path)
+    for known in _FIXED.values():
+        if name == "auto" and keys >= known.keys:
+            return known
+    for pair in _COLUMN_PAIRS:
+        if keys >= set(pair):
+            return _columns_format(*pair, "")
+    if name == "auto" and "text" in keys:
+        return _text_format("text")
+    raise UserError(
+        f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
+        "and completion, question and answer, prompt and response, text, or input_ids; or name two columns in [data] "
+        "prompt_column and response_column, or one in text_column"
+    )
+
+
+def _first_keys(path: str) -> set[str]:
+    """The keys with a value of the first record that can be read; the others are reported when all are read."""
+    first_reason = ""
+    for record in read_records(path):
+        try:
+            return {key for key, value in parse_record(record).items() if value is not None}
+        except BadRecord as bad:
+            first_reason = first_reason or f"{path}:{record.number}: {bad}"
+    raise UserError(f"{first_reason}\n{path}: no row can be read, so its format is not known")
+
+
+def parse_record(record: Record) -> dict[str, Any]:
+    """The JSON object of a file's record. Raises BadRecord."""
+    if record.problem:
+        raise BadRecord(*record.problem.split(": ", 1))
+    return parse(record.raw)
+
+
+def _column(record: dict[str, Any], name: str) -> Any:
+    if name not in record:
+        raise BadRecord("missing key", f"there is no {shown(name)}; the row has {listed(record)}")
+    return record[name]
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    return expect(_column(record, name), str, f"{name} must be a text")
+
+
+def _answer(record: dict[str, Any], name: str) -> str:
+    value = _text(record, name)
+    if not value.strip():
+        raise BadRecord("nothing to learn", f"{name} is blank")
+    return value
+
+
+def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> list[Message]:
+    if record.get(name) is None or not _text(record, name).strip():
+        return messages
+    if messages[0]["role"] == "system":
+        raise BadRecord("two system messages", f"one is {name}, the other the first message; delete one")
+    return [{"role": "system", "content": record[name]}, *messages]
+
+
+def _turn(prompt: str, response: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _read_messages(record: dict[str, Any]) -> Example:
+    messages = message_list(_column(record, "messages"), "messages")
+    return Example(answered(in_order(messages)), tool_list(record.get("tools")))
+
+
+def _read_sharegpt(record: dict[str, Any]) -> Example:
+    messages = message_list(_column(record, "conversations"), "conversations", _sharegpt_message)
+    messages = _with_system(messages, record, "system")
+    return Example(answered(in_order(messages)), tool_list(record.get("tools")))
+
+
+def _sharegpt_message(given: Any) -> Message:
+    if not isinstance(given, dict) or "from" not in given:
+        return read_message(given)
+    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+    if mixed := rest.keys() & {"role", "content"}:
+        raise BadRecord("unknown key", f"{listed(mixed)} beside from; use from and value, or role and content")
+    speaker, value = given["from"], given.get("value")
+    if speaker == "function_call":
+        return read_message({**rest, "role": "assistant", "content": "", "tool_calls": _function_calls(value)})
+    if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
+        known = ", ".join([*_SHAREGPT_ROLES, "function_call"])
+        raise BadRecord("unknown role", f"from is {shown(speaker)}; known are {known}")
+    return read_message({**rest, "role": _SHAREGPT_ROLES[speaker], "content": value}, content_name="value")
+
+
+def _function_calls(value: Any) -> list[Any]:
+    kind, wanted = "bad tool call", "value must be the JSON text of a call"
+    calls = parse_text(expect(value, str, wanted, kind), kind, wanted)
+    if calls == []:
+        raise BadRecord(kind, "value is an empty list; expected a call")
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _read_alpaca(record: dict[str, Any]) -> Example:
+    prompt, response = _text(record, "instruction"), _answer(record, "output")
+    if record.get("input") is not None and _text(record, "input").strip():
+        prompt += "\n" + record["input"]
+    messages: list[Message] = []
+    history = [] if record.get("history") is None else record["history"]
+    for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
+        if not isinstance(pair, list) or [type(item) for item in pair] != [str, str]:
+            raise BadRecord(
+                "wrong type", f"history, pair {number}: must be a list of two texts, the question and answer"
+            )
+        if not pair[1].strip():
+            raise BadRecord("nothing to learn", f"history, pair {number}: the answer is blank")
+        messages += _turn(*pair)
+    return Example(_with_system(messages + _turn(prompt, response), record, "system"))
+
+
+def _read_prompt_completion(record: dict[str, Any]) -> Example:
+    prompt, completion = _column(record, "prompt"), _column(record, "completion")
+    if isinstance(prompt, str):
+        messages = _turn(prompt, _answer(record, "completion"))
+    elif not isinstance(prompt, list):
+        raise BadRecord("wrong type", f"prompt must be a text or a list of messages, is {kind_of(prompt)}")
+    else:
+        before = message_list(prompt, "prompt", functools.partial(read_message, context=True))
+        messages = in_order(before + answered(message_list(completion, "completion")))
+    return Example(messages, tool_list(record.get("tools")))
+
+
+def _read_columns(prompt: str, response: str, system: str, record: dict[str, Any]) -> Example:
+    messages = _turn(_text(record, prompt), _answer(record, response))
+    if system:
+        _column(record, system)  # null and blank are no system message, but a column that is not there may be misspelt
+        messages = _with_system(messages, record, system)
+    return Example(messages)
+
+
+def _read_text(column: str, record: dict[str, Any]) -> Example:
+    return Example(text=_answer(record, column))
+
+
+def _read_tokens(record: dict[str, Any]) -> Example:
+    ids = _integers(record, "input_ids")
+    if not ids:
+        raise BadRecord("nothing to learn", "input_ids is empty")
+    if min(ids) < 0 or max(ids) > _LARGEST_ID:
+        place = next(i for i, number in enumerate(ids) if not 0 <= number <= _LARGEST_ID)
+        raise BadRecord("bad token id", f"input_ids[{place}] is {shown(ids[place])}; expected 0 to {_LARGEST_ID:,}")
+    if record.get("attention_mask") is not None:
+        mask = _integers(record, "attention_mask")
+        if len(mask) != len(ids) or set(mask) != {1}:
+            raise BadRecord("bad attention mask", "it must be 1 for each of input_ids; remove the padding")
+    if record.get("labels") is None:
+        return Example(input_ids=ids)
+    labels = _integers(record, "labels")
+    if len(labels) != len(ids):
+        raise BadRecord("bad labels", f"{len(labels):,} labels for {len(ids):,} input_ids; expected as many")
+    for place, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        if label not in (IGNORE, token):
+            wrong = f"labels[{place}] is {shown(label)}, input_ids[{place}] is {token}"
+            raise BadRecord("bad labels", f"{wrong}; expected the same or {IGNORE} (labels are not shifted)")
+    if all(label == IGNORE for label in labels[1:]):
+        raise BadRecord("nothing to learn", f"all labels behind the first are {IGNORE}")
+    return Example(input_ids=ids, labels=None if labels == ids else labels)
+
+
+def _integers(record: dict[str, Any], name: str) -> list[int]:
+    values = expect(_column(record, name), list, f"{name} must be a list of integers")
+    if not set(map(type, values)) <= {int}:
+        place = next(i for i, value in enumerate(values) if type(value) is not int)
+        raise BadRecord("wrong type", f"{name}[{place}] must be an integer, is {shown(values[place])}")
+    return values
+
+
+_FIXED = {  # in the order in which `auto` tries them: some records of messages have a prompt, too
+    "messages": Format("messages", "OpenAI", _read_messages, frozenset({"messages"})),
+    "sharegpt": Format("sharegpt", "conversations", _read_sharegpt, frozenset({"conversations"})),
+    "tokens": Format("tokens", "input_ids", _read_tokens, frozenset({"input_ids"})),
+    "alpaca": Format("alpaca", "instruction and output", _read_alpaca, frozenset({"instruction", "output"})),
+    "prompt_completion": Format(
+        "prompt_completion", "prompt and completion", _read_prompt_completion, frozenset({"prompt", "completion"})
+    ),
+}
+FORMATS = (*_FIXED, "columns", "text")
+
+
+def _columns_format(prompt: str, response: str, system: str) -> Format:
+    description = f"{prompt} and {response}" + (f", system message from {system}" if system else "")
+    return Format("columns", description, functools.partial(_read_columns, prompt, response, system))
+
+
+def _text_format(column: str) -> Format:
+    return Format("text", f"column {column}", functools.partial(_read_text, column))
