@@ -329,15 +329,15 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "its id 20 is another's"),
     (
         {"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}},
-        "'<|im_end|>': this name or its id 1000 is another's",
+        "'<|im_end|>': it or its id 1000 is another's",
     ),
     (
         {"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}},
-        "'<a>': this name or its id 1001 is another's",
+        "'<a>': it or its id 1001 is another's",
     ),
     ({"added_tokens_decoder": {"1000": {"content": ""}}}, "added token '':"),
     ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is another's"),
-    ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "strips spaces"),
+    ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "lstrip, rstrip or single_word"),
     ({"added_tokens_decoder": {"1000": "<a>"}}, "not laid out"),
 ]
 

@@ -96,7 +96,7 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
         return content
     if config.content.get("tokenizer_class") not in QWEN2_CLASSES or config.content.get("add_prefix_space"):
         # These files do not say how to split and normalise a text; the class does, and only this one is known.
-        what = "only a Qwen2Tokenizer without add_prefix_space needs no tokenizer.json"
+        what = "only the tokenizer_class Qwen2Tokenizer, without add_prefix_space, needs no tokenizer.json"
         raise UserError(f"{config.file}: {what}; save the tokenizer with one")
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {
