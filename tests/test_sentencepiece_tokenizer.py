@@ -244,7 +244,7 @@ def test_eos_and_pad_come_from_the_config_else_from_the_model(models: dict[str, 
     assert (ours.eos_token, ours.eos_token_id, ours.pad_token_id) == ("<|im_end|>", ours.encode("<|im_end|>")[0], 1000)
     assert ours.n_vocab == 1004
     without_eos = train(model_type="bpe", eos_id=-1)
-    with pytest.raises(UserError, match="eos_token is missing"):
+    with pytest.raises(UserError, match="eos_token ''"):
         load_tokenizer(write(tmp_path, without_eos, {}))
     assert load_tokenizer(write(tmp_path, without_eos, {"eos_token": "<|im_end|>"})).eos_token == "<|im_end|>"
 
@@ -325,13 +325,19 @@ def test_a_broken_model_is_refused(models: dict[str, bytes], tmp_path: Path, nam
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eos_token": "<nope>"}, "eos_token '<nope>'"),
     ({"pad_token": "▁the"}, "pad_token '▁the'"),
-    ({"eos_token": 2}, "eos_token 2 is not the name"),
-    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "takes the id of the model's '▁"),
-    ({"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}}, "id 1000, has also id "),
-    ({"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}}, "id 1001, has also id 1000"),
-    ({"added_tokens_decoder": {"1000": {"content": ""}}}, "id 1000, is empty"),
-    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "id -1, is not numbered"),
-    ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "rstrip"),
+    ({"eos_token": 2}, "eos_token 2 is no added"),
+    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "its id 20 is another's"),
+    (
+        {"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}},
+        "'<|im_end|>': it or its id 1000 is another's",
+    ),
+    (
+        {"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}},
+        "'<a>': it or its id 1001 is another's",
+    ),
+    ({"added_tokens_decoder": {"1000": {"content": ""}}}, "added token '':"),
+    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is another's"),
+    ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "lstrip, rstrip or single_word"),
     ({"added_tokens_decoder": {"1000": "<a>"}}, "not laid out"),
 ]
 

@@ -3,17 +3,15 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_object
 
 Segments = Iterator[tuple[int | None, str]]  # added tokens (id, text) and the text between them (None, text)
+Ends = tuple[str, int, int]  # the eos token, its id, and the id of the pad token
 
 
 class Tokenizer(ABC):
@@ -22,19 +20,15 @@ class Tokenizer(ABC):
     Methods raise UserError for a text with a lone surrogate, which no UTF-8 can hold, and for an unknown id.
     """
 
-    eos_token: str
-    eos_token_id: int
-    pad_token_id: int
-    n_vocab: int  # one more than the highest id
-    fingerprint: str  # of everything that decides the ids of a text; the eos and pad tokens are not in it
-
-    def __init__(
-        self, spelled: dict[int, bytes], cut: Mapping[str, int], ends: tuple[str, int, int], fingerprint: str
-    ) -> None:
-        """`spelled`: what each token spells; `cut`: tokens to cut out of texts; `ends`: see `TokenizerConfig.ends`."""
-        self._bytes, self._words, self.fingerprint = spelled, Words(cut), fingerprint
+    def __init__(self, spelled: dict[int, bytes], cut: Mapping[str, int], ends: Ends, fingerprint: str) -> None:
+        """`spelled`: what each token of the model spells; `cut`: the added tokens, which are cut out of a text first,
+        the leftmost first and of several there the longest; `fingerprint`: of everything that decides the ids of a
+        text, which the eos and pad tokens do not."""
+        self._bytes, self._cut, self.fingerprint = spelled | {i: t.encode() for t, i in cut.items()}, cut, fingerprint
+        longest_first = map(re.escape, sorted(cut, key=len, reverse=True))
+        self._cut_pattern = re.compile(f"({'|'.join(longest_first) or '(?!)'})")
         self.eos_token, self.eos_token_id, self.pad_token_id = ends
-        self.n_vocab = max(spelled) + 1
+        self.n_vocab = max(self._bytes) + 1  # one more than the highest id
 
     def encode(self, text: str) -> list[int]:
         """The ids that the tokenizer's own library gives: added tokens in the text recognised, nothing added to it."""
@@ -56,9 +50,10 @@ class Tokenizer(ABC):
         """The text in which `encode_with_offsets` counts: put in NFC by tiktoken's kind where its files say so."""
         return "".join(segment for _, segment in self._segments(text))
 
-    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, added tokens included; bytes that are not UTF-8, as of a cut character, become U+FFFD."""
+        ids = list(map(int, ids))
+        return self._decode(ids, b"".join(map(self.token_bytes, ids)))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token spells, maybe a part of a character."""
@@ -72,127 +67,71 @@ class Tokenizer(ABC):
         return list(dict.fromkeys([self.eos_token_id, *(text_end if len(text_end) == 1 else [])]))
 
     def _segments(self, text: str) -> Segments:
-        """The parts of a text that are encoded each by itself."""
+        """The parts of a text that are encoded each by itself; none is empty."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(
-                f"character {error.start} of the text is a lone surrogate ({text[error.start]!r}), which UTF-8 "
-                f"cannot hold; remove it or replace it by U+FFFD"
-            ) from error
-        return self._words.cut_out(text)
+            what = "a lone surrogate, which UTF-8 cannot hold; remove it or replace it by U+FFFD"
+            raise UserError(f"character {error.start} of the text is {what}") from error
+        for i, part in enumerate(self._cut_pattern.split(text)):  # every second part is an added token
+            if part:
+                yield self._cut[part] if i % 2 else None, part
 
     @abstractmethod
     def _encode_segment(self, segment: str) -> list[int]: ...
 
-
-class Words:
-    """Words that are cut out of texts: the leftmost first, and of several there the longest."""
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        longest_first = sorted(ids, key=len, reverse=True)
-        self._ids, self._pattern = ids, re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def cut_out(self, text: str) -> Segments:
-        """The words and what lies between them; nothing empty."""
-        done = 0
-        for match in self._pattern.finditer(text):
-            if match.start() > done:
-                yield None, text[done : match.start()]
-            yield self._ids[match.group()], match.group()
-            done = match.end()
-        if done < len(text):
-            yield None, text[done:]
+    def _decode(self, ids: list[int], spelled: bytes) -> str:
+        """The text of known ids, which spell these bytes."""
+        return spelled.decode("utf-8", errors="replace")
 
 
-@dataclass(frozen=True)
-class AddedToken:
+class AddedToken(NamedTuple):
     """A token that is cut out of the text first; `normalized` ones are looked for after the normaliser."""
 
     id: int
     content: str
     normalized: bool
     special: bool
-    flag: str = ""  # a flag that is set and that only the `tokenizers` library knows
+    plain: bool = True  # it is a text that is not empty, and has no flag that only the `tokenizers` library knows
 
     @staticmethod
     def read(entry: dict[str, Any]) -> "AddedToken":
         """An entry of a tokenizer.json's `added_tokens`, with HF's own defaults."""
-        if not isinstance(entry["content"], str):
-            raise TypeError(f"the added token {entry['id']} is {entry['content']!r}")
-        special = bool(entry.get("special", False))
-        flag = next((flag for flag in ("lstrip", "rstrip", "single_word") if entry.get(flag)), "")
-        return AddedToken(entry["id"], entry["content"], bool(entry.get("normalized", not special)), special, flag)
+        content, special = entry["content"], bool(entry.get("special", False))
+        plain = isinstance(content, str) and content and not any(map(entry.get, ("lstrip", "rstrip", "single_word")))
+        return AddedToken(entry["id"], content, bool(entry.get("normalized", not special)), special, bool(plain))
 
 
-@dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(NamedTuple):
     """A `tokenizer_config.json`; one that is not there is empty."""
 
     file: Path
     content: dict[str, Any]
 
-    @staticmethod
-    def read(file: Path, needed: bool) -> "TokenizerConfig":
-        missing = "copy the checkpoint's tokenizer files to that folder"
-        return TokenizerConfig(file, read_object(file, missing) if needed or file.is_file() else {})
-
-    def ends(self, ids: Mapping[str, int], eos: str = "", pad: str = "") -> tuple[str, int, int]:
-        """The eos token, its id, and the id of the pad token, which is the eos token's where there is none.
-
-        Args:
-            ids: the tokens that these can be.
-            eos, pad: the model's own, where the config names none.
-        """
-        names = []
+    def ends(self, ids: Mapping[str, int], eos: str = "", pad: str = "") -> Ends:
+        """The eos token, its id, and the id of the pad token, which is the eos token's where there is none. `ids`: the
+        tokens that these can be; `eos`, `pad`: the model's own, where the config names none."""
+        names = [""]
         for key, default in (("eos_token", eos), ("pad_token", pad)):
             token = self.content.get(key)
-            name = (token.get("content") if isinstance(token, dict) else token) or default
-            if not isinstance(name, str) or (name and name not in ids):
-                raise UserError(f"{self.file}: {key} {name!r} is not the name of an added or special token; name one")
-            names.append(name)
-        if not names[0]:
-            raise UserError(f"{self.file}: eos_token is missing; name the token that ends a turn, such as <|im_end|>")
-        return names[0], ids[names[0]], ids[names[1] or names[0]]
+            names.append((token.get("content") if isinstance(token, dict) else token) or default or names[-1])
+            if names[-1] not in list(ids):  # a list, because a name can be anything
+                raise UserError(f"{self.file}: {key} {names[-1]!r} is no added or special token; name one")
+        return names[1], ids[names[1]], ids[names[2]]
 
-    def added_entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """`added_tokens_decoder` as a tokenizer.json has it, by rising id."""
-        with laid_out(self.file):
-            entries = [{**entry, "id": int(key)} for key, entry in self.content.get("added_tokens_decoder", {}).items()]
-            return sorted(entries, key=lambda entry: entry["id"])
+        decoder = self.content.get("added_tokens_decoder", {})
+        return sorted(({**entry, "id": int(key)} for key, entry in decoder.items()), key=lambda entry: entry["id"])
 
     def added(self, names: Mapping[str, int], free: Container[int] = ()) -> list[AddedToken]:
         """`added_tokens_decoder`, checked against the model's own tokens, of which `free` ones may get another name."""
-        ids, name_of = dict(names), {token_id: name for name, token_id in names.items()}
-        with laid_out(self.file):
-            added = [AddedToken.read(entry) for entry in self.added_entries()]
+        ids, name_of = dict(names), {token_id: name for name, token_id in names.items() if token_id not in free}
+        added = list(map(AddedToken.read, self.entries()))
         for token in added:
-            number = ids.setdefault(token.content, token.id)
-            name = token.content if token.id in free else name_of.get(token.id, token.content)
-            wrong = (
-                (not token.content and "is empty")
-                or (token.flag and f"has {token.flag}, which needs a tokenizer.json")
-                or (not 0 <= token.id < 2**31 and "is not numbered from 0 to 2^31 - 1")
-                or (number != token.id and f"has also id {number}")
-                or (name != token.content and f"takes the id of the model's {name!r}")
-            )
-            if wrong:
-                what = f"the added token {token.content!r}, id {token.id}, {wrong}"
+            fits = ids.setdefault(token.content, token.id) == token.id and 0 <= token.id < 2**31
+            if not fits or not token.plain or name_of.setdefault(token.id, token.content) != token.content:
+                what = f"the added token {token.content!r}: it or its id {token.id} is another's or out of range, or it"
+                what += " is empty or has lstrip, rstrip or single_word, which need a tokenizer.json"
                 raise UserError(f"{self.file}: {what}; use the config that came with the model")
         return added
-
-    def is_qwen2(self) -> bool:
-        """Whether it names the class that splits text by Qwen2's pattern and puts it in NFC."""
-        return self.content.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-
-
-@contextmanager
-def laid_out(file: Path) -> Iterator[None]:
-    """Turn the errors of reading a file, or values of the wrong kind in it, into a `UserError` about it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{file}: not there or not laid out as it should be ({what}); download it again") from error

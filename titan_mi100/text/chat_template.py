@@ -7,17 +7,19 @@ The second is known by provenance, not by searching the text: each string of a m
 import io
 import json
 import os
-from bisect import bisect_right
+import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
-from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, trace
+from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
@@ -152,7 +154,9 @@ class ChatTemplate:
             if message.get("role") != "assistant":
                 turns.append(finder.other(i, str(message.get("role", ""))))
                 continue
-            self._check_eos_token()
+            if not finder.eos_token:
+                config_file = self._file.parent / "tokenizer_config.json"
+                raise UserError(f"{config_file}: eos_token is missing; name what ends a turn")
             prompt = prompt or self._prompt(prepared[:i], variables)
             try:
                 turns.append(finder.assistant(i, message, prompt))
@@ -187,12 +191,6 @@ class ChatTemplate:
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
         return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
 
-    def _check_eos_token(self) -> None:
-        if not self._special_tokens.get("eos_token"):
-            raise UserError(
-                f"{self._file.parent / 'tokenizer_config.json'}: eos_token is missing; name what ends a turn"
-            )
-
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `transformers` hands them to a template: keys without a value dropped, reasoning aliased."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
@@ -209,10 +207,9 @@ class ChatTemplate:
 
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        context = {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
         try:
-            return self._template.render(
-                {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
-            )
+            return self._template.render(context)
         except Exception as error:  # the template is data: whatever it does wrong is for its user to see
             reason = str(error) or type(error).__name__
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
@@ -224,12 +221,9 @@ def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
         for key, value in message.items()
     }
     if thoughts := _thoughts(message):
-        runs, position = [], 0
-        for start, stop in thoughts:
-            runs += [(start - position, Source(index, "content")), (stop - start, Source(index, _REASONING))]
-            position = stop
         content = message["content"]
-        traced["content"] = Traced(content, [*runs, (len(content) - position, Source(index, "content"))])
+        parts = zip(pairwise([0, *chain(*thoughts), len(content)]), cycle(("content", _REASONING)), strict=False)
+        traced["content"] = Traced(content, [(stop - start, Source(index, field)) for (start, stop), field in parts])
     return traced
 
 
@@ -264,15 +258,16 @@ class _TurnFinder:
     """Finds the turns of a rendered text, message after message, by where its characters came from."""
 
     def __init__(self, text: str, eos_token: str) -> None:
-        self._text, self._eos_token = str.__str__(text), eos_token
+        self._text, self.eos_token = str.__str__(text), eos_token
         self._spans: list[tuple[int, int, Source]] = []  # of characters that came from messages, in order
         self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # begin, end, field
-        position = 0
-        for length, source in text.runs if isinstance(text, Traced) else ():
+        end = 0
+        for length, source in runs_of(text):
+            begin, end = end, end + length
             if source is not None:
-                self._spans.append((position, position + length, source))
-                self._of_message[source.message].append((position, position + length, source.field))
-            position += length
+                self._spans.append((begin, end, source))
+                self._of_message[source.message].append((begin, end, source.field))
+        self._begins = [begin for begin, _, _ in self._spans]
         self._ends = [end for _, end, _ in self._spans]
         self._behind = 0  # where the last turn stops
         self._behind_assistant = 0
@@ -281,8 +276,8 @@ class _TurnFinder:
         """The turn of a message that is not the assistant's."""
         own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
         start, stop = (own[0][0], own[-1][1]) if own else (self._behind, self._behind)
-        if own and self._eos_token and self._is_literal(stop, self._eos_token):
-            stop += len(self._eos_token)
+        if own and self.eos_token and self._is_literal(stop, self.eos_token):
+            stop += len(self.eos_token)
         self._behind = stop
         return Turn(index, role, start, stop, start, False)
 
@@ -299,10 +294,10 @@ class _TurnFinder:
         if _says(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
             raise _Untraceable("the template drops or rewrites its tool_calls")
         last = max([answer, *(end for _, end, _ in spans)])
-        found = self._text.find(self._eos_token, last)
+        found = self._text.find(self.eos_token, last)
         if found < 0:
-            raise _Untraceable(f"no {self._eos_token!r} ends the turn")
-        stop = found + len(self._eos_token)
+            raise _Untraceable(f"no {self.eos_token!r} ends the turn")
+        stop = found + len(self.eos_token)
         if any(source.message != index for source in self._sources_between(start, stop)):
             raise _Untraceable("text of another message stands inside of its turn")
         reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
@@ -311,34 +306,28 @@ class _TurnFinder:
         return Turn(index, message["role"], start, stop, answer, lost)
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
-        """Where the header ends that was written with this message's role: the generation prompt up to a line's end."""
+        """Where the header ends that the template wrote around this message's role.
+
+        It is the generation prompt, whole or up to the end of a line behind the role: a prompt can open a think block
+        in further lines, which turns without reasoning do not have. The longest header counts.
+        """
+        readings = []  # each way to take the prompt apart: what stands before a role in it, and the lines behind
+        for match in re.finditer(re.escape(role), header):
+            lines = header[match.end() :].splitlines(keepends=True) or [""]
+            readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
         for begin, end, field in spans:
-            if field != "role" or begin < self._behind_assistant or self._text[begin:end] != role:
-                continue
-            at = header.find(role)
-            while at >= 0:
-                before, behind = header[:at], header[at + len(role) :]
-                if begin >= len(before) and self._is_literal(begin - len(before), before):
-                    # A prompt can open a think block in further lines, which turns without reasoning do not have.
-                    lines = behind.splitlines(keepends=True) or [""]
-                    for count in range(len(lines), 0, -1):
-                        if self._is_literal(end, "".join(lines[:count])):
-                            return end + len("".join(lines[:count]))
-                at = header.find(role, at + 1)
+            if field == "role" and begin >= self._behind_assistant and self._text[begin:end] == role:
+                for before, behind in readings:
+                    if self._is_literal(begin - len(before), before) and self._is_literal(end, behind):
+                        return end + len(behind)
         raise _Untraceable("the template does not write its role between the lines of the generation prompt")
 
     def _is_literal(self, position: int, expected: str) -> bool:
         """Whether the template itself wrote `expected` there."""
-        return self._text.startswith(expected, position) and not self._sources_between(
-            position, position + len(expected)
-        )
+        stop = position + len(expected)
+        return position >= 0 and self._text[position:stop] == expected and not self._sources_between(position, stop)
 
     def _sources_between(self, start: int, stop: int) -> list[Source]:
         """Of the characters in `[start, stop)` that came from messages."""
-        sources = []
-        for i in range(bisect_right(self._ends, start), len(self._spans)):
-            begin, _, source = self._spans[i]
-            if begin >= stop:
-                break
-            sources.append(source)
-        return sources
+        first, last = bisect_right(self._ends, start), bisect_left(self._begins, stop)
+        return [source for _, _, source in self._spans[first:last]]

@@ -1,14 +1,16 @@
 """Which engine runs a tokenizer's files: tiktoken where it gives the same ids, else the files' own library."""
 
+import re
 from pathlib import Path
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import plain_path
-from titan_mi100.text.base import Tokenizer, TokenizerConfig, laid_out
+from titan_mi100.files.plain import plain_path, read_object, read_plain
+from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import read_bpe, read_definition
-from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, is_rank_file, read_rank_file
+from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=*[ \t]+[0-9]+\s*(\n|\Z)")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -23,14 +25,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: there is no such tokenizer, a file of it is malformed, or no engine here can run it.
     """
     file = _definition_file(Path(path))
-    config = TokenizerConfig.read(file.with_name("tokenizer_config.json"), needed=file.suffix not in _FILE_KINDS)
-    with laid_out(file):
-        if file.suffix == ".tiktoken" or (file.suffix == ".model" and is_rank_file(file)):
+    config_file = file.with_name("tokenizer_config.json")
+    needed = file.suffix not in _FILE_KINDS or config_file.is_file()
+    content = read_object(config_file, "copy the checkpoint's tokenizer files there") if needed else {}
+    config = TokenizerConfig(config_file, content)
+    try:
+        if file.suffix == ".tiktoken" or (file.suffix == ".model" and _RANK_LINE.match(read_plain(file))):
             return read_rank_file(file, config)
         if file.suffix == ".model":
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
         return read_bpe(definition, config) or HfTokenizer(file, definition, config)
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise no class of their own
+        what = f"not there or not laid out as it should be ({type(error).__name__}: {error})"
+        raise UserError(f"{file}, or {config_file}: {what}; download it again") from error
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
@@ -43,9 +53,9 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         UserError: there is no tokenizer, or a file of it is a link out of the folder.
     """
     file = _definition_file(Path(path))
-    names = [file.name, *(["merges.txt"] if file.name == "vocab.json" else [])]
-    files = [file.with_name(name) for name in (*names, "tokenizer_config.json", "chat_template.jinja")]
-    found = [file for file in files if file.is_file()]
+    merges = ["merges.txt"] if file.name == "vocab.json" else []
+    names = [file.name, *merges, "tokenizer_config.json", "chat_template.jinja"]
+    found = [file.with_name(name) for name in names if file.with_name(name).is_file()]
     for file in found:
         plain_path(file)  # a link must not lead the hash of these files elsewhere
     return found
@@ -55,16 +65,10 @@ def _definition_file(path: Path) -> Path:
     """tokenizer.json, else vocab.json, else the only rank file or model of a folder; a rank file or model itself."""
     if path.is_file() and path.suffix in _FILE_KINDS:
         return path
-    if not path.is_dir():
-        what = "not a tokenizer" if path.is_file() else "no such file or folder"
-        raise UserError(f"{path}: {what}; name a folder with tokenizer.json, or a .tiktoken or .model file")
-    found = sorted(file for file in path.iterdir() if file.suffix in _FILE_KINDS and file.is_file())
-    found = [path / name for name in ("tokenizer.json", "vocab.json") if (path / name).is_file()][:1] or found
+    found = [path / name for name in ("tokenizer.json", "vocab.json") if (path / name).is_file()][:1]
+    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS and file.is_file())
     if len(found) != 1:
-        several = f"has {', '.join(file.name for file in found)}; name one of these files instead"
-        nothing = (
-            "holds no tokenizer: no tokenizer.json, vocab.json with merges.txt, .tiktoken or .model file; copy the "
-            "checkpoint's tokenizer files there"
-        )
-        raise UserError(f"{path}: {several if found else nothing}")
+        names = ", ".join(file.name for file in found) or "no tokenizer"
+        what = f"has {names}" if path.exists() else "no such file or folder"
+        raise UserError(f"{path}: {what}; name a folder with tokenizer.json, or a .tiktoken or .model file")
     return found[0]

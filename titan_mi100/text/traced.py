@@ -140,15 +140,14 @@ def _whole(text: str, sources: set[Source | None]) -> str:
 def _concat(pieces: Iterable[str]) -> str:
     parts = list(pieces)
     text = "".join(parts)
-    runs: list[Run] = []
-    traced = False
-    for part in parts:
-        if isinstance(part, Traced):
-            traced = True
-            runs += part.runs
-        else:
-            runs.append((len(part), None))
-    return Traced(text, runs) if traced else text
+    if not any(isinstance(part, Traced) for part in parts):
+        return text
+    return Traced(text, [run for part in parts for run in runs_of(part)])
+
+
+def runs_of(text: str) -> tuple[Run, ...]:
+    """The runs of a string; of a plain one the template's own."""
+    return text.runs if isinstance(text, Traced) else ((len(text), None),)
 
 
 def trace(value: Any, source: Source) -> Any:
@@ -164,9 +163,9 @@ def trace(value: Any, source: Source) -> Any:
 
 def _sources(value: Any) -> set[Source | None]:
     if isinstance(value, str):
-        return {source for _, source in value.runs} if isinstance(value, Traced) else {None}
+        return {source for _, source in runs_of(value)}
     if isinstance(value, Mapping):
-        return set().union(*map(_sources, value.keys()), *map(_sources, value.values()))
+        value = [*value.keys(), *value.values()]
     return set().union(*map(_sources, value)) if isinstance(value, list | tuple) else set()
 
 
@@ -181,10 +180,6 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 class _GenerationTag(ext.Extension):
@@ -218,4 +213,4 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols])
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
