@@ -60,10 +60,9 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
     """
     try:
         content = read_plain(path, largest)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
+        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path}: {what}; {remedy}") from None
     return parse_object(content, path, remedy)
 
 

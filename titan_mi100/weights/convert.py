@@ -3,6 +3,7 @@
 import argparse
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -47,8 +48,8 @@ VERIFY_HELP = (
     "computes; auto: logits below 4 GB where transformers is installed, else bytes"
 )
 _DTYPE_HELP = (
-    "of the written weights (default: %(default)s); keep: as they are; auto: of a run's checkpoint the dtype that its "
-    "config.json names, of everything else as they are"
+    "of the written weights (default: %(default)s); keep: as they are; auto (dcp_to_hf): of a run's checkpoint the "
+    "dtype that its config.json names, of everything else as they are"
 )
 SHARD_BYTES = 5_000_000_000
 _LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
@@ -276,8 +277,7 @@ def _compare(written: Weights, digests: Digests, verify: str) -> None:
     if verify == "off":
         return
     found = Digests()
-    for _ in _tensors(written, written.kinds, found, "verifying"):
-        pass
+    deque(_tensors(written, written.kinds, found, "verifying"), maxlen=0)  # keeps none
     if wrong := [name for name in {**digests, **found} if digests.get(name) != found.get(name)]:
         raise SaveError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
 

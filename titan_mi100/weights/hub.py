@@ -23,18 +23,18 @@ def run(convert: Callable[[], object], options: argparse.Namespace) -> None:
 
     What would make the upload fail is looked for first, as far as that goes without network.
     """
+    name = options.push_to_hub
 
     def prepared() -> None:
-        if options.push_to_hub is not None:
-            check(options.push_to_hub)
+        if name is not None:
+            check(name)
         elif options.public:
             raise UserError("--public: goes with --push_to_hub NAME; add that, or leave it out")
         convert()
 
     tool.run(prepared)
-    if options.push_to_hub is not None:
-        again = "what has arrived is not sent again"
-        tool.run(lambda: push(options.output_dir, options.push_to_hub, options.public), again)
+    if name is not None:
+        tool.run(lambda: push(options.output_dir, name, options.public), "what has arrived is not sent again")
 
 
 def check(name: str) -> None:
