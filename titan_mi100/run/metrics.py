@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +39,13 @@ class StepResult:
     flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One optimizer step as it is recorded, over all ranks."""
-
-    step: int
-    epoch: float | None  # None: a stream without epochs
-    loss: float | None  # None, as JSON has no such numbers: not finite
-    grad_norm: float | None
-    lr: float
-    seconds: float
-    tokens: int
-    supervised_tokens: int
-    tokens_per_second: float
-    supervised_tokens_per_second: float
-    mfu: float | None  # of the peak for the compute dtype; None: unknown hardware
-    peak_memory_gib: float  # of the rank that held most: device memory reserved, on CPU the process's peak
-    data_wait: float  # share of the step spent waiting for rows
-    gradient_bytes: int | None  # that each rank gave to collectives, under DDP; None: not counted
-    skipped: bool  # nothing was updated: loss or gradients were not finite
-
-    def line(self, steps: int, dtype: str) -> str:
-        mfu = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
-        return (
-            f"step {self.step:>{len(str(steps))}}/{steps}  loss {_shown(self.loss, 4)}  "
-            f"grad_norm {_shown(self.grad_norm, 3)}  "
-            f"lr {self.lr:.2e}  tok/s {self.tokens_per_second:,.0f}  "
-            f"supervised tok/s {self.supervised_tokens_per_second:,.0f}  mfu({dtype}) {mfu}  "
-            f"mem {self.peak_memory_gib:.2f} GiB  data wait {self.data_wait:.1%}"
-        )
-
-
 def _shown(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def _if_finite(value: float | None) -> float | None:
+    """JSON has no other numbers."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -124,34 +98,40 @@ class Reporter:
         )
 
     def after_step(self, step: int, result: StepResult) -> None:
-        flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
-        metrics = StepMetrics(
-            step=step,
-            epoch=result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
-            loss=result.loss if math.isfinite(result.loss) else None,
-            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-            lr=result.lr,
-            seconds=result.seconds,
-            tokens=result.tokens,
-            supervised_tokens=result.supervised,
-            tokens_per_second=result.tokens / result.seconds,
-            supervised_tokens_per_second=result.supervised / result.seconds,
-            mfu=flops / result.seconds / self._peak_flops if self._peak_flops else None,
-            peak_memory_gib=result.peak_memory_gib,
-            data_wait=result.waited / result.seconds,
-            gradient_bytes=result.gradient_bytes,
-            skipped=result.skipped,
-        )
-        self._write(step, asdict(metrics), prefix="train/")
+        seconds, flops = result.seconds, self._flops(result.tokens, result.supervised, result.attention_pairs)
+        record = {
+            "step": step,
+            "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
+            "loss": _if_finite(result.loss),
+            "grad_norm": _if_finite(result.grad_norm),
+            "lr": result.lr,
+            "seconds": seconds,
+            "tokens": result.tokens,
+            "supervised_tokens": result.supervised,
+            "tokens_per_second": result.tokens / seconds,
+            "supervised_tokens_per_second": result.supervised / seconds,
+            "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,  # None: unknown hardware
+            "peak_memory_gib": result.peak_memory_gib,
+            "data_wait": result.waited / seconds,
+            "gradient_bytes": result.gradient_bytes,
+            "skipped": result.skipped,
+        }
+        self._write(step, record, prefix="train/")
         if step % self._config.log_freq == 0 or step == self._steps:
-            log.info(metrics.line(self._steps, self._dtype))
+            mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+            log.info(
+                f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {_shown(record['loss'], 4)}  "
+                f"grad_norm {_shown(record['grad_norm'], 3)}  lr {result.lr:.2e}  "
+                f"tok/s {record['tokens_per_second']:,.0f}  supervised tok/s "
+                f"{record['supervised_tokens_per_second']:,.0f}  mfu({self._dtype}) {mfu}  "
+                f"mem {result.peak_memory_gib:.2f} GiB  data wait {record['data_wait']:.1%}"
+            )
         self._bar.update(1)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Args: bits_per_byte: None: the supervised tokens spell nothing."""
-        found = {"validation_loss": loss, "bits_per_byte": bits_per_byte}
-        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in found.items()}
-        self._write(step, {"step": step, **finite}, prefix="validation/")
+        found = {"step": step, "validation_loss": _if_finite(loss), "bits_per_byte": _if_finite(bits_per_byte)}
+        self._write(step, found, prefix="validation/")
         bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
         log.info(
             f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
