@@ -935,6 +935,7 @@ BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut before the rank": (lambda data: data + b"YWJj ", "not laid out"),
     "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", "not laid out"),
     "no base64": (lambda data: data + b"a-b_ 256\n", "not laid out"),
+    "something else in base64": (lambda data: data + b"Y!WI= 256\n", "no whole tiktoken rank file"),
     "three columns": (lambda data: data + b"YWI= 256 1\n", "not laid out"),
     "rank in words": (lambda data: data + b"YWI= two\n", "not laid out"),
     "negative rank": (lambda data: data + b"YWI= -1\n", "no whole tiktoken rank file"),
