@@ -66,10 +66,8 @@ def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -
         base: the folder or file that the run's weights come from; empty: none.
         tokenizer, chat_template: as the config names them.
     """
-    assets = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
-    if CONFIG not in assets:
-        assets[CONFIG] = _json(to_hf_config(spec))
-    assets |= tokenizer_files(Path(tokenizer))
+    own = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
+    assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
     return assets

@@ -38,11 +38,6 @@ def _sections() -> Iterator[tuple[str, type]]:
         yield section.name, section.default_factory  # type: ignore[misc]
 
 
-def _keys(section: type) -> tuple[Any, ...]:
-    """The section's fields; `type` is a class in each, for this module does not postpone annotations."""
-    return fields(section)
-
-
 def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
@@ -60,30 +55,28 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     if config_file is not None:
         _read_toml(Path(config_file.value), settings, errors, chain=())
     settings.update(overrides)
-    built, refused = {}, set()
+    built, refused = {}, set()  # refused: as check names them
     for name, section in _sections():
         values = {}
-        for key in _keys(section):
+        for key in fields(section):
             if key.metadata["path"] and key.default:
                 values[key.name] = os.path.abspath(key.default)
             if (setting := settings.get((name, key.name))) is not None:
                 values[key.name], problem = _convert(key, setting)
                 if problem:
                     errors.append(f"{setting.where} = {setting.value!r} {problem}")
-                    refused.add((name, key.name))
+                    refused.add(f"[{name}] {key.name}")
         built[name] = section(**values)
     config = Config(**built)
     source = f"{config_file.value}: " if config_file is not None else ""
+    where = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
     if not config_file or os.path.isfile(config_file.value):  # else the one message that counts is there already
         for error in check(config, world_size):
-            named = re.match(r"\[(\w+)\] (\w+)", error)
-            key_id = (named[1], named[2]) if named else ("", "")
-            if key_id in settings and named:
-                error = settings[key_id].where + error[named.end() :]
-            elif named:
-                error = source + error
-            if key_id not in refused:
+            named = re.match(r"\[\w+\] \w+", error)
+            if named is None:
                 errors.append(error)
+            elif named[0] not in refused:
+                errors.append(where.get(named[0], source + named[0]) + error[named.end() :])
     if errors:
         raise UserError("\n".join(errors))
     return config
@@ -91,7 +84,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
 
 def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[tuple[str, str], _Setting]:
     found: dict[tuple[str, str], _Setting] = {}
-    known = {f"{name}.{key.name}": key for name, section in _sections() for key in _keys(section)}
+    known = {f"{name}.{key.name}": key for name, section in _sections() for key in fields(section)}
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
@@ -134,7 +127,7 @@ def _read_toml(
         _read_toml(path.parent / base, settings, errors, (*chain, path.resolve()))
     elif base is not None:
         errors.append(f"{path}: base = {base!r} is not the name of a TOML file")
-    sections = {name: {key.name for key in _keys(section)} for name, section in _sections()}
+    sections = {name: {key.name for key in fields(section)} for name, section in _sections()}
     for section, values in document.items():
         if section not in sections:
             errors.append(f"{path}: [{section}] is not a section{did_you_mean(section, sections)}")
@@ -166,15 +159,12 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     else:
         kind = key.type
         values = [_as_kind(value, kind, setting.is_text)]
-    problem = ""
     if any(type(item) is not kind for item in values):
-        problem = f"must be {_KINDS[kind]}" + (", or a list of such" if is_list else "")
-    elif rules["choices"] and value not in rules["choices"]:
-        problem = f"must be one of: {', '.join(rules['choices'])}"
-    elif kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
-        problem = f"must be at least {rules['low']}"
-    if problem:
-        return key.default, problem
+        return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}"
+    if rules["choices"] and value not in rules["choices"]:
+        return key.default, f"must be one of: {', '.join(rules['choices'])}"
+    if kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
+        return key.default, f"must be at least {rules['low']}"
     if rules["path"]:
         values = [os.path.abspath(setting.folder / os.path.expanduser(item)) if item else item for item in values]
     return (tuple(values), "") if is_list else (values[0], "")
@@ -209,7 +199,7 @@ def to_toml(config: Config) -> str:
     lines = []
     for name, section in _sections():
         lines += ["", f"[{name}]"]
-        for key in _keys(section):
+        for key in fields(section):
             if key.name != "config_file":
                 value = getattr(getattr(config, name), key.name)
                 lines.append(f"{key.name} = {_toml_value(value)}  # {key.metadata['doc']}")
@@ -232,7 +222,7 @@ def help_text() -> str:
     ]
     for name, section in _sections():
         lines += ["", f"[{name}]"]
-        for key in _keys(section):
+        for key in fields(section):
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
             head = f"  --{name}.{key.name}  {_type_name(key.type)} = {_toml_value(key.default)}"
             lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
