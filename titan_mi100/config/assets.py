@@ -108,10 +108,8 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
             config["eos_token_id"] = ends[0]
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
-    made = {CONFIG: _json(config)}
-    if generation:
-        made[GENERATION] = _json(generation)
-    return {name: content for name, content in assets.items() if name != GENERATION} | made
+    kept = {name: content for name, content in assets.items() if name != GENERATION}
+    return kept | {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -130,11 +130,9 @@ def _check_paths(config: Config) -> list[str]:
     for key in ("path", "validation_path"):
         for pattern in getattr(config.data, key):
             errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
-    template = config.model.chat_template
-    if template and not os.path.isfile(template):
+    if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
-    load = config.checkpoint.initial_load_path
-    if load and not os.path.exists(load):
+    if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
         errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -173,13 +174,9 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
 def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
     """A text of the command line as what the key wants; what cannot be that stays as it is, and fails the check."""
     if is_text and kind is not str:
-        try:
+        with suppress(KeyError, ValueError):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            return value
-    if kind is float and type(value) is int:
-        return float(value)
-    return value
+    return float(value) if kind is float and type(value) is int else value
 
 
 def resolve_run_folder(config: Config) -> Path:

@@ -40,7 +40,6 @@ class RunFolder:
         Raises:
             UserError: another run has it, or it cannot be written to.
         """
-        self._lock: FolderLock | None = None
         path, nonce = from_rank_zero(lambda: self._take(config))
         self.path = Path(path)
         with raise_together():
