@@ -220,14 +220,11 @@ def help_text() -> str:
     for name, section in _sections():
         lines += ["", f"[{name}]"]
         for key in fields(section):
+            kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  --{name}.{key.name}  {_type_name(key.type)} = {_toml_value(key.default)}"
+            head = f"  --{name}.{key.name}  {kind} = {_toml_value(key.default)}"
             lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
     return "\n".join(lines)
-
-
-def _type_name(kind: Any) -> str:
-    return f"{get_args(kind)[0].__name__} list" if get_origin(kind) is tuple else kind.__name__
 
 
 def config_from_command_line(for_this_job: bool = True) -> Config:
