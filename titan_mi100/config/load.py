@@ -39,6 +39,11 @@ def _sections() -> Iterator[tuple[str, type]]:
         yield section.name, section.default_factory  # type: ignore[misc]
 
 
+def _keys(section: type) -> tuple[Any, ...]:
+    """The section's fields; `type` is a class in each, for this module does not postpone annotations."""
+    return fields(section)
+
+
 def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
@@ -59,7 +64,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     built, refused = {}, set()  # refused: as check names them
     for name, section in _sections():
         values = {}
-        for key in fields(section):
+        for key in _keys(section):
             if key.metadata["path"] and key.default:
                 values[key.name] = os.path.abspath(key.default)
             if (setting := settings.get((name, key.name))) is not None:
@@ -85,7 +90,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
 
 def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[tuple[str, str], _Setting]:
     found: dict[tuple[str, str], _Setting] = {}
-    known = {f"{name}.{key.name}": key for name, section in _sections() for key in fields(section)}
+    known = {f"{name}.{key.name}": key for name, section in _sections() for key in _keys(section)}
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
@@ -128,7 +133,7 @@ def _read_toml(
         _read_toml(path.parent / base, settings, errors, (*chain, path.resolve()))
     elif base is not None:
         errors.append(f"{path}: base = {base!r} is not the name of a TOML file")
-    sections = {name: {key.name for key in fields(section)} for name, section in _sections()}
+    sections = {name: {key.name for key in _keys(section)} for name, section in _sections()}
     for section, values in document.items():
         if section not in sections:
             errors.append(f"{path}: [{section}] is not a section{did_you_mean(section, sections)}")
@@ -196,7 +201,7 @@ def to_toml(config: Config) -> str:
     lines = []
     for name, section in _sections():
         lines += ["", f"[{name}]"]
-        for key in fields(section):
+        for key in _keys(section):
             if key.name != "config_file":
                 value = getattr(getattr(config, name), key.name)
                 lines.append(f"{key.name} = {_toml_value(value)}  # {key.metadata['doc']}")
@@ -219,7 +224,7 @@ def help_text() -> str:
     ]
     for name, section in _sections():
         lines += ["", f"[{name}]"]
-        for key in fields(section):
+        for key in _keys(section):
             kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
             head = f"  --{name}.{key.name}  {kind} = {_toml_value(key.default)}"
