@@ -27,7 +27,7 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         afterwards: how things stand when it has failed.
     """
     setup_logging(0)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
     try:
         code = _code_of(main, log.error)
     except (RuntimeError, OSError) as error:
@@ -52,11 +52,6 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _end(*_: object) -> None:
-    """Told to end: what is half done is cleared away."""
-    sys.exit(128 + signal.SIGTERM)
 
 
 def _was_interrupted(error: BaseException) -> bool:

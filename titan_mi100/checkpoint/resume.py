@@ -34,13 +34,12 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
             read, which says nothing of what is in it.
     """
     while True:
-        paths = from_rank_zero(lambda: [str(path) for path in sealed.list_checkpoints(folder)])
+        paths: list[Path] = from_rank_zero(partial(sealed.list_checkpoints, folder))
         if not paths:
-            left = from_rank_zero(lambda: [str(path) for path in sealed.damaged(folder)])
-            if left:
-                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {', '.join(left)}; {_AGAIN}")
+            if left := ", ".join(map(str, from_rank_zero(partial(sealed.damaged, folder)))):
+                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {left}; {_AGAIN}")
             return None
-        newest = Path(paths[-1])
+        newest = paths[-1]
         with raise_together():
             problem = _problem(newest, world.rank, world.size)
         problems = [found for found in gather(problem) if found]
@@ -53,7 +52,7 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
             raise UserError(f"{problems[0]}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
-        aside = from_rank_zero(partial(_set_aside, newest))
+        aside = from_rank_zero(partial(sealed.set_aside, newest))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
 
 
@@ -74,10 +73,6 @@ def _problem(path: Path, share: int, shares: int) -> str:
             "the checkpoint before it"
         ) from None
     return ""
-
-
-def _set_aside(path: Path) -> str:
-    return str(sealed.set_aside(path))
 
 
 _AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"

@@ -83,10 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     content = {}
     for name in (MANIFEST, MANIFEST_HASH):
-        file = path / name
-        if file.is_symlink() or not file.is_file():
-            raise DamagedError(f"{file}: there is no such file")
-        with file.open("rb") as stream:
+        with _there(path / name).open("rb") as stream:
             content[name] = stream.read(_MOST_BYTES)
     if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
         raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
@@ -105,15 +102,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _there(file: Path) -> Path:
+    """The file, which is no link and nothing else."""
+    if file.is_symlink() or not file.is_file():
+        raise DamagedError(f"{file}: there is no such file")
+    return file
+
+
 def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     """Compare one of a checkpoint's files with the manifest's entry.
 
     Raises:
         DamagedError, OSError: as read_manifest.
     """
-    file = path / name
-    if file.is_symlink() or not file.is_file():
-        raise DamagedError(f"{file}: there is no such file")
+    file = _there(path / name)
     if (size := file.stat().st_size) != entry["bytes"]:
         raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
     found = sha256_of(file)

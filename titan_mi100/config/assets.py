@@ -66,10 +66,8 @@ def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -
         base: the folder or file that the run's weights come from; empty: none.
         tokenizer, chat_template: as the config names them.
     """
-    assets = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
-    if CONFIG not in assets:
-        assets[CONFIG] = _json(to_hf_config(spec))
-    assets |= tokenizer_files(Path(tokenizer))
+    own = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
+    assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
     return assets
@@ -110,10 +108,8 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
             config["eos_token_id"] = ends[0]
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
-    made = {CONFIG: _json(config)}
-    if generation:
-        made[GENERATION] = _json(generation)
-    return {name: content for name, content in assets.items() if name != GENERATION} | made
+    kept = {name: content for name, content in assets.items() if name != GENERATION}
+    return kept | {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -4,8 +4,8 @@ import glob
 import os
 from dataclasses import fields
 
-from titan_mi100.config import model_spec
 from titan_mi100.config.layout import SCHEDULES, check_schedule
+from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, fingerprint
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
@@ -26,18 +26,12 @@ def check(config: Config, world_size: int | None) -> list[str]:
         )
     if config.optimizer.eps == 0:
         errors.append("[optimizer] eps = 0 divides by zero for rows that were never seen; the usual is 1e-8")
-    for section, key in (
-        ("lr_scheduler", "decay_ratio"),
-        ("lr_scheduler", "min_lr_factor"),
-        ("optimizer", "beta1"),
-        ("optimizer", "beta2"),
-        ("data", "validation_fraction"),
-        ("lora", "dropout"),
-    ):
-        value = getattr(getattr(config, section), key)
-        below_one = key not in ("decay_ratio", "min_lr_factor")
-        if value > 1 or (below_one and value == 1):
-            errors.append(f"[{section}] {key} = {value} must be {'less than' if below_one else 'at most'} 1")
+    below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
+    for section, keys in {"lr_scheduler": ("decay_ratio", "min_lr_factor"), **below_one}.items():
+        limit = "less than" if section in below_one else "at most"
+        for key in keys:
+            if (value := getattr(getattr(config, section), key)) > 1 or (section in below_one and value == 1):
+                errors.append(f"[{section}] {key} = {value} must be {limit} 1")
     errors += _check_data(data) + _check_lora(config.lora)
     if config.validation.freq and not (data.validation_path or data.validation_fraction):
         errors.append(
@@ -45,7 +39,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
         )
     if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
         errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
-    known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(model_spec.ModelSpec))]
+    known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
     known += [f"lora.{name}" for name in fingerprint(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
@@ -95,7 +89,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
     return errors
 
 
-def _check_model_split(config: Config, spec: model_spec.ModelSpec) -> list[str]:
+def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
     """What of the model does not divide over tensor-parallel ranks or pipeline stages."""
     p, errors = config.parallelism, []
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
@@ -136,11 +130,9 @@ def _check_paths(config: Config) -> list[str]:
     for key in ("path", "validation_path"):
         for pattern in getattr(config.data, key):
             errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
-    template = config.model.chat_template
-    if template and not os.path.isfile(template):
+    if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
-    load = config.checkpoint.initial_load_path
-    if load and not os.path.exists(load):
+    if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
         errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
@@ -179,13 +171,11 @@ def _check_data(data: DataConfig) -> list[str]:
 
 
 def _check_lora(lora: LoRAConfig) -> list[str]:
-    errors = []
-    for name in lora.target_modules:
-        if name not in model_spec.LINEARS:
-            errors.append(
-                f"[lora] target_modules names {name!r}, which is none of {', '.join(model_spec.LINEARS)}"
-                f"{did_you_mean(name, model_spec.LINEARS)}"
-            )
+    errors = [
+        f"[lora] target_modules names {name!r}, which is none of {', '.join(LINEARS)}{did_you_mean(name, LINEARS)}"
+        for name in lora.target_modules
+        if name not in LINEARS
+    ]
     if lora.rank and not lora.target_modules:
         errors.append(f"[lora] target_modules is empty, but rank = {lora.rank}; name some, or set rank to 0")
     if lora.rank and not lora.alpha:

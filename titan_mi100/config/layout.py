@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 
 IGNORE = -100  # the label of a token without supervision, as PyTorch and Hugging Face write it
 
@@ -226,11 +227,8 @@ def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) 
 
 def stages_of(layers_per_stage: Sequence[int]) -> list[Stage]:
     """Consecutive stages of so many layers each."""
-    stages, start = [], 0
-    for index, count in enumerate(layers_per_stage):
-        stages.append(Stage(range(start, start + count), index == 0, index == len(layers_per_stage) - 1))
-        start += count
-    return stages
+    edges = list(accumulate(layers_per_stage, initial=0))
+    return [Stage(range(start, stop), start == 0, stop == edges[-1]) for start, stop in pairwise(edges)]
 
 
 def stages_on(pp_rank: int, pp: int, stages: int, v_shaped: bool) -> list[int]:

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -60,7 +61,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     if config_file is not None:
         _read_toml(Path(config_file.value), settings, errors, chain=())
     settings.update(overrides)
-    built, refused = {}, set()
+    built, refused = {}, set()  # refused: as check names them
     for name, section in _sections():
         values = {}
         for key in _keys(section):
@@ -70,20 +71,18 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
                 values[key.name], problem = _convert(key, setting)
                 if problem:
                     errors.append(f"{setting.where} = {setting.value!r} {problem}")
-                    refused.add((name, key.name))
+                    refused.add(f"[{name}] {key.name}")
         built[name] = section(**values)
     config = Config(**built)
     source = f"{config_file.value}: " if config_file is not None else ""
+    where = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
     if not config_file or os.path.isfile(config_file.value):  # else the one message that counts is there already
         for error in check(config, world_size):
-            named = re.match(r"\[(\w+)\] (\w+)", error)
-            key_id = (named[1], named[2]) if named else ("", "")
-            if key_id in settings and named:
-                error = settings[key_id].where + error[named.end() :]
-            elif named:
-                error = source + error
-            if key_id not in refused:
+            named = re.match(r"\[\w+\] \w+", error)
+            if named is None:
                 errors.append(error)
+            elif named[0] not in refused:
+                errors.append(where.get(named[0], source + named[0]) + error[named.end() :])
     if errors:
         raise UserError("\n".join(errors))
     return config
@@ -166,15 +165,12 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     else:
         kind = key.type
         values = [_as_kind(value, kind, setting.is_text)]
-    problem = ""
     if any(type(item) is not kind for item in values):
-        problem = f"must be {_KINDS[kind]}" + (", or a list of such" if is_list else "")
-    elif rules["choices"] and value not in rules["choices"]:
-        problem = f"must be one of: {', '.join(rules['choices'])}"
-    elif kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
-        problem = f"must be at least {rules['low']}"
-    if problem:
-        return key.default, problem
+        return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}"
+    if rules["choices"] and value not in rules["choices"]:
+        return key.default, f"must be one of: {', '.join(rules['choices'])}"
+    if kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
+        return key.default, f"must be at least {rules['low']}"
     if rules["path"]:
         values = [os.path.abspath(setting.folder / os.path.expanduser(item)) if item else item for item in values]
     return (tuple(values), "") if is_list else (values[0], "")
@@ -183,13 +179,9 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
 def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
     """A text of the command line as what the key wants; what cannot be that stays as it is, and fails the check."""
     if is_text and kind is not str:
-        try:
+        with suppress(KeyError, ValueError):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            return value
-    if kind is float and type(value) is int:
-        return float(value)
-    return value
+    return float(value) if kind is float and type(value) is int else value
 
 
 def resolve_run_folder(config: Config) -> Path:
@@ -233,14 +225,11 @@ def help_text() -> str:
     for name, section in _sections():
         lines += ["", f"[{name}]"]
         for key in _keys(section):
+            kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  --{name}.{key.name}  {_type_name(key.type)} = {_toml_value(key.default)}"
+            head = f"  --{name}.{key.name}  {kind} = {_toml_value(key.default)}"
             lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
     return "\n".join(lines)
-
-
-def _type_name(kind: Any) -> str:
-    return f"{get_args(kind)[0].__name__} list" if get_origin(kind) is tuple else kind.__name__
 
 
 def config_from_command_line(for_this_job: bool = True) -> Config:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,14 @@ PRESETS: Mapping[str, ModelSpec] = {
 }
 
 
+# transformers' own for a Qwen3 whose config.json leaves these out
+_DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
+
+# a field's type -> the types of JSON values that it takes, and what they are in words
+_TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
+_WORDS: dict[Any, str] = {bool: "true or false", int: "a finite int", float: "a finite float"}
+
+
 def read_hf_config(folder: str | Path) -> ModelSpec:
     """Read the model's shape from `folder/config.json`.
 
@@ -77,24 +85,15 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
             raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")
     found = _unsupported(raw)
     rope = raw.get("rope_parameters") or {}
-    values: dict[str, Any] = {f.name: raw[f.name] for f in fields(ModelSpec) if raw.get(f.name) is not None}
+    values: dict[str, Any] = _DEFAULTS | {f.name: raw[f.name] for f in fields(ModelSpec) if raw.get(f.name) is not None}
     if "rope_theta" in rope:
         values["rope_theta"] = rope["rope_theta"]
-    # transformers' own defaults for a Qwen3 whose config.json leaves these out
-    values.setdefault("tie_word_embeddings", False)
-    values.setdefault("head_dim", 128)
-    values.setdefault("rope_theta", 10_000.0)
-    values.setdefault("max_position_embeddings", 32768)
     for field in fields(ModelSpec):
-        if field.name not in values:
-            if field.name not in ("rms_norm_eps", "initializer_range"):
-                found.append(f"{field.name} is missing")
-        elif field.type is not bool and (
-            isinstance(values[field.name], bool) or not _is_a(field.type, values[field.name])
-        ):
-            found.append(f"{field.name} = {values[field.name]!r} is not a finite {field.type.__name__}")  # type: ignore[union-attr]
-        elif field.type is bool and not isinstance(values[field.name], bool):
-            found.append(f"{field.name} = {values[field.name]!r} is not true or false")
+        value = values.get(field.name, field.default)
+        if value is MISSING:
+            found.append(f"{field.name} is missing")
+        elif type(value) not in _TYPES[field.type] or (field.type is float and not math.isfinite(value)):
+            found.append(f"{field.name} = {value!r} is not {_WORDS[field.type]}")
     if not found:
         spec = ModelSpec(**values)
         found = spec.problems()
@@ -103,10 +102,6 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     if found:
         raise UserError("\n".join(f"{path}: {problem}" for problem in found))
     return spec
-
-
-def _is_a(kind: Any, value: Any) -> bool:
-    return isinstance(value, int) if kind is int else isinstance(value, int | float) and math.isfinite(value)
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:

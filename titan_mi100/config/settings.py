@@ -239,18 +239,16 @@ class Config:
         Raises:
             UserError: unknown preset, unreadable config.json, or the two disagree.
         """
-        flavor, folder = self.model.flavor, self.checkpoint.initial_load_path
-        if flavor and flavor not in model_spec.PRESETS:
+        flavor, load = self.model.flavor, self.checkpoint.initial_load_path
+        preset, folder = model_spec.PRESETS.get(flavor), assets.folder_of(load)
+        if flavor and not preset:
             raise UserError(f"[model] flavor = {flavor!r} is not known{did_you_mean(flavor, model_spec.PRESETS)}")
-        if not flavor and not folder:
+        if not flavor and not load:
             raise UserError("[model] flavor is not set; name a preset, or an HF folder in checkpoint.initial_load_path")
-        if not folder:
-            return model_spec.PRESETS[flavor]
-        folder = str(assets.folder_of(folder))
-        if flavor and not os.path.exists(os.path.join(folder, assets.CONFIG)):
-            return model_spec.PRESETS[flavor]
+        if preset and not (load and os.path.exists(folder / assets.CONFIG)):
+            return preset
         spec = model_spec.read_hf_config(folder)
-        if flavor and (differing := model_spec.differences(model_spec.PRESETS[flavor], spec)):
+        if preset and (differing := model_spec.differences(preset, spec)):
             raise UserError(
                 f"[model] flavor = {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
                 "leave flavor out to take the folder's"
@@ -273,14 +271,9 @@ class Config:
         )
 
     def batch(self, world_size: int) -> Batch:
-        t = self.training
-        return resolve_batch(
-            t.local_batch_size,
-            t.gradient_accumulation_steps,
-            t.target_tokens_per_step,
-            t.seq_len,
-            self.layout(world_size).dp_degree,
-        )
+        t, ranks = self.training, self.layout(world_size).dp_degree
+        accumulation, target = t.gradient_accumulation_steps, t.target_tokens_per_step
+        return resolve_batch(t.local_batch_size, accumulation, target, t.seq_len, ranks)
 
 
 def fingerprint(lora: LoRAConfig) -> dict[str, Any]:

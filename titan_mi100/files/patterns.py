@@ -17,10 +17,8 @@ def unusable(path: str) -> str:
     """Why the path is not a file that can be read; "" if it is."""
     try:
         mode = os.stat(path).st_mode
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except ValueError as error:  # a NUL byte
-        return f"cannot be read: {error}"
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
     if stat.S_ISDIR(mode):
         return f"is a folder; name its files, e.g. {os.path.join(path, '*.jsonl')}"
     if not stat.S_ISREG(mode):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,29 +92,15 @@ class ReplicatedModel(ParallelModel):
 _MIN_RATE = 2  # a matrix is compressed if that sends less than a half of it
 
 
-@dataclass(frozen=True)
-class Bucket:
+def _bucket(name: str, flat: Tensor, views: list[Tensor]) -> Any:
     """Gradients that are compressed together, with what torch's hook asks of DDP's buckets.
 
     DDP's own will not do: it makes others after the first backward of every start, so memory kept by them does not fit
     after a resume; `find_unused_parameters` would keep them, but warns of itself from C++, where nothing filters it.
     """
 
-    name: str
-    flat: Tensor
-    views: list[Tensor]
-
-    def index(self) -> str:
-        return self.name
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        return self.views
-
-    def is_last(self) -> bool:
-        return False  # torch would count an iteration; here the run's steps are counted
+    # is_last: at a last one torch would count an iteration; here the run's steps are counted
+    return SimpleNamespace(index=lambda: name, buffer=lambda: flat, gradients=lambda: views, is_last=lambda: False)
 
 
 class PowerSGD:
@@ -165,10 +151,9 @@ class PowerSGD:
                 flat = torch.cat([gradient.view(-1) for gradient in gradients])
             parts = flat.split([gradient.numel() for gradient in gradients])
             views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-            bucket: Any = Bucket(name, flat, views)
             before = self._state.compression_stats()[2]
             # One bucket after the other: torch's callbacks wait in gloo's few threads, and two of them block for ever.
-            powerSGD_hook(self._state, bucket).wait()
+            powerSGD_hook(self._state, _bucket(name, flat, views)).wait()
             sent += (self._state.compression_stats()[2] - before) * flat.element_size()
             whole += flat.nbytes
             torch._foreach_copy_(gradients, views)

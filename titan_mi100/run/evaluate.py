@@ -14,11 +14,7 @@ _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks
 
 
 def validation_loss(
-    model: ParallelModel,
-    dataset: PackedDataset,
-    batch: Batch,
-    dp_rank: int,
-    stop: Callable[[], bool] = lambda: False,
+    model: ParallelModel, dataset: PackedDataset, batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False
 ) -> float | None:
     """Mean cross-entropy per supervised token of the whole set, the same on every rank. A collective.
 

@@ -40,7 +40,6 @@ class RunFolder:
         Raises:
             UserError: another run has it, or it cannot be written to.
         """
-        self._lock: FolderLock | None = None
         path, nonce = from_rank_zero(lambda: self._take(config))
         self.path = Path(path)
         with raise_together():
@@ -83,10 +82,9 @@ class RunFolder:
 
 def _check_shared(path: Path, nonce: str, rank: int) -> None:
     """Each node must see the folder that rank 0 has taken, and be able to write there."""
-    try:
+    is_same = False
+    with suppress(OSError):
         is_same = nonce in (path / LOCK).read_text(encoding="utf-8")
-    except OSError:
-        is_same = False
     if not is_same:
         raise UserError(
             f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder must "

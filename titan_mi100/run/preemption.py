@@ -49,12 +49,9 @@ class Preemption:
 def _is_there(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # without /proc, a zombie counts as there
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's; or without /proc, where a zombie counts as there
         return True

@@ -16,7 +16,7 @@ from titan_mi100.config import hardware
 from titan_mi100.config.costs import train_flops
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes
-from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import collate
 from titan_mi100.data.source import RowSource
 from titan_mi100.logging import log
@@ -57,6 +57,7 @@ def open_record(
     if kernel == NO_KERNEL and world.device.type != "cpu":
         log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
     gpu = hardware.find_gpu(arch, compute_units)
+    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)  # without LoRA of no elements
     tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
     with raise_together():
         if world.rank == 0:
@@ -67,18 +68,13 @@ def open_record(
                 config.metrics,
                 steps,
                 rows.rows_per_epoch,
-                partial(train_flops, spec, adapter_values=_adapter_values(spec, config.lora)),
+                partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values()))),
                 tflops * 1e12 * world.size if tflops else None,
                 dtype,
                 progress.step,
                 progress.validation_due,
             )
     return None
-
-
-def _adapter_values(spec: ModelSpec, lora: LoRAConfig) -> int:
-    shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else {}
-    return sum(map(math.prod, shapes.values()))
 
 
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
