@@ -112,10 +112,10 @@ def kill(options: argparse.Namespace, folder: str) -> bool:
     for number in range(options.kills):
         cache = Path(folder) / f"killed{number}"
         process = start(options, str(cache))
-        while not list(cache.glob(".*-*")):  # the build has not begun
+        while not list(cache.glob(".*.incomplete")):  # the build has not begun
             time.sleep(0.01)
         time.sleep(draw.uniform(0, whole["seconds"]))
-        writing += bool(list(cache.glob(".*-*")))
+        writing += bool(list(cache.glob(".*.incomplete")))
         late += process.poll() is not None
         process.kill()
         process.wait()
