@@ -1,6 +1,6 @@
 """Folders of prepared data: each named by a hash of all that it depends on, made once, whole or not there.
 
-A folder is written aside, synced and renamed, so whoever wrote it, what is there is complete. The lock only spares
+A folder is written aside, synced and renamed, so what is there is complete. The lock only spares
 others the same work: where a file system has no locks, or only within a node, two builders write the same twice.
 """
 
@@ -60,7 +60,7 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
 
     Args:
         folder: named by a hash of what it depends on.
-        is_whole: whether an existing folder can be used (somebody may have removed a part of it).
+        is_whole: whether an existing folder can be used (a part of it may have been removed).
         make: writes all files into the folder that it is given.
         patience: seconds to leave the work to another process that may be about to begin it.
 
@@ -84,7 +84,7 @@ def ready_folder(folder: Path, is_whole: Callable[[Path], bool], make: Callable[
             raise UserError(failed)
         lock.truncate(0)
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # somebody removed a part of it
+            shutil.rmtree(folder, ignore_errors=True)  # a part of it was removed
             with atomic_output_folder(folder) as aside:
                 make(aside)
                 for path in aside.iterdir():

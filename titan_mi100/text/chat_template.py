@@ -33,8 +33,8 @@ class Turn:
 
     message: int  # its index
     role: str
-    start: int  # assistant: behind the turn's header; others: their first own character (not the role's)
-    stop: int  # assistant: behind the turn's eos_token; others: behind their last own character and an eos_token there
+    start: int  # assistant: after the turn's header; others: their first own character (not the role's)
+    stop: int  # assistant: after the turn's eos_token; others: after their last own character and an eos_token there
     answer: int  # start, or behind an empty think block that the template itself put there
     lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
 
@@ -282,7 +282,7 @@ class _TurnFinder:
         return Turn(index, role, start, stop, start, False)
 
     def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
-        """The assistant's turn in message `index`, which begins behind the one before."""
+        """The assistant's turn in message `index`, which begins where the one before ends."""
         spans = self._of_message[index]
         fields = {field for _, _, field in spans}
         start = self._header_end(spans, message["role"], prompt.header)
@@ -308,7 +308,7 @@ class _TurnFinder:
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """Where the header ends that the template wrote around this message's role.
 
-        It is the generation prompt, whole or up to the end of a line behind the role: a prompt can open a think block
+        It is the generation prompt, whole or up to the end of a line after the role: a prompt can open a think block
         in further lines, which turns without reasoning do not have. The longest header counts.
         """
         readings = []  # each way to take the prompt apart: what stands before a role in it, and the lines behind
