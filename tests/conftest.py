@@ -14,13 +14,20 @@ REPO = Path(__file__).parents[1]
 ASSETS = REPO / "tests" / "assets"
 SHARED_DATA = REPO.parent / "shared" / "data"  # real input; the tests that use it are skipped where it is not
 
+FULL = "TITAN_TESTS_FULL"  # set for the decorators of test modules, which see no options
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-# The files that take longest, first: run_tests.sh deals whole files to two workers, and the last ones should be short.
-LONGEST = ("train", "layouts", "chaos", "convert", "lora", "parity", "prepare", "safe_read", "ddp", "scripts", "sweep")
+# The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one. Jobs of
+# several processes wait for each other most of the time where two of them share two cores, so at first one worker has
+# such jobs and the other has none; and the last files are short.
+ORDER = (
+    "train", "tokenizer", "layouts", "prepare", "conformance", "scripts", "safe_read", "generate",
+    "sentencepiece_tokenizer", "sweep", "lora", "chaos", "parity", "ddp", "convert", "adapter",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,14 +37,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full"):
+        os.environ[FULL] = "1"
+
+
+def examples(count: int) -> int:
+    """How many examples a property test draws: with --full all of them, else a quarter."""
+    return count if os.environ.get(FULL) else count // 4
+
+
+def wants_full(config: pytest.Config, file: Path) -> bool:
+    """Are the complete matrices of this test file asked for?"""
+    return bool(config.getoption("--full")) or file.stem in config.getoption("--full-of")
+
+
+@pytest.fixture(scope="module")
+def full(request: pytest.FixtureRequest) -> bool:
+    """For a test that makes a smaller selection by default."""
+    return wants_full(request.config, request.path)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        wanted = config.getoption("--full") or item.path.stem in config.getoption("--full-of")
-        if item.get_closest_marker("full") and not wanted:
+        if item.get_closest_marker("full") and not wants_full(config, item.path):
             item.add_marker(pytest.mark.skip(reason="only with --full"))
     if not hasattr(config, "workerinput"):  # one process: in the order of the command line
         return
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    order = {f"test_{name}": place for place, name in enumerate(ORDER)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 

@@ -80,7 +80,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(folder / "base")
     lora = ("--lora.rank", "4", "--lora.alpha", "8", "--optimizer.lr", "1e-2", "--model.flavor", "")
     base = ("--checkpoint.initial_load_path", str(folder / "base"), "--model.tokenizer_path", str(ASSETS / "tokenizer"))
-    train(folder / "run", "--training.steps", "3", "--checkpoint.export_hf", "true", *base, *lora)
+    train(folder / "run", "--training.steps", "3", "--checkpoint.export_hf", "true", *base, *lora, processes=1)
     return folder
 
 

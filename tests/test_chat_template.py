@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -209,7 +210,7 @@ pieces = st.sampled_from(
 contents = st.lists(pieces, max_size=6).map("".join)
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=3), system=st.none() | contents)
 def test_spans_of_any_contents_hold_them_whole(
     qwen_like: ChatTemplate, turns: list[tuple[str, str]], system: str | None

@@ -1,8 +1,10 @@
-"""Every layout against one process over eight AdamW steps, in fp64, and each one's checkpoint in another: a part of
-the table of tests/parity/table.py, on real processes. And how degrees, batches and stages follow from the config."""
+"""Every layout against one process over some AdamW steps, in fp64, and each one's checkpoint in another: a part of the
+table of tests/parity/table.py, with --full all of it, on real processes. And how degrees, batches and stages follow
+from the config."""
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,30 +51,46 @@ def assert_within_the_bars(results: list[parity.Result]) -> None:
 
 
 def test_layouts_train_as_one_process_does(tmp_path: Path) -> None:
+    """Each kind of layout of up to four processes once, over two steps; the untied models with clipping."""
     chosen = {
-        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", True, 4),
-        ("PP2 1F1B", True, 2), ("PP2 1F1B", False, 4), ("PP2 GPipe", True, 1), ("PP2 Interleaved1F1B", True, 4),
-        ("PP2 ZBVZeroBubble", True, 4), ("TP2", True, 2), ("TP2", False, 1),
-        ("HSDP 2x2", True, 2), ("PP4 1F1B", True, 4), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
+        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", False, 2),
+        ("PP2 1F1B", True, 2), ("PP2 GPipe", False, 1), ("PP2 Interleaved1F1B", True, 4),
+        ("PP2 ZBVZeroBubble", True, 4), ("TP2", True, 2),
+        ("HSDP 2x2", True, 2), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
         ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
     }  # fmt: skip
-    jobs = parity.cells("float64", 0.0, list(parity.LAYOUTS))
-    jobs = [cell for cell in jobs if (cell.layout, cell.tied, cell.accumulation) in chosen]
-    clipped = {("FSDP2 x2", True, 2), ("DDP x2", False, 2), ("PP2 1F1B", True, 2), ("TP2", True, 2)}
-    jobs += [
-        cell
-        for cell in parity.cells("float64", 0.05, list(parity.LAYOUTS))
-        if (cell.layout, cell.tied, cell.accumulation) in clipped
+    every = parity.cells("float64", 0.0, list(parity.LAYOUTS))
+    jobs = [
+        replace(cell, steps=2, max_norm=0.0 if cell.tied else 0.05, layers=2 * SCHEDULES[cell.schedule].stages_per_rank)
+        for cell in every
+        if (cell.layout, cell.tied, cell.accumulation) in chosen
     ]
-    assert len(jobs) == len(chosen) + len(clipped)
+    assert len(jobs) == len(chosen)
     results = parity.measure(jobs, tmp_path)
     assert len(results) == len(jobs)
     assert_within_the_bars(results)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("max_norm", [0.0, 0.05])
+def test_every_cell_of_the_table_trains_as_one_process_does(max_norm: float, tmp_path: Path) -> None:
+    jobs = parity.cells("float64", max_norm, list(parity.LAYOUTS), accumulations=(2,) if max_norm else (1, 2, 4))
+    results = parity.measure(jobs, tmp_path)
+    assert len(results) == len(jobs)
+    assert_within_the_bars(results)
+
+
+def test_a_checkpoint_of_each_layout_goes_on_in_another(tmp_path: Path) -> None:
+    pairs = list(zip(parity.RESUMED, (*parity.RESUMED[1:], parity.RESUMED[0]), strict=True))
+    results = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2)
+    assert len(results) == len(pairs)
+    assert_within_the_bars(results)
+
+
+@pytest.mark.full
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
-    results = parity.resume("float64", tmp_path, models=(True,))
-    assert len(results) == len(parity.RESUMED) ** 2
+    results = parity.resume("float64", tmp_path)
+    assert len(results) == 2 * len(parity.EVERY_PAIR)
     assert_within_the_bars(results)
 
 

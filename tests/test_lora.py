@@ -4,8 +4,6 @@ and sent; folders that peft reads and writes."""
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,16 +160,18 @@ def run_processes(processes: int, options: list[dict], runs: dict[str, dict], fo
 TP2 = {"tensor_parallel_degree": 2}
 
 
-def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_only(tmp_path: Path) -> None:
+def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_only(full: bool, tmp_path: Path) -> None:
     options: list[dict] = [
-        {"case": "tied"},
         {"case": "untied", "checkpointing": "full"},
-        {"case": "untied", "parallelism": {"zero_stage": 2}, "checkpointing": "selective"},
-        {"case": "tied", "parallelism": {"zero_stage": 1}},
         {"case": "tied", "parallelism": {"zero_stage": 0}},
-        {"case": "tied", "parallelism": TP2},
         {"case": "untied", "parallelism": TP2, "checkpointing": "full"},
         {"case": "tied", "parallelism": pipeline()},
+    ]
+    more: list[dict] = [
+        {"case": "tied"},
+        {"case": "untied", "parallelism": {"zero_stage": 2}, "checkpointing": "selective"},
+        {"case": "tied", "parallelism": {"zero_stage": 1}},
+        {"case": "tied", "parallelism": TP2},
         {"case": "untied", "parallelism": pipeline(), "checkpointing": "full"},
         {"case": "tied", "parallelism": pipeline("GPipe"), "checkpointing": "selective"},
         {"case": "untied", "parallelism": pipeline("Interleaved1F1B")},
@@ -179,7 +179,8 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         {"case": "untied", "compile": True, "checkpointing": "selective"},
     ]
     if not check_schedule("ZBVZeroBubble", 2, 2):  # with an old torch
-        options += [{"case": name, "parallelism": pipeline("ZBVZeroBubble")} for name in MODELS]
+        more += [{"case": name, "parallelism": pipeline("ZBVZeroBubble")} for name in MODELS]
+    options += more if full else []
     one = {"case": "tied", "local_batch_size": 2, "accumulation": 2, **FP64}
     whole = {**one, "local_batch_size": 4}
     random = {**one, "lora": {**FP64["lora"], "dropout": 0.2}, "param": "bfloat16", "checkpointing": "full"}
@@ -188,17 +189,20 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         "straight": {**one, "stop": 4},
         "half": {**one, "stop": 2, "save": "half"},
         "same": {**one, "stop": 4, "resume": "half", "from": 2},
-        "DDP": {**one, "stop": 4, "resume": "half", "from": 2, "parallelism": {"zero_stage": 0}},
-        "TP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": TP2},
         "PP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": pipeline(), "save": "pp"},
-        "PP2 to ZeRO-2": {**one, "stop": 5, "resume": "pp", "from": 4, "parallelism": {"zero_stage": 2}},
         "random": {**random, "stop": 4},
         "random half": {**random, "stop": 2, "save": "random"},
         "random same": {**random, "stop": 4, "resume": "random", "from": 2},
-        "random TP2": {**random, "local_batch_size": 4, "stop": 2, "parallelism": TP2},
-        "random PP2": {**random, "local_batch_size": 4, "stop": 2, "parallelism": pipeline()},
         "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
     }
+    if full:
+        runs |= {
+            "random TP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": TP2},
+            "random PP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": pipeline()},
+            "DDP": {**one, "stop": 4, "resume": "half", "from": 2, "parallelism": {"zero_stage": 0}},
+            "TP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": TP2},
+            "PP2 to ZeRO-2": {**one, "stop": 5, "resume": "pp", "from": 4, "parallelism": {"zero_stage": 2}},
+        }
     ranks = run_processes(2, options, runs, tmp_path)
     shapes = adapter_shapes(MODELS["tied"], LORA.rank, LINEARS)
     for rank in ranks:
@@ -211,23 +215,24 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
             assert record["copies"] == 0 and not record["validation_drew"], name
             assert record["validation"][0] == record["validation"][1], name
         assert rank["straight"]["changed"] == shapes.keys()
-        for name in ("same", "DDP", "TP2", "PP2"):
+        for name in {"same", "DDP", "TP2", "PP2"} & rank.keys():
             assert rank[name]["losses"] == pytest.approx(rank["straight"]["losses"][2:], rel=1e-10), name
             assert rank[name]["validation"] == pytest.approx(rank["straight"]["validation"], rel=1e-10), name
             for weight, tensor in rank[name]["weights"].items():
                 exact = rank["straight"]["weights"][weight]
                 assert (tensor - exact).norm() <= 1e-9 * exact.norm(), (name, weight)
-        assert len(rank["PP2 to ZeRO-2"]["losses"]) == 1
+        assert not full or len(rank["PP2 to ZeRO-2"]["losses"]) == 1
         for before, after in (("straight", "same"), ("random", "random same")):
             assert rank[after]["losses"] == rank[before]["losses"][2:]
             assert all(torch.equal(t, rank[before]["weights"][n]) for n, t in rank[after]["weights"].items())
         adapters = 4 * sum(np.prod(shape) for shape in shapes.values())
         assert rank["PowerSGD"]["sent"][0] == adapters and 0 < rank["PowerSGD"]["sent"][-1] < adapters
-        assert rank["DDP"]["sent"] == [2 * adapters] * 2
+        assert not full or rank["DDP"]["sent"] == [2 * adapters] * 2
     # what each rank would drop: data-parallel ranks and stages each their own, tensor-parallel ranks the same
     assert ranks[0]["random"]["draw"] != ranks[1]["random"]["draw"]
-    assert ranks[0]["random PP2"]["draw"] != ranks[1]["random PP2"]["draw"]
-    assert ranks[0]["random TP2"]["draw"] == ranks[1]["random TP2"]["draw"]
+    if full:
+        assert ranks[0]["random PP2"]["draw"] != ranks[1]["random PP2"]["draw"]
+        assert ranks[0]["random TP2"]["draw"] == ranks[1]["random TP2"]["draw"]
     for folder in ("half/step-2", "pp/step-4", "random/step-2"):
         saved = checkpoint_tensors(tmp_path / folder)
         state = {f"optimizer.{name}.{key}" for name in shapes for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -235,6 +240,7 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         assert all(tuple(saved[name].shape) == shape for name, shape in shapes.items())
 
 
+@pytest.mark.full
 def test_layouts_of_two_axes_have_pefts_gradients(tmp_path: Path) -> None:
     replicas = {"data_parallel_replicate_degree": 2}
     run_processes(
@@ -281,7 +287,7 @@ def test_dropout_keeps_the_mean_and_is_off_in_validation() -> None:
     assert linear.training
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_recomputation_drops_what_the_forward_dropped(compiled: bool, world: World) -> None:
     lora = {**FP64["lora"], "dropout": 0.3}
     split = {**FP64, "lora": lora, "local_batch_size": 8, "accumulation": 1, "compile": compiled}
@@ -516,10 +522,8 @@ interval = 3
 
 
 def train(config: Path, run_folder: Path, *arguments: str, code: int = 0) -> str:
-    command = ["-m", "titan_mi100.train", "--job.config_file", str(config), "--job.run_folder", str(run_folder)]
-    result = subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, cwd=REPO, timeout=300
-    )
+    command = ("-m", "titan_mi100.train", "--job.config_file", str(config), "--job.run_folder", str(run_folder))
+    result = torchrun(*command, *arguments, processes=1, check=False)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 

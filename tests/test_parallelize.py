@@ -84,7 +84,10 @@ def test_backward_recomputes_what_the_mode_says(
     assert calls == {"mlp": LAYERS + mlps, "attention": LAYERS + attentions}
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("none", marks=pytest.mark.full), "selective", pytest.param("full", marks=pytest.mark.full)],
+)
 def test_compile_compiles_both_parts_once_for_all_layers_and_all_documents(mode: str, world: World) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ plain_text = st.lists(
     ),
     max_size=20,
 ).map(lambda parts: without_specials("".join(parts)))
-fuzz = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def without_specials(text: str) -> str:

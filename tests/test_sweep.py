@@ -272,7 +272,8 @@ def job(mark: str) -> tuple[set[int], set[int]]:
     return launchers, workers
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_job_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
     """By a word to the sweep, and where its torchrun is killed."""
     mark = str(tmp_path)

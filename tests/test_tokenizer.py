@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
@@ -58,7 +59,7 @@ odd_text = st.lists(
     ),
     max_size=40,
 ).map("".join)
-fuzz = settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(deadline=None, max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def byte_characters() -> dict[int, str]:
@@ -202,7 +203,7 @@ def test_any_text_gets_the_ids_that_hf_gives(trained_both: tuple[Tokenizer, toke
 
 
 @needs_qwen3
-@settings(fuzz, max_examples=1000)
+@settings(fuzz, max_examples=examples(1000))
 @given(text=odd_text)
 def test_any_text_gets_the_ids_that_hf_gives_with_qwen3(
     qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer], text: str
@@ -216,6 +217,7 @@ def test_invented_prose_gets_the_ids_that_hf_gives(trained_both: tuple[Tokenizer
 
 
 @needs_qwen3
+@pytest.mark.full
 def test_all_shared_data_gets_the_ids_that_hf_gives(qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer]) -> None:
     rows = [json.loads(line) for line in (DATA / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     files = sorted(file for file in DATA.rglob("*") if file.is_file() and file.suffix != ".jsonl")
@@ -238,18 +240,21 @@ CLASS_SAMPLES = [
 
 @pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
 @pytest.mark.parametrize("before", ["a", "!", " "])
-def test_both_regex_engines_see_the_same_letters_numbers_and_spaces(tmp_path: Path, split: Any, before: str) -> None:
+def test_both_regex_engines_see_the_same_letters_numbers_and_spaces(
+    tmp_path: Path, split: Any, before: str, full: bool
+) -> None:
+    samples = CLASS_SAMPLES if full else CLASS_SAMPLES[::5]
     # A vocabulary in which `before` and the character after it are one token, if and only if they are in one piece.
     first = BYTES[ord(before)]
     merges: dict[tuple[str, str], None] = {}
-    for code in CLASS_SAMPLES:
+    for code in samples:
         so_far = first
         for byte in chr(code).encode():
             merges[so_far, BYTES[byte]] = None
             so_far += BYTES[byte]
     data = definition(sorted(merges, key=lambda merge: len(merge[0])), pre_tokenizer=split)
     ours, theirs = both(write(tmp_path, data))
-    assert_same_ids(ours, theirs, [before + chr(code) for code in CLASS_SAMPLES])
+    assert_same_ids(ours, theirs, [before + chr(code) for code in samples])
 
 
 @pytest.fixture(
@@ -269,7 +274,7 @@ def variant(
     return both(write(tmp_path_factory.mktemp("variant"), data))
 
 
-@settings(fuzz, max_examples=300)
+@settings(fuzz, max_examples=examples(300))
 @given(text=odd_text)
 def test_each_accepted_splitting_and_normalizer_gets_the_ids_that_hf_gives(
     variant: tuple[Tokenizer, tokenizers.Tokenizer], text: str
@@ -328,7 +333,7 @@ def overlapping(
     return both(write(tmp_path_factory.mktemp("overlapping"), data))
 
 
-@settings(fuzz, max_examples=400)
+@settings(fuzz, max_examples=examples(400))
 @given(text=st.text(alphabet="abcK\u212ae\u0301é<>", max_size=12))
 def test_overlapping_and_normalized_added_tokens_are_found_as_hf_finds_them(
     overlapping: tuple[Tokenizer, tokenizers.Tokenizer], text: str
@@ -346,14 +351,13 @@ MEGABYTE = 1_000_000
 @pytest.mark.parametrize(
     "text",
     [
-        " " * MEGABYTE,
-        "x" + " " * MEGABYTE + "x",
-        "\n" * MEGABYTE,
-        "!\n" + "\t" * MEGABYTE + "\n" + "\xa0" * 70_000 + "!",
-        "\r\n" + " " * MEGABYTE + "1",
-        "a" * MEGABYTE,
+        pytest.param(" " * MEGABYTE, id="spaces"),
+        pytest.param("x" + " " * MEGABYTE + "x", id="spaces between letters", marks=pytest.mark.full),
+        pytest.param("\n" * MEGABYTE, id="newlines", marks=pytest.mark.full),
+        pytest.param("!\n" + "\t" * MEGABYTE + "\n" + "\xa0" * 70_000 + "!", id="tabs and no-break spaces"),
+        pytest.param("\r\n" + " " * MEGABYTE + "1", id="newline and spaces", marks=pytest.mark.full),
+        pytest.param("a" * MEGABYTE, id="letters", marks=pytest.mark.full),
     ],
-    ids=["spaces", "spaces between letters", "newlines", "tabs and no-break spaces", "newline and spaces", "letters"],
 )
 def test_a_megabyte_of_one_character_neither_panics_nor_changes_ids(
     qwen3_both: tuple[Tokenizer, tokenizers.Tokenizer], text: str
@@ -627,7 +631,7 @@ def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return both(write(tmp_path_factory.mktemp("other"), OTHER_KINDS[request.param]()))
 
 
-@settings(fuzz, max_examples=100)
+@settings(fuzz, max_examples=examples(100))
 @given(parts=st.lists(st.text(alphabet="ab <>é漢\U0001f600ﬁ\n", max_size=8), min_size=3, max_size=3))
 def test_a_mask_picks_the_tokens_that_stand_for_its_characters(other: Any, parts: list[str]) -> None:
     ours, theirs = other
@@ -831,7 +835,7 @@ CHAT_TOKENS = SPECIALS[:3]
 nfc_text = odd_text.map(lambda text: unicodedata.normalize("NFC", text))
 
 
-@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=needs_qwen3)])
+@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=[needs_qwen3, pytest.mark.full])])
 def rank_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """An HF folder, its vocabulary as a lone rank file, and the same beside its tokenizer_config.json."""
     folder = ASSET if request.param == "asset" else QWEN3
@@ -853,7 +857,7 @@ def ranked(rank_files: tuple[Path, Path, Path]) -> tuple[Tokenizer, Tokenizer, T
     return folder, lone, beside, theirs
 
 
-@settings(fuzz, max_examples=200)
+@settings(fuzz, max_examples=examples(200))
 @given(text=odd_text)
 def test_a_rank_file_gets_the_ids_of_its_folder_and_of_tiktoken(
     ranked: tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding], text: str
@@ -866,7 +870,7 @@ def test_a_rank_file_gets_the_ids_of_its_folder_and_of_tiktoken(
     assert not ids.size or ends[-1] == len(text.encode())
 
 
-@settings(fuzz, max_examples=200)
+@settings(fuzz, max_examples=examples(200))
 @given(text=nfc_text)
 def test_a_lone_rank_file_gets_the_ids_of_its_folder_on_text_in_nfc(
     ranked: tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding], text: str

@@ -88,7 +88,7 @@ def attempt(broken: Break, copies: Copies) -> Verdict:
     try:
         if place.suffix == ".py":
             compile(place.read_text(encoding="utf-8"), str(place), "exec")
-        return run_tests(copy, [broken.test], TIME_LIMIT)
+        return run_tests(copy, ["--full", broken.test], TIME_LIMIT)
     except SyntaxError as error:
         return Verdict("not applied", 0.0, f"is no Python: {error}")
     finally:

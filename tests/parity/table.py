@@ -11,6 +11,7 @@ layout saves a checkpoint after 4 steps and every layout goes on from each: the 
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -61,6 +62,8 @@ class Cell:
     accumulation: int
     precision: str = "float64"
     max_norm: float = 0.0
+    steps: int = STEPS
+    layers: int = 4
     save_to: str = ""  # run only the first half of the steps, then save a checkpoint there
     load_from: str = ""  # a checkpoint to go on from, for the second half
 
@@ -109,9 +112,9 @@ def cells(
     return found
 
 
-def spec_of(tied: bool) -> ModelSpec:
-    """Four layers, grouped heads; initial weights large enough that attention is not uniform."""
-    return ModelSpec(320, 64, 96, 4, 4, 2, 16, tied, rope_theta=10_000.0, initializer_range=0.1)
+def spec_of(cell: Cell) -> ModelSpec:
+    """Grouped heads; initial weights large enough that attention is not uniform."""
+    return ModelSpec(320, 64, 96, cell.layers, 4, 2, 16, cell.tied, rope_theta=10_000.0, initializer_range=0.1)
 
 
 def dataset() -> PackedDataset:
@@ -133,7 +136,7 @@ def config_of(cell: Cell) -> Config:
         seq_len=SEQ_LEN,
         local_batch_size=ROWS // (cell.accumulation * dp),
         gradient_accumulation_steps=cell.accumulation,
-        steps=STEPS,
+        steps=cell.steps,
         max_norm=cell.max_norm,
         mixed_precision_param=cell.precision,
     )
@@ -150,11 +153,11 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     """This rank's record of the run, tensors whole. A collective."""
     checkpoint = Path(cell.load_from) if cell.load_from else None
     data = made_up(dataset(), validation=dataset())
-    run = open_run(config_of(cell), world, spec=spec_of(cell.tied), data=data, checkpoint=checkpoint)
+    run = open_run(config_of(cell), world, spec=spec_of(cell), data=data, checkpoint=checkpoint)
     gradients = keep_gradients(run)
     steps = []
     for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
-        steps += [run.step() for _ in range(STEPS // 2)]
+        steps += [run.step() for _ in range(cell.steps // 2)]
         held_out = run.validation_loss()
     if cell.save_to:
         save(run, Path(cell.save_to))
@@ -184,7 +187,7 @@ def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[st
 
 def reference_of(cell: Cell) -> Cell:
     """The same on one process, all rows in one forward."""
-    return Cell("one process", 1, {}, cell.tied, 1, cell.precision, cell.max_norm)
+    return Cell("one process", 1, {}, cell.tied, 1, cell.precision, cell.max_norm, cell.steps, cell.layers)
 
 
 def by_processes(jobs: Sequence[Cell]) -> list[list[Cell]]:
@@ -226,7 +229,7 @@ def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
         for cell, records in zip(group, launch(group, folder), strict=True):
             (reference,) = exact[str(reference_of(cell))]
             if cell.load_from:
-                later = {kind: reference[kind][STEPS // 2 :] for kind in ("loss", "norm")}
+                later = {kind: reference[kind][cell.steps // 2 :] for kind in ("loss", "norm")}
                 reference = {**later, "weights": reference["weights"]}  # step 1 and its gradients were before
             results.append((cell, compare(records, reference)))
     return results + [(cell, why) for cell, why in zip(jobs, refusals, strict=True) if why is not None]
@@ -235,17 +238,29 @@ def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
 RESUMED = ("FSDP2 x2", "PP2 1F1B", "PP2 x FSDP2", "TP2", "DDP x2")
 
 
-def resume(precision: str, folder: Path, models: Sequence[bool] = (True, False)) -> list[Result]:
-    """Every layout goes on from every one's checkpoint; compared with one process that never stopped."""
-    both = [cell for cell in cells(precision, 0.0, RESUMED, accumulations=(2,)) if cell.tied in models]
+EVERY_PAIR = tuple(itertools.product(RESUMED, RESUMED))
+
+
+def resume(
+    precision: str,
+    folder: Path,
+    *,
+    pairs: Sequence[tuple[str, str]] = EVERY_PAIR,
+    models: Sequence[bool] = (True, False),
+    **changes: int,
+) -> list[Result]:
+    """The second layout of each pair goes on from the first one's checkpoint; compared with one process that never
+    stopped. `changes` are fields of the cells."""
+    both = cells(precision, 0.0, RESUMED, accumulations=(2,))
+    both = [replace(cell, **changes) for cell in both if cell.tied in models]
     saving = [replace(cell, save_to=str(folder / str(number))) for number, cell in enumerate(both)]
     for group in by_processes(saving):
         launch(group, folder)
     loading = [
-        replace(cell, layout=f"{saved.layout} -> {cell.layout}", load_from=f"{saved.save_to}/step-{STEPS // 2}")
+        replace(cell, layout=f"{saved.layout} -> {cell.layout}", load_from=f"{saved.save_to}/step-{saved.steps // 2}")
         for saved in saving
         for cell in both
-        if cell.tied == saved.tied
+        if cell.tied == saved.tied and (saved.layout, cell.layout) in pairs
     ]
     return measure(loading, folder)
 
