@@ -42,58 +42,6 @@ def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> 
         accumulation_for(24, Batch(1, 1, 5), saved)
 
 
-def assert_within_the_bars(results: list[parity.Result]) -> None:
-    for cell, found in results:
-        if isinstance(found, str):
-            assert SCHEDULES[cell.schedule].zero_bubble and "needs torch 2.13" in found, (cell, found)
-        else:
-            assert parity.holds(cell, found), (cell, found)
-
-
-def test_layouts_train_as_one_process_does(tmp_path: Path) -> None:
-    """Each kind of layout of up to four processes once, over two steps; the untied models with clipping."""
-    chosen = {
-        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", False, 2),
-        ("PP2 1F1B", True, 2), ("PP2 GPipe", False, 1), ("PP2 Interleaved1F1B", True, 4),
-        ("PP2 ZBVZeroBubble", True, 4), ("TP2", True, 2),
-        ("HSDP 2x2", True, 2), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
-        ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
-    }  # fmt: skip
-    every = parity.cells("float64", 0.0, list(parity.LAYOUTS))
-    jobs = [
-        replace(cell, steps=2, max_norm=0.0 if cell.tied else 0.05, layers=2 * SCHEDULES[cell.schedule].stages_per_rank)
-        for cell in every
-        if (cell.layout, cell.tied, cell.accumulation) in chosen
-    ]
-    assert len(jobs) == len(chosen)
-    results = parity.measure(jobs, tmp_path)
-    assert len(results) == len(jobs)
-    assert_within_the_bars(results)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("max_norm", [0.0, 0.05])
-def test_every_cell_of_the_table_trains_as_one_process_does(max_norm: float, tmp_path: Path) -> None:
-    jobs = parity.cells("float64", max_norm, list(parity.LAYOUTS), accumulations=(2,) if max_norm else (1, 2, 4))
-    results = parity.measure(jobs, tmp_path)
-    assert len(results) == len(jobs)
-    assert_within_the_bars(results)
-
-
-def test_a_checkpoint_of_each_layout_goes_on_in_another(tmp_path: Path) -> None:
-    pairs = list(zip(parity.RESUMED, (*parity.RESUMED[1:], parity.RESUMED[0]), strict=True))
-    results = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2)
-    assert len(results) == len(pairs)
-    assert_within_the_bars(results)
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
-    results = parity.resume("float64", tmp_path)
-    assert len(results) == 2 * len(parity.EVERY_PAIR)
-    assert_within_the_bars(results)
-
-
 def test_degrees_fill_the_processes_or_say_what_would() -> None:
     assert resolve_layout(4) == Layout(dp_shard=4, zero_stage=3)
     assert resolve_layout(8, dp_replicate=2) == resolve_layout(8, 4, 2) == Layout(dp_shard=4, dp_replicate=2)
@@ -163,3 +111,55 @@ def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> Non
     assert first < 0.02  # 64 rows share the traffic of the weight's gradient
     half = end_costs(spec, 64, 1024, 0.5, recompute=True)
     assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
+
+
+def assert_within_the_bars(results: list[parity.Result]) -> None:
+    for cell, found in results:
+        if isinstance(found, str):
+            assert SCHEDULES[cell.schedule].zero_bubble and "needs torch 2.13" in found, (cell, found)
+        else:
+            assert parity.holds(cell, found), (cell, found)
+
+
+def test_layouts_train_as_one_process_does(tmp_path: Path) -> None:
+    """Each kind of layout of up to four processes once, over two steps; the untied models with clipping."""
+    chosen = {
+        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", False, 2),
+        ("PP2 1F1B", True, 2), ("PP2 GPipe", False, 1), ("PP2 Interleaved1F1B", True, 4),
+        ("PP2 ZBVZeroBubble", True, 4), ("TP2", True, 2),
+        ("HSDP 2x2", True, 2), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
+        ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
+    }  # fmt: skip
+    every = parity.cells("float64", 0.0, list(parity.LAYOUTS))
+    jobs = [
+        replace(cell, steps=2, max_norm=0.0 if cell.tied else 0.05, layers=2 * SCHEDULES[cell.schedule].stages_per_rank)
+        for cell in every
+        if (cell.layout, cell.tied, cell.accumulation) in chosen
+    ]
+    assert len(jobs) == len(chosen)
+    results = parity.measure(jobs, tmp_path)
+    assert len(results) == len(jobs)
+    assert_within_the_bars(results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_norm", [0.0, 0.05])
+def test_every_cell_of_the_table_trains_as_one_process_does(max_norm: float, tmp_path: Path) -> None:
+    jobs = parity.cells("float64", max_norm, list(parity.LAYOUTS), accumulations=(2,) if max_norm else (1, 2, 4))
+    results = parity.measure(jobs, tmp_path)
+    assert len(results) == len(jobs)
+    assert_within_the_bars(results)
+
+
+def test_a_checkpoint_of_each_layout_goes_on_in_another(tmp_path: Path) -> None:
+    pairs = list(zip(parity.RESUMED, (*parity.RESUMED[1:], parity.RESUMED[0]), strict=True))
+    results = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2)
+    assert len(results) == len(pairs)
+    assert_within_the_bars(results)
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
+    results = parity.resume("float64", tmp_path)
+    assert len(results) == 2 * len(parity.EVERY_PAIR)
+    assert_within_the_bars(results)

@@ -65,7 +65,7 @@ _DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000
 
 # a field's type -> the types of JSON values that it takes, and what they are in words
 _TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
-_WORDS: dict[Any, str] = {bool: "true or false", int: "a finite int", float: "a finite float"}
+_WORDS: dict[Any, str] = {bool: "true or false", int: "an int", float: "a finite float"}
 
 
 def read_hf_config(folder: str | Path) -> ModelSpec:
@@ -92,7 +92,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         value = values.get(field.name, field.default)
         if value is MISSING:
             found.append(f"{field.name} is missing")
-        elif type(value) not in _TYPES[field.type] or (field.type is float and not math.isfinite(value)):
+        elif type(value) not in _TYPES[field.type] or (field.type is float and not abs(value) < 1e300):
             found.append(f"{field.name} = {value!r} is not {_WORDS[field.type]}")
     if not found:
         spec = ModelSpec(**values)
