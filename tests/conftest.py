@@ -158,6 +158,6 @@ def supervised_of(labels):
 
     from titan_mi100.config.layout import IGNORE
     from titan_mi100.data.loader import columns_where
-    from titan_mi100.model.inputs import supervised_index
+    from titan_mi100.parallel.base import supervised_index
 
     return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))

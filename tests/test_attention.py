@@ -16,9 +16,9 @@ from titan_mi100.data.made_up import packed
 from titan_mi100.model import attention_choice
 from titan_mi100.model.attention import Backend, Documents, SdpaDocuments, SdpaMask
 from titan_mi100.model.attention_choice import BY_NAME, NO_KERNEL, choose_backend, running_kernel
-from titan_mi100.model.inputs import describe_on_host, model_inputs, supervised_index
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
 

@@ -35,7 +35,7 @@ from titan_mi100.config.model_spec import (
     parameter_shapes,
     to_hf_config,
 )
-from titan_mi100.config.settings import Config, LoRAConfig, fingerprint
+from titan_mi100.config.settings import Config, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.model import loss
 from titan_mi100.model.attention import SdpaMask
@@ -555,7 +555,7 @@ def test_a_run_resumes_bit_identically_on_its_own_base_only(config: Path, tmp_pa
 
 def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
     def about(lora: LoRAConfig | None) -> dict:
-        prints = {"lora": fingerprint(lora), "base": "ab"} if lora else {}
+        prints = {"lora": lora_identity(lora), "base": "ab"} if lora else {}
         return json.loads(json.dumps({"fingerprints": {"seed": 1, **prints}, "data": {}}))
 
     with_lora = Found(Path("step-1"), about(LORA), {})

@@ -11,7 +11,7 @@ from titan_mi100.config.hardware import count_gpus, find_gpu
 from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
-from titan_mi100.optim.lr_scheduler import lr_factor
+from titan_mi100.optim.optimizer import lr_factor
 
 
 def test_presets_have_the_published_parameter_counts() -> None:

@@ -116,6 +116,14 @@ def test_retention_does_not_count_what_is_damaged_and_keeps_the_best(tmp_path: P
     assert steps(tmp_path) == [2, 5, 6]
 
 
+def test_a_removed_checkpoint_is_not_the_best_any_more(tmp_path: Path) -> None:
+    sealed.mark_best(seal(tmp_path, 1))
+    sealed.remove(seal(tmp_path, 2))
+    assert (tmp_path / "best").resolve() == tmp_path / "step-1"
+    sealed.remove(tmp_path / "step-1")
+    assert not (tmp_path / "best").is_symlink()
+
+
 def test_a_verified_checkpoint_that_changes_afterwards_is_read_again(tmp_path: Path) -> None:
     retention = sealed.Retention(tmp_path, 1)
     for step in (1, 2):

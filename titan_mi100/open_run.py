@@ -18,15 +18,14 @@ from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, fingerprint
+from titan_mi100.config.settings import Config, lora_identity
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.source import ShuffledEpochs
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
-from titan_mi100.optim.lr_scheduler import lr_factor
-from titan_mi100.optim.optimizer import AdamW, build_optimizer, scale_lr
+from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
@@ -52,7 +51,7 @@ class Run:
     """What the loop works with. Each rank has one, and all go through the same calls in the same order.
 
     Attributes:
-        about: what the run is made of, for the manifests of its checkpoints.
+        about: layout, data and fingerprints of the run, for the manifests of its checkpoints.
         steps: number of the run's last step.
         observers: are shown each step's result.
         wants_to_stop: whether this process was told to stop.
@@ -88,7 +87,7 @@ class Run:
         return result
 
     def is_due(self, every: int) -> bool:
-        """Whether something happens now that happens every so many steps (0: never) and after the last."""
+        """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
         return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
 
     def validation_loss(self) -> float | None:
@@ -112,14 +111,17 @@ class Run:
         return self.progress.after_validation(loss)
 
     def save(self) -> None:
+        assert self.folder is not None
         best = self.progress.best_step if self.config.checkpoint.keep_best else None
         self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best)
 
     def close(self) -> None:
-        """End what goes on in the background. All ranks together: not after a crash."""
-        self.checkpointer.wait()
-        if self.reporter is not None:
-            self.reporter.close()
+        """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
+        try:
+            self.checkpointer.wait()
+        finally:
+            if self.reporter is not None:
+                self.reporter.close()
 
 
 def open_run(
@@ -248,11 +250,11 @@ def _log_layout(layout: Layout, batch: Batch, seq_len: int) -> None:
 
 
 def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
-    """What the run is made of, for the manifests of its checkpoints. A collective."""
-    lora = {"lora": fingerprint(config.lora), "base": base_identity(config, spec)} if config.lora.rank else {}
+    """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
+    lora = {"lora": lora_identity(config.lora), "base": base_identity(config, spec)} if config.lora.rank else {}
     source = config.checkpoint.initial_load_path
     return {
-        **({"lora": {**fingerprint(config.lora), "base": source}} if lora else {}),
+        **({"lora": {**lora_identity(config.lora), "base": source}} if lora else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
         "rows": len(data.train),
@@ -279,7 +281,7 @@ def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> P
         progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)
     if progress.plan != plan:
         if progress.best_step is not None:
-            log.warning("the rows to validate on are others: the lowest loss so far does not count any more")
+            log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
         progress = replace(progress, plan=plan, best_step=None, best_loss=None)
     return progress
 

@@ -33,12 +33,12 @@ def main(config: Config, preemption: Preemption) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
-    again, together = "start again", True  # all ranks come to the same end
+    again, together = "start again", True  # together: every rank ends in the same way
     setup_logging(rank)
     try:
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
-        again = f"start again with job.run_folder = {folder.path}, without checkpoint.fresh: it resumes"
+        again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh"
         train(open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason)), preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:
@@ -87,13 +87,13 @@ def train(run: Run, preemption: Preemption) -> None:
             if stopping or is_best or run.is_due(settings.interval):
                 run.save()
                 saved = progress.step
-    except NumericalError:
+    except (NumericalError, SaveError):
         run.close()
         raise
     run.close()
     if stopping and (progress.step < run.steps or progress.validation_due):
         why = preemption.reason or "another process was told to stop"
-        where = f"step-{saved} holds all that was trained" if saved else "nothing was trained yet"
+        where = f"step-{saved} holds every step" if saved else "nothing was trained yet"
         raise Preempted(f"{why}: stopped after step {progress.step} of {run.steps}; {where}")
     assert run.folder is not None
     if settings.export_hf:

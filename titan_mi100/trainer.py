@@ -1,4 +1,4 @@
-"""One optimizer step after another."""
+"""Runs optimizer steps: forward, backward, gradient norm, clipping, update."""
 
 import math
 import time
@@ -35,7 +35,7 @@ class Trainer:
         Args:
             max_norm: clip the gradient's global norm to this; 0: off.
             first_row: number of the row that the first step begins with.
-            flags: what a rank learns on its own and all must know, by name; asked once in every step.
+            flags: name -> whether it holds on this rank; read once in every step, true if it holds on any rank.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
         self._flags = flags or {}
@@ -58,7 +58,7 @@ class Trainer:
         waited = self._read_ahead()
         gradients = measure_gradients((p for _, p in model.trained_parameters()), model.copies())
 
-        # The ranks decide from the same numbers, so they cannot come to different ends.
+        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, then the flags.
         flags = [float(raised()) for raised in self._flags.values()]
         on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *flags], dtype=torch.float64)
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
@@ -71,7 +71,7 @@ class Trainer:
                 gradients.scale(self._max_norm / grad_norm)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        odd = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
+        nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
         return StepResult(
             first_row=first_row,
             next_row=self._row,
@@ -86,7 +86,7 @@ class Trainer:
             peak_memory_gib=ranks[:, 6].max().item(),
             gradient_bytes=model.gradient_bytes,
             skipped=skipped,
-            nonfinite_microbatches=odd,
+            nonfinite_microbatches=nonfinite,
             flags=frozenset(name for name, on in zip(self._flags, (ranks[:, 7:] > 0).any(0), strict=True) if on),
         )
 

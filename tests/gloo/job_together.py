@@ -38,9 +38,9 @@ def crash_on_rank_zero(here: int) -> str:
     return "nothing"
 
 
-def meet_late(here: int) -> str:
+def meet_late(late: int, here: int) -> str:
     started = time.monotonic()
-    if here == 0:
+    if here == late:
         time.sleep(0.5)
     distributed.wait_for_all("everybody")
     return "met" if time.monotonic() - started >= 0.4 else "did not wait"
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     world = distributed.init_distributed()
     said = [fail_on(rank, world.rank) for rank in (0, 1, 2)]
     said += [distributed.from_rank_zero(lambda: f"made by {world.rank}"), fail_on_rank_zero()]
-    said += [crash_on_rank_zero(world.rank), meet_late(world.rank)]
+    said += [crash_on_rank_zero(world.rank), meet_late(0, world.rank), meet_late(1, world.rank)]
     said += [str(distributed.sum_over_ranks([world.rank + 0.5, 2**53 - 1], world.device))]
     (Path(sys.argv[1]) / f"{world.rank}.txt").write_text("\n".join(said))
     distributed.leave(0)

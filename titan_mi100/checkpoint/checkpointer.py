@@ -66,7 +66,7 @@ class Checkpointer:
         self.folder, self.world, self._assets = folder, world, assets
         self._model, self._optimizer = model, optimizer
         self._retention = sealed.Retention(folder, keep_latest_k)
-        # the thread talks to the other ranks' threads, never among what the training says
+        # the writer threads have their own process group, so their collectives cannot interleave with training's
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if in_background else None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -77,7 +77,7 @@ class Checkpointer:
 
         Args:
             trainer_state: what JSON can hold; the same on every rank.
-            about: for the manifest: `layout`, `fingerprints`.
+            about: for the manifest: `layout`, `fingerprints`, `data`, `rows`.
             best: the step whose checkpoint is kept whatever its age, under the name `best`.
 
         Raises:
@@ -151,12 +151,11 @@ class Checkpointer:
         """This rank's files, synced."""
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8 causes it itself
         files = HashedFiles()
-        # more than one writer thread would swallow a full disk
+        # with several writer threads DCP loses the error of a full disk
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
         if self._group is not None:
-            writer.per_thread_copy_ahead = (
-                0  # copies are on the host; a thread that touches a GPU begins with the first
-            )
+            # the tensors are in host memory; copying ahead would initialise GPU 0 in this thread
+            writer.per_thread_copy_ahead = 0
         writer.fs = files
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
@@ -180,7 +179,7 @@ class Checkpointer:
         files.write(aside / TRAINER, state.encode())
         final = sealed.seal(aside, written | files.written, record)
         log.info(f"checkpoint {final}")
-        try:  # it is there: what fails from here on is no reason to end the run
+        try:  # the checkpoint is complete: an error from here on must not end the run
             self._retention.note(final)
             self._retention.remove_old(keep_also=self._mark_best(best))
         except OSError as error:
@@ -197,7 +196,7 @@ class Checkpointer:
         return path
 
     def mark_best(self, step: int) -> None:
-        """Call a checkpoint that is there `best`. A collective."""
+        """Mark an existing checkpoint as the best. A collective."""
         from_rank_zero(lambda: self._mark_best(step) and None)
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -227,7 +226,7 @@ class Checkpointer:
             trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
         )
         rng = path / f"rng-{self.world.rank}.json"
-        if rng.exists():  # a run on more ranks than the one that saved has none; nothing in training draws numbers
+        if rng.exists():  # a rank that the saving run did not have finds none; dropout is seeded in every step anyway
             _set_random_state(read_json(rng), self.world.device)
         self._retention.note(path)
         return trainer_state
@@ -282,8 +281,8 @@ def _first_cause(error: CheckpointException) -> BaseException:
 
 def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:
     saved = reader.read_metadata().state_dict_metadata
-    if odd := sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)):
-        raise UserError(f"{path}: holds {len(odd)} entries that are no tensors, the first {odd[0]}; {_OTHER}")
+    if others := sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)):
+        raise UserError(f"{path}: holds {len(others)} entries that are no tensors, the first {others[0]}; {_OTHER}")
     return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
 

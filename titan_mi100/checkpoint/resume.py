@@ -89,12 +89,12 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
         UserError: what differs, field by field.
     """
     refused: list[str] = []
-    waved: list[str] = []
+    permitted: list[str] = []
     for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
         more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
-        (waved if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
-    if waved:
-        log.warning(f"checkpoint.allow_changed: the run resumes with another {', '.join(waved)}")
+        (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
+    if permitted:
+        log.warning(f"checkpoint.allow_changed: the run resumes with another {', '.join(permitted)}")
     if refused:
         raise UserError(
             f"{found.path}: was made with another {', '.join(refused)}; resume with what it was made with, name what "

@@ -62,7 +62,7 @@ def seal(aside: Path, written: Written, record: dict[str, Any]) -> Path:
 
 
 def write_manifest(aside: Path, written: Written, record: dict[str, Any]) -> None:
-    """Say what a folder holds, in the folder."""
+    """Write the manifest and its hash."""
     files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
     text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
     write_synced(aside / MANIFEST, text)
@@ -83,7 +83,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     content = {}
     for name in (MANIFEST, MANIFEST_HASH):
-        with _there(path / name).open("rb") as stream:
+        with _regular_file(path / name).open("rb") as stream:
             content[name] = stream.read(_MOST_BYTES)
     if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
         raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
@@ -102,8 +102,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _there(file: Path) -> Path:
-    """The file, which is no link and nothing else."""
+def _regular_file(file: Path) -> Path:
+    """The path, if it is a regular file and no link."""
     if file.is_symlink() or not file.is_file():
         raise DamagedError(f"{file}: there is no such file")
     return file
@@ -115,7 +115,7 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     Raises:
         DamagedError, OSError: as read_manifest.
     """
-    file = _there(path / name)
+    file = _regular_file(path / name)
     if (size := file.stat().st_size) != entry["bytes"]:
         raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
     found = sha256_of(file)
@@ -143,15 +143,19 @@ def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is not taken for an intact one; returns its new path."""
     aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
-    best = path.with_name(BEST)
-    if best.is_symlink() and best.readlink() == Path(path.name):
-        best.unlink()
+    _unmark_best(path)
     sync(path.parent)
     return aside
 
 
+def _unmark_best(path: Path) -> None:
+    best = path.with_name(BEST)
+    if best.is_symlink() and best.readlink() == Path(path.name):
+        best.unlink()
+
+
 def mark_best(path: Path) -> None:
-    """Let the name `best` lead to this checkpoint."""
+    """Point the symbolic link `best` to this checkpoint."""
     aside = path.with_name(f".{BEST}.tmp")
     aside.unlink(missing_ok=True)
     aside.symlink_to(path.name)
@@ -164,7 +168,7 @@ def damaged(folder: Path) -> list[Path]:
 
 
 class Retention:
-    """Removes checkpoints that are older than enough verified ones: one that is damaged is not counted as kept."""
+    """Keeps the newest verified checkpoints and removes older ones. Damaged ones do not count as kept."""
 
     def __init__(self, folder: Path, keep_latest_k: int) -> None:
         """Remember what is kept where.
@@ -194,7 +198,7 @@ class Retention:
                 intact += 1
 
     def _is_intact(self, path: Path) -> bool:
-        """Reads a checkpoint once: then the file system's word that nothing touched it counts."""
+        """Reads a checkpoint once to verify it; afterwards, unchanged sizes and times of change are enough."""
         try:
             if self._verified.get(path) != _stamps(path):
                 verify(path)
@@ -212,6 +216,7 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 def remove(path: Path) -> None:
     """Remove a checkpoint: first its name, so that a kill in between leaves none that looks intact."""
     gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.removed")
+    _unmark_best(path)  # it is not kept as the best any more
     path.rename(gone)
     sync(path.parent)
     shutil.rmtree(gone)

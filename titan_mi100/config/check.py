@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
-from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, fingerprint
+from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
 
@@ -40,7 +40,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
     if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
         errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
     known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
-    known += [f"lora.{name}" for name in fingerprint(config.lora)]
+    known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             errors.append(
@@ -67,7 +67,7 @@ def check(config: Config, world_size: int | None) -> list[str]:
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:
-    """What only the number of processes decides."""
+    """Errors that depend on the number of processes."""
     p, training, errors = config.parallelism, config.training, []
     accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
     pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
@@ -90,18 +90,18 @@ def check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
-    """What of the model does not divide over tensor-parallel ranks or pipeline stages."""
+    """Errors of splitting the model over tensor-parallel ranks and pipeline stages."""
     p, errors = config.parallelism, []
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     named = {
         name: getattr(spec, name)
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     }
-    odd = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
-    if odd:
+    wrong = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
+    if wrong:
         fit = [str(n) for n in range(1, tp + 1) if not any(value % n for value in named.values())]
         errors.append(
-            f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(odd)}; this model can be split "
+            f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(wrong)}; this model can be split "
             f"over {', '.join(fit)}, and seq_len must be a multiple"
         )
     if pp == 1:

@@ -12,21 +12,19 @@ class Gpu:
 
     name: str
     tflops: Mapping[str, float]  # by compute dtype; float32 is true fp32, not tf32
-    bandwidth_gb_s: float
-    memory_gib: float
 
 
 # Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
 # device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
 # per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate.
 GPUS: Mapping[tuple[str, int], Gpu] = {
-    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 1229, 32),
-    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 1638, 64),
-    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 1638, 64),
-    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 5300, 192),
-    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 2039, 80),
-    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 3350, 80),
-    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 2039, 80),
+    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}),
+    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}),
+    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}),
+    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}),
+    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}),
+    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}),
+    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}),
 }
 
 

@@ -40,7 +40,7 @@ def _sections() -> Iterator[tuple[str, type]]:
 
 
 def _keys(section: type) -> tuple[Any, ...]:
-    """The section's fields; `type` is a class in each, for this module does not postpone annotations."""
+    """The section's fields; `type` is a class in each, for that module has no `from __future__ import annotations`."""
     return fields(section)
 
 
@@ -76,7 +76,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     config = Config(**built)
     source = f"{config_file.value}: " if config_file is not None else ""
     where = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
-    if not config_file or os.path.isfile(config_file.value):  # else the one message that counts is there already
+    if not config_file or os.path.isfile(config_file.value):  # else the missing file is reported already
         for error in check(config, world_size):
             named = re.match(r"\[\w+\] \w+", error)
             if named is None:
@@ -118,7 +118,7 @@ def _read_toml(
 ) -> None:
     """Add the file's settings, its `base` first, so that the file overrides it."""
     if path.resolve() in chain:
-        errors.append(f"{path}: `base` comes back to a file that is being read: {' -> '.join(map(str, chain))}")
+        errors.append(f"{path}: `base` forms a cycle: {' -> '.join(map(str, chain))}")
         return
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     value, rules = setting.value, key.metadata
     if is_list := get_origin(key.type) is tuple:
         kind = get_args(key.type)[0]
-        given = value.strip("[]").split(",") if setting.is_text else value if isinstance(value, list) else [value]
+        given = _items(value) if setting.is_text else value if isinstance(value, list) else [value]
         values = [_as_kind(item, kind, setting.is_text) for item in given if item != ""]
     else:
         kind = key.type
@@ -170,14 +170,20 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     if rules["choices"] and value not in rules["choices"]:
         return key.default, f"must be one of: {', '.join(rules['choices'])}"
     if kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
-        return key.default, f"must be at least {rules['low']}"
+        return key.default, f"must be {'at least' if kind is int else 'a finite number of at least'} {rules['low']}"
     if rules["path"]:
         values = [os.path.abspath(setting.folder / os.path.expanduser(item)) if item else item for item in values]
     return (tuple(values), "") if is_list else (values[0], "")
 
 
+def _items(text: str) -> list[str]:
+    """The items of `a, b` or `[a, b]`. A glob may begin or end with a bracket of its own."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item.strip() for item in inner.split(",")]
+
+
 def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
-    """A text of the command line as what the key wants; what cannot be that stays as it is, and fails the check."""
+    """Command-line text in the key's type. What cannot be converted is returned unchanged; the caller rejects it."""
     if is_text and kind is not str:
         with suppress(KeyError, ValueError):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)

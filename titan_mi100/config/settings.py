@@ -1,4 +1,4 @@
-"""What a run can be told: one dataclass per TOML section, and which combinations make sense. Imports no torch."""
+"""The settings of a run: one dataclass per TOML section. Imports no torch."""
 
 import os
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ from titan_mi100.config import assets, model_spec
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.errors import UserError, did_you_mean
 
-FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")  # what a run stays
+# what must not change on resume
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
 
 
 def _key(default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, path: bool = False) -> Any:
@@ -39,7 +40,7 @@ class DataConfig:
     path: tuple[str, ...] = _key((), "training data: files or globs of JSONL, JSON or parquet, also .gz", path=True)
     weights: tuple[float, ...] = _key(
         (),
-        "share of each path in an epoch's tokens, e.g. [3, 1]: what is abundant is read once, what is scarce repeats",
+        "share of each path in an epoch's tokens, e.g. [3, 1]: the largest for its share is read once",
     )
     repeats: tuple[float, ...] = _key((), "how often an epoch reads each path, e.g. [1, 2.5]; default: once")
     format: str = _key(
@@ -276,7 +277,7 @@ class Config:
         return resolve_batch(t.local_batch_size, accumulation, target, t.seq_len, ranks)
 
 
-def fingerprint(lora: LoRAConfig) -> dict[str, Any]:
-    """What of the adapters a run stays, from start to end, as JSON has it."""
+def lora_identity(lora: LoRAConfig) -> dict[str, Any]:
+    """The LoRA settings that must not change on resume, as JSON values."""
     targets = [name for name in model_spec.LINEARS if name in lora.target_modules]
     return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}

@@ -15,7 +15,7 @@ from titan_mi100.data.source import RowSource, with_padding_rows
 #   document_ends: int32, the column behind the last token of each document of the row (padding is a document),
 #       ascending, then -1.
 #   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
-# The last two are what the model's sizes depend on: they are read on the host (model/inputs.py), never on the device.
+# The last two are what the model's sizes depend on: they are read on the host (parallel/base.py), never on the device.
 Microbatch = dict[str, Tensor]
 
 

@@ -23,7 +23,7 @@ def choose_backend(name: str, arch: str) -> Backend:
     """The backend for the config's `attention_backend` on this architecture.
 
     Args:
-        name: "sdpa" takes the fastest for the architecture; any other name is a backend's own.
+        name: "sdpa" takes the fastest for the architecture; any other name is a backend (the config has "eager").
         arch: as distributed.device_name has it: "gfx908:sramecc+:xnack-", "sm90", "cpu".
     """
     arch = arch.split(":")[0]

@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
 
-_BLOCK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32
+_BLOCK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32, or tokens x _LEAST_BLOCK if that is more
+_LEAST_BLOCK = 1024
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that already: checks in fp64 must not lose digits on the way."""
+    """In fp32, or fp64 where it is that already: checks in fp64 keep their precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -44,8 +45,8 @@ def head_loss(
 
 
 def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
-    """Ranges of the vocabulary whose logits for all tokens stay within the bound."""
-    size = max(1024, _BLOCK_ELEMENTS // tokens)
+    """Ranges of the vocabulary; see _BLOCK_ELEMENTS."""
+    size = max(_LEAST_BLOCK, _BLOCK_ELEMENTS // tokens)
     return [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 

@@ -189,8 +189,8 @@ class Qwen3(nn.Module):
                 hidden states of the stage before it, (batch, seq, hidden), instead of input_ids.
             positions: (batch, seq), restarting per document; default 0, 1, ...
             documents: what the backend prepared for this microbatch; default one document per row.
-            supervised: (n,), only with labels: inputs.supervised_index on the device. A loader's microbatch has
-                document_ends and supervised_columns instead of these two, which inputs.read_on_host exchanges.
+            supervised: (n,), only with labels: parallel.base.supervised_index on the device. A loader's microbatch has
+                document_ends and supervised_columns instead of these two, which parallel.base.read_on_host exchanges.
 
         Returns:
             (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32 at least. A stage that is

@@ -13,10 +13,9 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
 from titan_mi100.model.attention_choice import choose_backend
-from titan_mi100.model.inputs import read_on_host
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import device_name
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
@@ -116,6 +115,6 @@ def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool) -> 
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
-            plain = getattr(layer, name)
-            again = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=is_random)
-            setattr(layer, name, again)
+            method = getattr(layer, name)
+            recomputed = functools.partial(checkpoint, method, use_reentrant=False, preserve_rng_state=is_random)
+            setattr(layer, name, recomputed)

@@ -138,7 +138,7 @@ class PowerSGD:
         every = [parameter.grad for parameters in self._buckets.values() for parameter in parameters]
         total = torch.stack(torch._foreach_norm([gradient for gradient in every if gradient is not None])).sum()
         dist.all_reduce(total, group=self._state.process_group)
-        if not total.isfinite():  # the step will be skipped; what is kept for the next must not know of it
+        if not total.isfinite():  # the step will be skipped: errors and Q stay those of the step before
             return 0
         self._state.iter = step
         # Seeds the first Q, of each step without warm start: the same on all ranks, and after a resume.
@@ -171,7 +171,7 @@ class PowerSGD:
         return {f"{kind}.{name}": tensor for kind, found in kinds.items() for name, tensor in found.items()}
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """Go on with what `memory` gave; without it, and with a warning, if it is not of these buckets and settings."""
+        """Restore what `memory` returned; if it does not fit these buckets and settings, warn and start without it."""
         wanted = self._memory_sizes()
         if {key: saved[key].numel() for key in wanted if key in saved} != wanted:
             log.warning(

@@ -69,7 +69,7 @@ def init_distributed() -> World:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks, axes pp, dp_replicate, dp_shard, tp: what talks most lies nearest together.
+    """The mesh of all ranks, axes pp, dp_replicate, dp_shard, tp: ranks that communicate most are neighbours.
 
     A pipeline sends least, so its neighbours may be on different nodes; tensor parallel sends most.
     """
@@ -92,8 +92,8 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators alike on every rank. Of training only dropout draws, from seed_dropout's; what a library may
-    draw is then repeatable.
+    """Seed all generators alike on every rank, so that draws inside libraries are repeatable. Training itself draws
+    random numbers only for dropout; see seed_dropout.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -152,7 +152,7 @@ def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return everyone
 
 
-_PLAIN = (UserError, SaveError)  # their message is all there is to say, on every rank
+_EXPECTED = (UserError, SaveError)  # reported by their message alone, on every rank
 
 
 @contextmanager
@@ -167,22 +167,23 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    plain = next((number for number, kind in enumerate(_PLAIN) if isinstance(mine, kind)), None)
-    everyone = gather((plain, "" if mine is None else str(mine) or repr(mine)), group)
-    if mine is not None and plain is None:
+    expected = next((number for number, kind in enumerate(_EXPECTED) if isinstance(mine, kind)), None)
+    everyone = gather((expected, "" if mine is None else str(mine) or repr(mine)), group)
+    if mine is not None and expected is None:
         raise mine
     for rank, (number, message) in enumerate(everyone):
         if message:
-            raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _PLAIN[number](message)
+            raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _EXPECTED[number](message)
 
 
 def wait_for_all(what: str) -> None:
     """Meet the other ranks, however long they take: unlike in a collective, no timeout of the process group counts."""
     store = dist.distributed_c10d._get_default_store()
     key = f"titan_mi100/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
-    store.add(key, 1)
+    size = dist.get_world_size()
+    meeting = -(-store.add(key, 1) // size)  # number of this meeting under this name
     pause = 0.01
-    while store.add(key, 0) < dist.get_world_size():
+    while store.add(key, 0) < meeting * size:
         time.sleep(pause)
         pause = min(2 * pause, 2.0)
 
@@ -218,13 +219,13 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
     Args:
         copies: parameters that this rank holds but another one counts.
     """
-    apart = {id(parameter) for parameter in copies}
+    counted_elsewhere = {id(parameter) for parameter in copies}
     local, counted = [], []
     for parameter in parameters:
         assert parameter.grad is not None, "a parameter has no gradient"
         gradient, first = _local_gradient(parameter.grad)
         local.append(gradient)
-        counted.append(first and id(parameter) not in apart)
+        counted.append(first and id(parameter) not in counted_elsewhere)
     squares = torch.stack(torch._foreach_norm(local)).double().square()
     mask = torch.tensor(counted, device=squares.device)
     # a sum of squares is finite if all of them are

@@ -15,8 +15,8 @@ def master_dtype(training: TrainingConfig) -> torch.dtype:
 
 
 def reduce_dtype(training: TrainingConfig) -> torch.dtype:
-    """In which gradients are reduced: as configured, but float64 where the computation is that, for checks in it must
-    not lose digits.
+    """In which gradients are reduced: as configured, but float64 if the computation is, so that checks in fp64 keep
+    their precision.
     """
     least = torch.float64 if training.mixed_precision_param == "float64" else torch.bfloat16
     return torch.promote_types(getattr(torch, training.mixed_precision_reduce), least)

@@ -75,7 +75,7 @@ class PipelinedModel(ParallelModel):
         self.counts_loss = first_of_tp and self._stages - 1 in self._mine
 
     def _stage(self, index: int, part: Qwen3) -> PipelineStage:
-        """With the shapes told, so that nothing is run to find them out."""
+        """Given the shapes of inputs and outputs, so that torch runs no forward to infer them."""
         is_first, is_last = index == 0, index == self._stages - 1
         return PipelineStage(
             part,

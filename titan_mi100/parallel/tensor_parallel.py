@@ -106,8 +106,8 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tens
     return scatter_sequence(x, mesh.get_group().group_name)
 
 
-# Operators of our own, because torch's functional collectives take a gradient that is not contiguous, such as a
-# compiled block's, for one that is: the embedding's gradient was wrong. They stay whole in a compiled graph.
+# Custom operators, because torch's functional collectives treat a gradient that is not contiguous (a compiled block's)
+# as contiguous, which made the embedding's gradient wrong. torch.compile does not trace into them.
 
 
 @torch.library.custom_op("titan_mi100::gather_sequence", mutates_args=())

@@ -26,7 +26,7 @@ from titan_mi100.config.assets import (
     read_assets,
 )
 from titan_mi100.config.model_spec import ModelSpec, parameter_count
-from titan_mi100.config.settings import LoRAConfig, fingerprint
+from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.logging import ByteProgress, log
@@ -154,7 +154,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         digests = Digests()
         peft_io.write_adapter(aside, dict(_originals(source, kinds, digests)), lora, base)
         again, written = peft_io.read_adapter(aside)
-        if verify != "off" and fingerprint(again) != fingerprint(lora):
+        if verify != "off" and lora_identity(again) != lora_identity(lora):
             raise SaveError("the adapter's settings are not what was written")
         _compare(written, digests, verify)
         _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})

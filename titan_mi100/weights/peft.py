@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100.config.model_spec import LINEARS
-from titan_mi100.config.settings import LoRAConfig, fingerprint
+from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.weights.base import LoadedWeights, Weights
@@ -55,7 +55,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": fingerprint(lora)["target_modules"],
+        "target_modules": lora_identity(lora)["target_modules"],
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -113,7 +113,7 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     """
     folder = lora.initial_load_path
     found, weights = read_adapter(folder)
-    ours, theirs = fingerprint(lora), fingerprint(found)
+    ours, theirs = lora_identity(lora), lora_identity(found)
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:
