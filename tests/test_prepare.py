@@ -22,7 +22,7 @@ from test_malformed import ALL_LINES, GOOD, mutated
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import cache as cache_module
-from titan_mi100.data import make
+from titan_mi100.data import prepare as prepare_module
 from titan_mi100.data.packing import PackedDataset
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.data.prepared import Prepared, RefusedData
@@ -553,13 +553,13 @@ def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, mo
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    pack = make.pack_rows
+    pack = prepare_module.pack_rows
 
     def meanwhile(*arguments: Any) -> Any:
         write(path, qa("a", "c"))
         return pack(*arguments)
 
-    monkeypatch.setattr(make, "pack_rows", meanwhile)
+    monkeypatch.setattr(prepare_module, "pack_rows", meanwhile)
     with pytest.raises(UserError, match="changed while it was read; start again"):
         load(path, cache_folder=str(cache))
     assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))

@@ -1,23 +1,53 @@
-"""The data of a run: all files read, checked, tokenised and packed into one plan (`make`), kept for the next start.
+"""The data of a run: files are read, checked, tokenised and packed into one plan, which is kept for the next start.
+
+From the top: what a run calls, what names a prepared folder, how the files in the folder are made.
 
 `python -m titan_mi100.data.prepare` with the arguments of a run does that much of it, without torch.
 """
 
+import hashlib
+import json
 import os
 import shutil
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.load import config_from_command_line, resolve_run_folder
 from titan_mi100.config.settings import Config, DataConfig
-from titan_mi100.data.cache import ready_folder
+from titan_mi100.data.cache import Stamp, content_hash, ready_folder
+from titan_mi100.data.encode import Encoder
 from titan_mi100.data.files import expand
-from titan_mi100.data.make import Request, make_folder
-from titan_mi100.data.prepared import Prepared, RefusedData, is_complete, open_prepared
+from titan_mi100.data.formats import choose_format
+from titan_mi100.data.ledger import Ledger
+from titan_mi100.data.mixture import mix
+from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, is_complete, open_prepared, write_meta
+from titan_mi100.data.tokenise import Chunk, Source, tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
-from titan_mi100.logging import setup_logging
+from titan_mi100.logging import ByteProgress, log, setup_logging
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.chat_template import ChatTemplate
+from titan_mi100.text.load import load_tokenizer, tokenizer_files
+from titan_mi100.wording import some
+
+_PACKAGE = Path(__file__).parents[1]
+_CODE = ("data/[!.]*.py", "text/[!.]*.py", "wording.py")
+# What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
+_CODE_HASH = hashlib.sha256(
+    b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
+).hexdigest()
+_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
+_MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 
 
 def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
@@ -38,7 +68,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         if folder is None:
             raise
         folder.mkdir(parents=True, exist_ok=True)
-        _copy(error.ledger, folder)
+        _copy_ledger(error.ledger, folder)
         raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
     if data.facts.n_vocab > (size := config.spec().vocab_size):
         raise UserError(
@@ -46,11 +76,11 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
             "model's own tokenizer"
         )
     if folder is not None and folder.is_dir():
-        _copy(data.ledger(), folder)
+        _copy_ledger(data.ledger(), folder)
     return data
 
 
-def _copy(ledger: Path, folder: Path) -> None:
+def _copy_ledger(ledger: Path, folder: Path) -> None:
     try:
         shutil.copyfile(ledger, folder / "ledger.csv")
     except OSError as error:
@@ -99,6 +129,220 @@ def _cache_folder(config: DataConfig) -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_mi100"
     except RuntimeError:
         raise UserError("there is no home folder to keep prepared data in; set data.cache_folder") from None
+
+
+class Inputs(NamedTuple):
+    """The state of all that a prepared folder follows from."""
+
+    key: str  # a hash: contents of the files, their names (which the ledger shows), options and code
+    made_of: dict[str, Any]  # settings and hashes by name, to say what has changed
+    stamps: list[Stamp]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be prepared."""
+
+    config: DataConfig
+    patterns: list[list[str]]  # the files of each path, then of each validation path
+    tokenizer_path: str
+    chat_template: str
+    seq_len: int
+
+    def inputs(self, cache: Path) -> Inputs:
+        """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
+        settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
+        names = [file for files in self.patterns for file in files] + list(map(str, settings))
+        stamps = [content_hash(Path(name), cache) for name in names]
+        options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
+        code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
+        hashes = [sha256 for sha256, _ in stamps]
+        follows_from = [options, hashes, self.patterns, [file.name for file in settings], code]
+        key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
+        made_of = options | {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
+        return Inputs(key, made_of, stamps)
+
+
+def _version(library: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None:
+    """Make all files of a prepared folder; of refused data the ledger and meta.json only tell why.
+
+    Args:
+        made_of: for the facts.
+
+    Raises:
+        UserError: a file cannot be read, or the template or a setting does not fit.
+    """
+    started = time.perf_counter()
+    config = request.config
+    tokenizer = load_tokenizer(request.tokenizer_path)
+    sources = [
+        Source(file, number, choose_format(file, config), os.path.getsize(file))
+        for number, files in enumerate(request.patterns)
+        for file in files
+    ]
+    encoder = Encoder(tokenizer, _load_template(request, sources, tokenizer), config, request.seq_len)
+    ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
+    records = ledger.records
+    mixture = mix(ledger, np.bincount(tokens.records, np.diff(tokens.starts), len(records)), config)
+
+    facts = None
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
+    if not refusal:
+        digest = tokens.digest
+        digest.update(f"{request.seq_len} {tokenizer.pad_token_id}".encode())
+        sets, fingerprints = {}, {}
+        for name, times in mixture.times.items():
+            packing = _pack(tokens, times, request.seq_len)
+            np.save(folder / f"{name}_starts.npy", packing.starts)
+            np.save(folder / f"{name}_documents.npy", packing.documents)
+            digest.update(packing.starts.tobytes() + packing.documents.tobytes())
+            sets[name], fingerprints[name] = _count(packing, tokens, ledger, times), digest.hexdigest()
+        np.save(folder / "documents.npy", tokens.starts)
+        np.save(folder / "document_lines.npy", tokens.records)
+        np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
+        in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
+        facts = Facts(
+            seq_len=request.seq_len,
+            pad_id=tokenizer.pad_token_id,
+            n_vocab=tokenizer.n_vocab,
+            tokenizer=tokenizer.fingerprint,
+            fingerprint=fingerprints["train"],
+            plan=digest.hexdigest(),
+            files=[source.path for source in sources],
+            made_of=made_of,
+            train=sets["train"],
+            validation=sets.get("validation"),
+            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets],
+            warnings=[*ledger.warnings(config), *mixture.warnings],
+        )
+    ledger.write(folder / "ledger.csv")
+    write_meta(folder, facts, refusal, round(time.perf_counter() - started, 3))
+
+
+def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template; None where no file holds conversations."""
+    if all(source.format.name in ("text", "tokens") for source in sources):
+        return None
+    template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
+    if template.is_dated:
+        raise UserError(
+            "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
+            "with a fixed date into model.chat_template"
+        )
+    return template
+
+
+class _Tokens(NamedTuple):
+    """The documents of tokens.bin."""
+
+    starts: np.ndarray  # (documents + 1,) int64: where each begins
+    records: np.ndarray  # (documents,) int64: the line of the ledger that each is from
+    supervised_bytes: np.ndarray  # (documents,) int64: what its supervised tokens spell
+    digest: Any  # hashlib's, of the values of the training files
+
+
+def _tokenise_all(
+    path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig
+) -> tuple[Ledger, _Tokens]:
+    """Write the values of all documents to `path`, and account for every record."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ledger, digest, token_sizes = Ledger(sources), hashlib.sha256(), _token_sizes(encoder.tokenizer)
+    lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    size = sum(source.bytes for source in sources)
+    with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
+        for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
+            ledger.add(chunk)
+            lengths.append(chunk.lengths)
+            supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
+            values = chunk.values.tobytes()
+            out.write(values)
+            if sources[chunk.records["file"][0]].pattern < len(config.path):
+                digest.update(values)
+    ledger.close()
+    records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
+    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digest)
+
+
+def _pack(tokens: _Tokens, times: np.ndarray, seq_len: int) -> Packing:
+    """The rows of a set; `times`: (records,) how often an epoch reads each one's documents."""
+    documents = _copies(times[tokens.records])
+    if len(documents) > _MANY_DOCUMENTS:
+        log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
+    packing = pack_rows(np.diff(tokens.starts)[documents], seq_len)
+    return Packing(packing.starts, documents[packing.documents])
+
+
+def _copies(times: np.ndarray) -> np.ndarray:
+    """Each number as often as it is wanted, all first copies before any second: so rows rarely hold one twice."""
+    numbers = np.repeat(np.arange(len(times)), times)
+    copy = np.arange(len(numbers)) - np.repeat(np.cumsum(times) - times, times)
+    return numbers[np.argsort(copy, kind="stable")]
+
+
+def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, times: np.ndarray) -> SetFacts:
+    return SetFacts(
+        documents=len(packing.documents),
+        tokens=int(np.diff(tokens.starts)[packing.documents].sum()),
+        supervised=int(ledger.records["supervised"] @ times),
+        supervised_bytes=int(tokens.supervised_bytes @ times[tokens.records]),
+        rows=len(packing.starts) - 1,
+    )
+
+
+def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]) -> str:
+    config = request.config
+    if not times["train"].any():
+        lines = [f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()]
+        if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
+            lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
+        return "\n".join(lines)
+    if "validation" in times and not times["validation"].any():
+        return (
+            f"{', '.join(config.validation_path or config.path)}: no row is left to validate on; "
+            "raise [data] validation_fraction, or leave validation out"
+        )
+    return ""
+
+
+def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes that each token spells, (n_vocab,) int64: none of one that ends a turn or a text, or does not exist."""
+    sizes = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for token in range(tokenizer.n_vocab):
+        if token not in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            with suppress(UserError):  # ids need not be without gaps
+                sizes[token] = len(tokenizer.token_bytes(token))
+    return sizes
+
+
+def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
+    """Bytes that the supervised tokens of each document spell, (documents,) int64."""
+    starts = np.cumsum(chunk.lengths) - chunk.lengths
+    sizes = np.where(chunk.values & 1, token_sizes[chunk.values >> 1], 0)
+    sizes[starts] = 0  # nothing stands before a document's first token, so it has no loss
+    return np.add.reduceat(sizes, starts) if len(starts) else sizes
+
+
+def _read_as(sources: Sequence[Source]) -> list[str]:
+    """Which format each file has, a line for each format."""
+    by_format: dict[str, list[str]] = {}
+    for source in sources:
+        by_format.setdefault(f"{source.format.name} ({source.format.description})", []).append(source.path)
+    return [f"{some(files, 1)}: format {form}" for form, files in by_format.items()]
+
+
+def _describe(count: SetFacts, seq_len: int) -> str:
+    return (
+        f"{count.documents:,} documents, {count.tokens:,} tokens, {count.supervised:,} supervised, "
+        f"in {count.rows:,} rows of {seq_len} ({count.tokens / (count.rows * seq_len):.1%} real)"
+    )
 
 
 def main() -> int:
