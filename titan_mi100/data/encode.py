@@ -1,4 +1,6 @@
-"""From a record to documents: render with the model's own template, tokenise, mark what is supervised, fit.
+"""From records to documents: read an example, render it with the model's own template, tokenise, mark, fit.
+
+From the top: records of a file (`encode_records`), one record (`Encoder.encode`), which text is learned (`supervise`).
 
 A document is the tokens of one conversation, text or piece of one; attention never crosses its boundary. It is kept as
 the values that `marked` makes, (tokens,) uint32.
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.formats import BadRecord, Example
+from titan_mi100.data.files import Record
+from titan_mi100.data.formats import BadRecord, Example, Format, content_hash, parse_record
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
@@ -28,18 +31,61 @@ LOST_REASONING = "earlier reasoning left out"
 Span = tuple[int, int]  # characters [start, stop)
 Messages = Sequence[Mapping[str, Any]]
 
+# What became of a record.
+RECORD = np.dtype(
+    [
+        ("file", np.int32),  # its place among the sources
+        ("line", np.int64),
+        ("element", np.int64),  # of a JSON array, from 1; else 0
+        ("status", np.uint8),  # of STATUSES
+        ("set", np.uint8),  # of ledger._SETS: where its documents are used; decided when all records are known
+        ("tokens", np.int64),  # before anything was cut off
+        ("supervised", np.int64),  # tokens of its documents
+        ("documents", np.int64),  # how many it gave
+        ("kind", np.uint16),  # of the reason, among the ledger's kinds; 0: there is none
+        ("hash", np.uint64, 2),  # of the content
+    ]
+)
 
-def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
-    """A document: 2 * id + supervised, (tokens,) uint32.
 
-    Args:
-        supervised: (tokens,) bool: the token is learned, given those before it (a document's first never is).
-    """
-    return np.asarray(ids, dtype=np.uint32) * np.uint32(2) + supervised.astype(np.uint32)
+class Source(NamedTuple):
+    """A file of input."""
+
+    path: str
+    pattern: int  # which of the config's paths, then of its validation paths, it is from
+    format: Format
+    bytes: int
 
 
-def supervised_tokens(document: np.ndarray) -> int:
-    return int(np.count_nonzero(document[1:] & 1))
+class Chunk(NamedTuple):
+    """Consecutive records of one file, and the tokens of their documents."""
+
+    records: np.ndarray  # (records,) RECORD
+    reasons: dict[int, tuple[str, str]]  # record in the chunk -> kind and detail, where there is something to say
+    lengths: np.ndarray  # (documents,) int64
+    values: np.ndarray  # (tokens of all documents,) uint32: of `marked`
+
+
+def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Record]) -> Chunk:
+    """Read and encode consecutive records of file number `file`, which has this format."""
+    found, reasons, documents = [], {}, []
+    for place, record in enumerate(records):
+        digest, status, tokens = bytes(16), REJECTED, 0
+        made: list[np.ndarray] = []
+        try:
+            example = form.read(parse_record(record))
+            digest = content_hash(example)
+            status, made, tokens, *reason = encoder.encode(example)
+        except BadRecord as bad:
+            reason = [bad.kind, str(bad)]
+        if reason[0]:
+            reasons[place] = (reason[0], reason[1])
+        supervised = sum(map(supervised_tokens, made))
+        line = (record.number, record.element, status, 0, tokens, supervised, len(made), 0)
+        found.append((file, *line, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
+        documents += made
+    lengths = np.array(list(map(len, documents)), dtype=np.int64)
+    return Chunk(np.array(found, RECORD), reasons, lengths, np.concatenate([np.zeros(0, np.uint32), *documents]))
 
 
 class Encoded(NamedTuple):
@@ -142,6 +188,19 @@ class Encoder:
             detail += "; nothing supervised is in its beginning"
         cut = {"truncate": TRUNCATED, "split": SPLIT}.get(how, whole)
         return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail)
+
+
+def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
+    """A document: 2 * id + supervised, (tokens,) uint32.
+
+    Args:
+        supervised: (tokens,) bool: the token is learned, given those before it (a document's first never is).
+    """
+    return np.asarray(ids, dtype=np.uint32) * np.uint32(2) + supervised.astype(np.uint32)
+
+
+def supervised_tokens(document: np.ndarray) -> int:
+    return int(np.count_nonzero(document[1:] & 1))
 
 
 def supervise(

@@ -8,9 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.encode import DROPPED, DUPLICATE, KEPT, LOST_REASONING, OVERLONG, REJECTED, STATUSES
+from titan_mi100.data.encode import (
+    DROPPED,
+    DUPLICATE,
+    KEPT,
+    LOST_REASONING,
+    OVERLONG,
+    REJECTED,
+    STATUSES,
+    Chunk,
+    Source,
+)
 from titan_mi100.data.files import BROKEN_ARRAY, label
-from titan_mi100.data.tokenise import Chunk, Source
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records in a message before the rest are only counted
 _DETAILS = 100_000  # reasons kept word for word; of later records only their kind
@@ -41,7 +50,7 @@ class Ledger:
         self._added += len(chunk.records)
 
     def close(self) -> None:
-        """After the last chunk: make `records`, (records,) tokenise.RECORD, and find duplicates."""
+        """After the last chunk: make `records`, (records,) encode.RECORD, and find duplicates."""
         assert self._chunks, "files without a record are refused before"
         self.records = np.concatenate(self._chunks)
         self._chunks = []

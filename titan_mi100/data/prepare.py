@@ -24,14 +24,14 @@ from titan_mi100.cli import exit_code
 from titan_mi100.config.load import config_from_command_line, resolve_run_folder
 from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.cache import Stamp, content_hash, ready_folder
-from titan_mi100.data.encode import Encoder
+from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.files import expand
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
 from titan_mi100.data.mixture import mix
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, is_complete, open_prepared, write_meta
-from titan_mi100.data.tokenise import Chunk, Source, tokenise
+from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.logging import ByteProgress, log, setup_logging

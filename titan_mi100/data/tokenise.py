@@ -1,4 +1,4 @@
-"""Records of files to tokens, in all cores and in the order of the files, holding a few chunks at a time."""
+"""The process pool of preparation: `encode_records` in all cores, in the order of the files, a few chunks at a time."""
 
 import ctypes
 import multiprocessing
@@ -9,52 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
 
-import numpy as np
-
-from titan_mi100.data.encode import REJECTED, Encoder, supervised_tokens
+from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
-from titan_mi100.data.formats import BadRecord, Format, content_hash, parse_record
+from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024
 _ALONE_BYTES = 1 << 20  # less than this is not worth starting processes for
-
-
-# What became of a record.
-RECORD = np.dtype(
-    [
-        ("file", np.int32),  # its place among the sources
-        ("line", np.int64),
-        ("element", np.int64),  # of a JSON array, from 1; else 0
-        ("status", np.uint8),  # of encode.STATUSES
-        ("set", np.uint8),  # of ledger.SETS: where its documents are used; decided when all records are known
-        ("tokens", np.int64),  # before anything was cut off
-        ("supervised", np.int64),  # tokens of its documents
-        ("documents", np.int64),  # how many it gave
-        ("kind", np.uint16),  # of the reason, among the ledger's kinds; 0: there is none
-        ("hash", np.uint64, 2),  # of the content
-    ]
-)
-
-
-class Source(NamedTuple):
-    """A file of input."""
-
-    path: str
-    pattern: int  # which of the config's paths, then of its validation paths, it is from
-    format: Format
-    bytes: int
-
-
-class Chunk(NamedTuple):
-    """Consecutive records of one file, and the tokens of their documents."""
-
-    records: np.ndarray  # (records,) RECORD
-    reasons: dict[int, tuple[str, str]]  # record in the chunk -> kind and detail, where there is something to say
-    lengths: np.ndarray  # (documents,) int64
-    values: np.ndarray  # (tokens of all documents,) uint32: of encode.marked
 
 
 def tokenise(
@@ -71,7 +33,7 @@ def tokenise(
     """
     chunks = _read(sources, progress)
     if workers == 1 or sum(source.bytes for source in sources) < _ALONE_BYTES:
-        yield from (_work(encoder, sources[file].format, file, records) for file, records in chunks)
+        yield from (encode_records(encoder, sources[file].format, file, records) for file, records in chunks)
         return
     # Forked, so that all share the tokenizer's tables. They run no torch code, only Python and the tokenizer's.
     context = multiprocessing.get_context("fork")
@@ -134,25 +96,4 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
 
 def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
-    return _work(encoder, formats[file], file, records)
-
-
-def _work(encoder: Encoder, form: Format, file: int, records: list[Record]) -> Chunk:
-    found, reasons, documents = [], {}, []
-    for place, record in enumerate(records):
-        digest, status, tokens = bytes(16), REJECTED, 0
-        made: list[np.ndarray] = []
-        try:
-            example = form.read(parse_record(record))
-            digest = content_hash(example)
-            status, made, tokens, *reason = encoder.encode(example)
-        except BadRecord as bad:
-            reason = [bad.kind, str(bad)]
-        if reason[0]:
-            reasons[place] = (reason[0], reason[1])
-        supervised = sum(map(supervised_tokens, made))
-        line = (record.number, record.element, status, 0, tokens, supervised, len(made), 0)
-        found.append((file, *line, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
-        documents += made
-    lengths = np.array(list(map(len, documents)), dtype=np.int64)
-    return Chunk(np.array(found, RECORD), reasons, lengths, np.concatenate([np.zeros(0, np.uint32), *documents]))
+    return encode_records(encoder, formats[file], file, records)
