@@ -7,7 +7,7 @@ from conftest import random_documents
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowStream, validation_batches
 from titan_mi100.data.made_up import packed
-from titan_mi100.data.packing import PackedDataset, Row
+from titan_mi100.data.prepared import PackedDataset, Row
 from titan_mi100.data.source import RowSource, ShuffledEpochs
 
 

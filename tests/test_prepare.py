@@ -23,9 +23,8 @@ from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
-from titan_mi100.data.packing import PackedDataset
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.data.prepared import Prepared, RefusedData
+from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer

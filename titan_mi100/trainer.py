@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.loader import Microbatch, RowStream
-from titan_mi100.data.packing import PADDING_DOCUMENT
+from titan_mi100.data.prepared import PADDING_DOCUMENT
 from titan_mi100.optim.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values, measure_gradients

@@ -41,8 +41,8 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import collate
 from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.data.packing import PackedDataset
 from titan_mi100.data.prepare import prepare_run
+from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.errors import UserError
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed

@@ -40,7 +40,7 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.data.packing import PackedDataset
+from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.packing import PADDING_ROW, PackedDataset, Row
+from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Row
 from titan_mi100.data.source import RowSource, with_padding_rows
 
 # One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
-#   input_ids, labels, positions, document_ids: int64, as in packing.Row.
+#   input_ids, labels, positions, document_ids: int64, as in prepared.Row.
 #   document_ends: int32, the column behind the last token of each document of the row (padding is a document),
 #       ascending, then -1.
 #   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.

@@ -8,8 +8,8 @@ import numpy as np
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.encode import marked
-from titan_mi100.data.packing import PADDING_DOCUMENT, Documents, PackedDataset, Packing, pack_rows
-from titan_mi100.data.prepared import Facts, Prepared, SetFacts
+from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts
 
 _LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_mi100.data.packing import PADDING_ROW, PackedDataset, Row
+from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Row
 
 
 class RowSource(Protocol):

@@ -20,9 +20,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import OVERLONG
-from titan_mi100.data.packing import PADDING_DOCUMENT, Origins, PackedDataset, Row
 from titan_mi100.data.prepare import prepare_run
-from titan_mi100.data.prepared import Prepared, RefusedData, SetFacts
+from titan_mi100.data.prepared import PADDING_DOCUMENT, Origins, PackedDataset, Prepared, RefusedData, Row, SetFacts
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer

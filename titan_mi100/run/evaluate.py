@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import Microbatch, validation_batches
-from titan_mi100.data.packing import PackedDataset
-from titan_mi100.data.prepared import SetFacts
+from titan_mi100.data.prepared import PackedDataset, SetFacts
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import sum_over_ranks
 
