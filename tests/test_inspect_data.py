@@ -15,9 +15,8 @@ from test_sentencepiece_tokenizer import train
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.data.source import ShuffledEpochs
 from titan_mi100.inspect import report as inspect_report
 from titan_mi100.inspect.report import token_texts
 from titan_mi100.inspect_data import main

@@ -5,10 +5,9 @@ import torch
 from conftest import random_documents
 
 from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.loader import RowStream, validation_batches
+from titan_mi100.data.loader import RowSource, RowStream, ShuffledEpochs, validation_batches
 from titan_mi100.data.made_up import packed
 from titan_mi100.data.prepared import PackedDataset, Row
-from titan_mi100.data.source import RowSource, ShuffledEpochs
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:

@@ -19,10 +19,9 @@ from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, lora_identity
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
-from titan_mi100.data.source import ShuffledEpochs
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale_lr

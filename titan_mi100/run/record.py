@@ -17,8 +17,7 @@ from titan_mi100.config.costs import train_flops
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import collate
-from titan_mi100.data.source import RowSource
+from titan_mi100.data.loader import RowSource, collate
 from titan_mi100.logging import log
 from titan_mi100.model.attention import Documents
 from titan_mi100.model.attention_choice import NO_KERNEL, running_kernel
