@@ -29,14 +29,15 @@ _STEP = ("test_reference_run.py", "test_parity.py::test_every_split_on_one_proce
 _RANKS = ("test_parity.py::test_every_split_on_two_processes_equals_fp64", "test_layouts.py")
 _SAVED = ("test_sealed.py", "test_checkpoint.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "settings": ("test_config.py", "test_layouts.py"),
-    "layout": ("test_layouts.py",),
-    "model_spec": ("test_model_spec.py", "test_config.py", "test_layouts.py"),
+    "assets": ("test_convert_refusals.py", "test_convert.py"),
+    "costs": ("test_degrees.py", "test_model_spec.py", "test_metrics.py"),
+    "hardware": ("test_model_spec.py", "test_distributed.py", "test_scripts.py"),
+    "layout": ("test_degrees.py", "test_config.py", "test_loader.py"),
     "loss": ("test_loss.py", "test_model.py", *_RANKS),
     "lora": ("test_lora.py",),
     "decode": ("test_generate.py",),
     "ddp": ("test_ddp.py", *_RANKS),
-    "evaluate": ("test_reference_run.py", "test_evaluate.py", "test_layouts.py"),
+    "evaluate": ("test_reference_run.py", "test_evaluate.py"),
     "optimizer": ("test_model_spec.py", "test_reference_run.py", "test_checkpoint.py"),
     "train": (*_STEP, "test_checkpoint.py", "test_train.py", "test_chaos.py"),
     "durable": (*_SAVED, "test_chaos.py"),
@@ -47,7 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
     "resume": ("test_checkpoint.py", "test_train.py"),
     # folders
-    "config": ("test_config.py", "test_model_spec.py", "test_layouts.py"),
+    "config": ("test_config.py", "test_model_spec.py", "test_degrees.py", "test_data_docs.py"),
     "model": ("test_model.py", "test_loss.py", "test_lora.py", *_STEP),
     "parallel": ("test_parallelize.py", *_STEP, *_RANKS, "test_ddp.py"),
     "checkpoint": (*_SAVED, "test_train.py", "test_chaos.py"),

@@ -170,6 +170,7 @@ mode = "some"
         ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path: "),
         ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
+        ("[model]\nchat_template = 'nowhere'", "is not a file"),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),

@@ -1,116 +1,15 @@
 """Every layout against one process over some AdamW steps, in fp64, and each one's checkpoint in another: a part of the
-table of tests/parity/table.py, with --full all of it, on real processes. And how degrees, batches and stages follow
-from the config."""
+table of tests/parity/table.py, with --full all of it, on real processes."""
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from parity import table as parity
 
-from titan_mi100.config.costs import end_costs
 from titan_mi100.config.layout import (
     SCHEDULES,
-    Batch,
-    Layout,
-    accumulation_for,
-    check_schedule,
-    resolve_batch,
-    resolve_layout,
-    split_layers,
-    stages_of,
-    stages_on,
 )
-from titan_mi100.config.model_spec import PRESETS
-
-
-def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:
-    saved = Batch(2, 3, 4)
-    assert [accumulation_for(24, batch, saved) for batch in (Batch(2, 1, 2), Batch(1, 9, 1), Batch(6, 1, 4))] == [
-        6,
-        24,
-        1,
-    ]
-    assert accumulation_for(24, saved, saved) == 3
-    with pytest.raises(ValueError, match=r"= 2 makes steps of 16 rows, but this run's have 24; use 3"):
-        accumulation_for(24, Batch(2, 2, 4), saved)
-    with pytest.raises(ValueError, match=r"local_batch_size = 5 on 4 .* use local_batch_size 1, 2, 3, 6, or"):
-        accumulation_for(24, Batch(5, 1, 4), saved)
-    with pytest.raises(ValueError, match="start with a number of processes that does"):
-        accumulation_for(24, Batch(1, 1, 5), saved)
-
-
-def test_degrees_fill_the_processes_or_say_what_would() -> None:
-    assert resolve_layout(4) == Layout(dp_shard=4, zero_stage=3)
-    assert resolve_layout(8, dp_replicate=2) == resolve_layout(8, 4, 2) == Layout(dp_shard=4, dp_replicate=2)
-    assert resolve_layout(8, dp_replicate=2).dp_degree == 8
-    assert resolve_layout(8, pp=2, tp=2) == Layout(dp_shard=2, tp=2, pp=2, zero_stage=1)
-    assert resolve_layout(8, pp=2, tp=2).dp_degree == 2
-    ddp = Layout(dp_replicate=4, zero_stage=0)
-    assert resolve_layout(4, zero_stage=0) == resolve_layout(4, dp_shard=1, dp_replicate=4) == ddp
-    for options, remedy in (
-        ({"world_size": 2, "dp_shard": 3}, "--nproc_per_node 3"),
-        ({"world_size": 2, "dp_shard": 0}, "must be -1"),
-        ({"world_size": 4, "dp_replicate": 3}, "data_parallel_replicate_degree = 3 does not divide the 4 started"),
-        ({"world_size": 4, "dp_shard": 2, "dp_replicate": 4}, "does not fill the 4 started processes; .* 8"),
-        ({"world_size": 2, "pp": 2, "tp": 2}, "pipeline_parallel_degree = 2 x tensor_parallel_degree = 2 does not"),
-        ({"world_size": 4, "pp": 2, "zero_stage": 3}, "zero_stage = 3 does not go with a pipeline.*use 1"),
-        ({"world_size": 2, "tp": 2, "zero_stage": 0}, "goes with neither tensor_parallel_degree nor"),
-        ({"world_size": 2, "dp_shard": 2, "zero_stage": 0}, "shards nothing, but data_parallel_shard_degree = 2"),
-    ):
-        with pytest.raises(ValueError, match=remedy):
-            resolve_layout(**options)  # type: ignore[arg-type]
-
-
-def test_a_batch_comes_nearest_to_the_token_target() -> None:
-    assert resolve_batch(1, 0, 100_000, 1024, 2).gradient_accumulation_steps == 49
-    assert resolve_batch(1, 0, 100_000, 1024, 2).global_batch_size == 98
-    assert resolve_batch(4, 0, 10, 1024, 2).gradient_accumulation_steps == 1
-    assert resolve_batch(4, 6, 0, 1024, 2).global_batch_size == 48
-
-
-def test_a_schedule_that_cannot_run_says_why() -> None:
-    assert check_schedule("1F1B", 2, 2) is None
-    assert "needs at least 4 microbatches, but gets 2" in str(check_schedule("1F1B", 4, 2))
-    assert 'or use "GPipe"' in str(check_schedule("1F1B", 4, 2))
-    assert check_schedule("GPipe", 4, 1) is None
-    assert check_schedule("Interleaved1F1B", 2, 6) is None
-    assert "in rounds of 4 or more" in str(check_schedule("Interleaved1F1B", 4, 9))
-    assert "needs at least 4 microbatches" in str(check_schedule("Interleaved1F1B", 4, 2))  # torch 2.8 would hang
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_no_split_of_the_layers_has_a_cheaper_costliest_stage(stages: int) -> None:
-    for first, last in ((0.5, 4.9), (0.2, 1.8), (0.0, 0.0), (3.3, 0.1), (0.5, 20.0)):
-
-        def costliest(counts: Sequence[int], first: float = first, last: float = last) -> float:
-            return max(n + first * (i == 0) + last * (i == stages - 1) for i, n in enumerate(counts))
-
-        every = [counts for counts in itertools.product(range(1, 10), repeat=stages) if sum(counts) == 9]
-        counts = split_layers(9, stages, first, last)
-        assert tuple(counts) in every
-        assert costliest(counts) == min(map(costliest, every))
-
-
-def test_stages_cover_the_layers_in_order_and_lie_as_the_schedules_want() -> None:
-    stages = stages_of([3, 2, 4])
-    assert [list(stage.layers) for stage in stages] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
-    assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, False), (False, True)]
-    assert [stages_on(rank, 2, 4, v_shaped=False) for rank in (0, 1)] == [[0, 2], [1, 3]]
-    assert [stages_on(rank, 2, 4, v_shaped=True) for rank in (0, 1)] == [[0, 3], [1, 2]]
-
-
-def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> None:
-    spec = PRESETS["0.6B"]
-    block = 2048 * 1024 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072  # its matrices: 15.7M; the head has 155.6M
-    first, last = end_costs(spec, 64, 1024, 1.0, recompute=True)
-    logits = 151936 * 60 * 40 / 8  # their way through memory, as multiplications of four passes
-    assert last == pytest.approx((151936 * 1024 + logits) / (block + 2 * 16 * 128 * 1024 / 2), rel=0.01)
-    assert first < 0.02  # 64 rows share the traffic of the weight's gradient
-    half = end_costs(spec, 64, 1024, 0.5, recompute=True)
-    assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
 
 
 def assert_within_the_bars(results: list[parity.Result]) -> None:
