@@ -26,34 +26,41 @@ from breaks.copies import REPO, copy_tree, run_tests
 
 # Tests of each module, by its name, the fastest first. A module that is not here has those of its folder.
 _STEP = ("test_reference_run.py", "test_parity.py::test_every_split_on_one_process_equals_fp64")
-_RANKS = ("test_parity.py::test_every_split_on_two_processes_equals_fp64", "test_layouts.py")
+_LAYOUTS = "test_layouts.py::test_layouts_train_as_one_process_does"
+_SHARDED, _PIPELINE, _TENSOR = (f"{_LAYOUTS}[{kind}]" for kind in ("sharded", "pipeline", "tensor"))
+_SPLITS = "test_parity.py::test_every_split_on_two_processes_equals_fp64"
 _SAVED = ("test_sealed.py", "test_checkpoint.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "assets": ("test_convert_refusals.py", "test_convert.py"),
     "costs": ("test_degrees.py", "test_model_spec.py", "test_metrics.py"),
     "hardware": ("test_model_spec.py", "test_distributed.py", "test_scripts.py"),
     "layout": ("test_degrees.py", "test_config.py", "test_loader.py"),
-    "loss": ("test_loss.py", "test_model.py", *_RANKS),
+    "loss": ("test_loss.py", "test_model.py", _TENSOR),
     "lora": ("test_lora.py",),
     "decode": ("test_generate.py",),
-    "ddp": ("test_ddp.py", *_RANKS),
+    "ddp": ("test_ddp.py", _SHARDED),
+    "tensor_parallel": (_TENSOR, _SPLITS),
+    "pipeline": (_PIPELINE, _TENSOR, "test_layouts.py::test_a_checkpoint_of_each_layout_goes_on_in_another"),
+    "fsdp": (_SHARDED, _SPLITS),
+    "base": ("test_attention.py", *_STEP, _SHARDED),
+    "build": ("test_parallelize.py", _LAYOUTS, _SPLITS),
+    "distributed": ("test_distributed.py", "test_checkpoint.py", "test_reference_run.py", _LAYOUTS),
     "evaluate": ("test_reference_run.py", "test_evaluate.py"),
     "optimizer": ("test_model_spec.py", "test_reference_run.py", "test_checkpoint.py"),
-    "train": (*_STEP, "test_checkpoint.py", "test_train.py", "test_chaos.py"),
+    "train": ("test_reference_run.py", "test_checkpoint.py", "test_train.py", "test_chaos.py"),
     "durable": (*_SAVED, "test_chaos.py"),
     "progress": ("test_reference_run.py", "test_train.py"),
     "attention": ("test_model.py", "test_attention.py", *_STEP),
     "attention_choice": ("test_attention.py", "test_train.py"),
-    "base": ("test_attention.py", *_STEP, *_RANKS),
     "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
     "resume": ("test_checkpoint.py", "test_train.py"),
     # folders
     "config": ("test_config.py", "test_model_spec.py", "test_degrees.py", "test_data_docs.py"),
-    "model": ("test_model.py", "test_loss.py", "test_lora.py", *_STEP),
-    "parallel": ("test_parallelize.py", *_STEP, *_RANKS, "test_ddp.py"),
+    "model": ("test_model.py", "test_loss.py", *_STEP),
+    "parallel": ("test_parallelize.py", *_STEP, _LAYOUTS),
     "checkpoint": (*_SAVED, "test_train.py", "test_chaos.py"),
-    "run": (*_STEP, "test_metrics.py", "test_preemption.py", "test_train.py"),
-    "titan_mi100": (*_STEP, *_SAVED, "test_parallelize.py", *_RANKS, "test_train.py"),
+    "run": ("test_metrics.py", "test_preemption.py", "test_reference_run.py", "test_train.py"),
+    "titan_mi100": ("test_trainer.py", *_STEP, *_SAVED, _SHARDED, "test_train.py"),
 }
 TIME_LIMIT = 600  # seconds a mutant
 WANTED = 0.9  # share of the mutants that should be killed
