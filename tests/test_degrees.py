@@ -105,3 +105,17 @@ def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> Non
     assert first < 0.02  # 64 rows share the traffic of the weight's gradient
     half = end_costs(spec, 64, 1024, 0.5, recompute=True)
     assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
+
+
+def test_the_log_names_every_layout() -> None:
+    words = {
+        Layout(): "FSDP2 over 1 (ZeRO-3)",
+        Layout(dp_shard=4, zero_stage=2): "FSDP2 over 4 (ZeRO-2)",
+        Layout(dp_shard=2, dp_replicate=3): "HSDP, 3 replicas of FSDP2 over 2 (ZeRO-3)",
+        Layout(dp_replicate=4, zero_stage=0): "DDP over 4",
+        Layout(pp=2, dp_replicate=3, zero_stage=1): "pipeline of 2 x 3 replicas",
+        Layout(pp=2, zero_stage=1): "pipeline of 2",
+        Layout(tp=2): "tensor parallel over 2",
+        Layout(tp=2, pp=4, dp_shard=2, zero_stage=1): "pipeline of 4 x FSDP2 over 2 (ZeRO-1) x tensor parallel over 2",
+    }
+    assert {layout: layout.describe() for layout in words} == words

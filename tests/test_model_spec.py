@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import count_gpus, find_gpu
+from titan_mi100.config.hardware import GPUS, count_gpus, find_gpu
 from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
@@ -84,6 +84,23 @@ def test_gpus_are_known_by_architecture_and_size() -> None:
     mi100 = find_gpu("gfx908:sramecc+:xnack-", 120)
     assert mi100 is not None and mi100.tflops["bfloat16"] == 92.3
     assert find_gpu("gfx908", 64) is None
+
+
+def test_peak_rates_are_units_times_clock() -> None:
+    # GHz at the peak, FLOP per clock and unit by dtype: the vendors' architecture papers
+    made_of = {
+        ("gfx908", 120): (1.502, {"float16": 1024, "bfloat16": 512, "float32": 256}),
+        ("gfx90a", 104): (1.7, {"float16": 1024, "bfloat16": 1024, "float32": 256}),
+        ("gfx90a", 110): (1.7, {"float16": 1024, "bfloat16": 1024, "float32": 256}),
+        ("gfx942", 304): (2.1, {"float16": 2048, "bfloat16": 2048, "float32": 256}),
+        ("sm80", 108): (1.41, {"float16": 2048, "bfloat16": 2048, "float32": 128}),
+        ("sm90", 132): (1.83, {"float16": 4096, "bfloat16": 4096}),
+        ("sm90", 114): (1.62, {"float16": 4096, "bfloat16": 4096}),
+    }
+    assert made_of.keys() == GPUS.keys()
+    for (arch, units), (ghz, per_clock) in made_of.items():
+        for dtype, flop in per_clock.items():
+            assert GPUS[arch, units].tflops[dtype] == pytest.approx(units * ghz * flop / 1000, rel=0.003), (arch, dtype)
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

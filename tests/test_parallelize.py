@@ -14,12 +14,19 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import PRESETS
-from titan_mi100.config.settings import ActivationCheckpointConfig, CompileConfig, Config, TrainingConfig
+from titan_mi100.config.settings import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Config,
+    LoRAConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from titan_mi100.model.attention import SdpaDocuments
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.build import build_model, layers_per_stage
 from titan_mi100.parallel.distributed import World
 
 LAYERS = 3
@@ -105,3 +112,17 @@ def test_nothing_in_a_step_in_fp64_is_computed_in_less(world: World) -> None:
         run(model, 20).sum().backward()
     assert downcasts.found == set()
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+
+
+def test_stages_are_balanced_by_what_is_recomputed_and_trained() -> None:
+    def counts(mode: str = "none", lora: int = 0, given: tuple[int, ...] = ()) -> list[int]:
+        config = Config(
+            training=TrainingConfig(seq_len=1024, local_batch_size=1),
+            parallelism=ParallelismConfig(pipeline_parallel_layers_per_stage=given),
+            activation_checkpoint=ActivationCheckpointConfig(mode=mode),
+            lora=LoRAConfig(rank=lora),
+        )
+        return list(layers_per_stage(config, PRESETS["0.6B"], 2, supervised_share=1.0))
+
+    # every token supervised: the head costs many blocks; fewer where blocks are recomputed, more where they are frozen
+    assert (counts(), counts("full"), counts(lora=8), counts(given=(14, 14))) == ([22, 6], [20, 8], [23, 5], [14, 14])

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan_mi100 import trainer
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
+from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
 
@@ -90,3 +93,13 @@ def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(wor
     assert (result.supervised, result.loss, result.grad_norm, result.skipped) == (0, 0.0, 0.0, False)
     moments = [tensor for name, tensor in run.optimizer.named_state() if name.endswith("exp_avg_sq")]
     assert len(moments) > 10 and not any(tensor.to_local().any() for tensor in moments)  # type: ignore[attr-defined]
+
+
+def test_the_optimizer_runs_fused_and_scales_each_groups_own_peak() -> None:
+    named = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
+    optimizer = build_optimizer(named, OptimizerConfig(lr=0.4, weight_decay=0.5), torch.device("cpu"))
+    assert optimizer.defaults["fused"] is True
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    optimizer.param_groups[1]["peak_lr"] = 0.2
+    scale_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
