@@ -106,9 +106,10 @@ def _be_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
 
 
 def _wait(ranks: list[int], timeout: float) -> list[int] | None:
-    """The ranks' exit codes. When one has failed, the others have a while to notice; then they are killed."""
+    """The ranks' exit codes. When one has failed, the others have a while to notice; then they are killed, as all are
+    when the client is gone."""
     codes: dict[int, int] = {}
-    until, killed = time.monotonic() + timeout, False
+    until, killed, client = time.monotonic() + timeout, False, os.getppid()
     while len(codes) < len(ranks):
         for rank in set(ranks) - set(codes):
             ended, status = os.waitpid(rank, os.WNOHANG)
@@ -116,7 +117,7 @@ def _wait(ranks: list[int], timeout: float) -> list[int] | None:
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 if codes[rank]:
                     until = min(until, time.monotonic() + _GRACE)
-        if time.monotonic() > until and not killed:
+        if (time.monotonic() > until or os.getppid() != client) and not killed:
             killed = True
             for rank in set(ranks) - set(codes):
                 os.kill(rank, signal.SIGKILL)

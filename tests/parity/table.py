@@ -296,6 +296,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         if arguments.resume:
             results = [result for name in arguments.precision for result in resume(name, Path(folder) / name)]
