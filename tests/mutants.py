@@ -48,6 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "evaluate": ("test_reference_run.py", "test_evaluate.py"),
     "optimizer": ("test_model_spec.py", "test_trainer.py", "test_reference_run.py", "test_checkpoint.py"),
     "train": ("test_reference_run.py", "test_checkpoint.py", "test_train.py", "test_chaos.py"),
+    "keys": ("test_ddp.py", "test_convert.py"),
     "durable": (*_SAVED, "test_chaos.py"),
     "progress": ("test_reference_run.py", "test_train.py"),
     "attention": ("test_model.py", "test_attention.py", *_STEP, "test_generate.py"),

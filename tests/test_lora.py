@@ -37,10 +37,11 @@ from titan_mi100.config.model_spec import (
 )
 from titan_mi100.config.settings import Config, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
+from titan_mi100.model import lora as lora_module
 from titan_mi100.model import loss
 from titan_mi100.model.attention import SdpaMask
 from titan_mi100.model.layers import Linear
-from titan_mi100.model.lora import LoRALinear, apply_lora, is_adapter, lora_values
+from titan_mi100.model.lora import LoRALinear, apply_lora, base_fingerprint, is_adapter, lora_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import without_dropout
 from titan_mi100.parallel.distributed import World
@@ -582,6 +583,36 @@ def test_a_run_starts_from_an_adapter(config: Path, tmp_path: Path) -> None:
     assert f"from {tmp_path / 'adapter'}" in train(config, tmp_path / "run", *start)
     saved = checkpoint_tensors(tmp_path / "run" / "checkpoint" / "step-1")
     assert all(torch.equal(saved[name], value) for name, value in values.items())
+
+
+def test_a_base_is_known_by_the_names_shapes_dtypes_and_first_bytes_of_its_tensors() -> None:
+    size = 3 * lora_module._SAMPLE
+    tensors = {"a": torch.arange(size, dtype=torch.uint8).view(-1, 64), "b": torch.arange(8.0).view(2, 4)}
+
+    def fingerprint(changed: dict[str, torch.Tensor]) -> str:
+        found = {**tensors, **changed}
+        rows: list[int] = []
+
+        def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+            assert tuple(shape) == tuple(found[name].shape) and not any(offset)
+            rows.append(size[0])
+            return found[name][: size[0]]
+
+        digest = base_fingerprint(read, {name: tuple(tensor.shape) for name, tensor in found.items()})
+        assert max(rows) == lora_module._SAMPLE // 64  # not more than is needed is read
+        return digest
+
+    def with_byte(place: int) -> dict[str, torch.Tensor]:
+        other = tensors["a"].clone()
+        other.view(-1)[place] += 1
+        return {"a": other}
+
+    same = fingerprint({})
+    assert fingerprint(with_byte(lora_module._SAMPLE)) == fingerprint(with_byte(size - 1)) == same
+    others = [with_byte(0), with_byte(lora_module._SAMPLE - 1), {"b": tensors["b"] + 1}, {"b": tensors["b"].view(4, 2)}]
+    others += [{"b": tensors["b"].int().view(torch.float32)}, {"b": tensors["b"].view(torch.int32)}]
+    digests = {fingerprint(other) for other in others}
+    assert same not in digests and len(digests) == len(others)
 
 
 def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
