@@ -194,10 +194,10 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         "random": {**random, "stop": 4},
         "random half": {**random, "stop": 2, "save": "random"},
         "random same": {**random, "stop": 4, "resume": "random", "from": 2},
-        "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
     }
     if full:
         runs |= {
+            "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
             "random TP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": TP2},
             "random PP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": pipeline()},
             "DDP": {**one, "stop": 4, "resume": "half", "from": 2, "parallelism": {"zero_stage": 0}},
@@ -227,8 +227,9 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
             assert rank[after]["losses"] == rank[before]["losses"][2:]
             assert all(torch.equal(t, rank[before]["weights"][n]) for n, t in rank[after]["weights"].items())
         adapters = 4 * sum(np.prod(shape) for shape in shapes.values())
-        assert rank["PowerSGD"]["sent"][0] == adapters and 0 < rank["PowerSGD"]["sent"][-1] < adapters
-        assert not full or rank["DDP"]["sent"] == [2 * adapters] * 2
+        if full:
+            assert rank["PowerSGD"]["sent"][0] == adapters and 0 < rank["PowerSGD"]["sent"][-1] < adapters
+            assert rank["DDP"]["sent"] == [2 * adapters] * 2
     # what each rank would drop: data-parallel ranks and stages each their own, tensor-parallel ranks the same
     assert ranks[0]["random"]["draw"] != ranks[1]["random"]["draw"]
     if full:

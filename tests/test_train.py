@@ -76,7 +76,7 @@ def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """20 steps at once on two processes, started as users do. (test_reference_run.py starts without a launcher.)"""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     given = ("--job.config_file", str(config), "--job.run_folder", str(folder))
-    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10")
+    more = ("--data.validation_fraction", "0.05", "--validation.freq", "10")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
         [str(REPO / "run_train.sh"), *given, *more], cwd=config.parent, env={**os.environ, "PATH": path, "NGPU": "2"},
@@ -134,7 +134,7 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10")
+    more = ("--data.validation_fraction", "0.05", "--validation.freq", "10")
     # the warmup of 3% of 20 steps, which 10 steps alone would not have
     train(config, folder, *more, "--training.steps", "10", "--lr_scheduler.warmup_steps", "1")
     resumed = train(config, folder, *more)
@@ -167,7 +167,7 @@ def test_data_is_prepared_by_one_process_for_a_layout_of_several(config: Path, t
 def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
-    more = ("--data.validation_fraction", "0.1", "--training.steps", "22", "--checkpoint.interval", "1")
+    more = ("--data.validation_fraction", "0.05", "--training.steps", "22", "--checkpoint.interval", "1")
     pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
     result = train(config, folder, *more, *pipeline)
     assert "layout: pipeline of 2; a step is 2 rows" in result.stdout
@@ -195,15 +195,15 @@ def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, ful
         "checkpoint.keep_latest_k": "3", "checkpoint.keep_best": "true", "checkpoint.async_mode": "async",
         "validation.freq": "1", "metrics.log_freq": "2", "metrics.enable_tensorboard": "false",
         "activation_checkpoint.mode": "full", "compile.enable": str(full).lower(), "compile.backend": "aot_eager",
-        "model.attention_backend": "eager", "parallelism.tensor_parallel_degree": "2",
-        "training.local_batch_size": "2", "data.validation_fraction": "0.1",
+        "model.attention_backend": "eager", "parallelism.tensor_parallel_degree": "2" if full else "1",
+        "training.local_batch_size": "2", "data.validation_fraction": "0.05",
     }  # fmt: skip
     result = train(config, folder, *(word for name, value in changed.items() for word in (f"--{name}", value)))
     assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
     assert len(losses(folder)) == 22 and losses(folder)[:20] == losses(uninterrupted)
     assert {path.name for path in (folder / "checkpoint").iterdir()} >= {"step-20", "step-21", "step-22", "best"}
     allowed = ("--checkpoint.allow_changed", "seed,global_batch_size", "--training.seed", "9")
-    more = ("--training.steps", "23", "--data.validation_fraction", "0.1", "--training.local_batch_size", "3")
+    more = ("--training.steps", "23", "--data.validation_fraction", "0.05", "--training.local_batch_size", "3")
     result = train(config, folder, *more, *allowed)
     assert "a step is 6 rows" in result.stdout and len(losses(folder)) == 23
 
@@ -235,7 +235,7 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
     (checkpoints / "step-20").rename(checkpoints / ".step-20.0123456789ab.incomplete")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "lo')
-    more = ("--data.validation_fraction", "0.1", "--validation.freq", "10", "--checkpoint.keep_latest_k", "1")
+    more = ("--data.validation_fraction", "0.05", "--validation.freq", "10", "--checkpoint.keep_latest_k", "1")
     # another split of the same global batch on one process: the same rows in the same order
     result = train(
         config, folder, *more, "--training.gradient_accumulation_steps", "2", "--training.steps", "12", processes=1
@@ -253,7 +253,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
 ) -> None:
     changing = ("run_state.json", "train.log", ".lock", "ledger.csv")
     before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
-    other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.1")
+    other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.05")
     refused = train(config, uninterrupted, *other, "--training.seq_len", "64", processes=1, check=False)
     for words in (
         "was made with another data (",
@@ -263,7 +263,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     ):
         assert words in refused.stderr, words
     assert "gradient_accumulation_steps is 2 instead of 1, to keep the run's 2 rows per step" in refused.stderr
-    more_rows = ("--data.validation_fraction", "0.1", "--training.gradient_accumulation_steps", "2")
+    more_rows = ("--data.validation_fraction", "0.05", "--training.gradient_accumulation_steps", "2")
     changed = train(config, uninterrupted, *more_rows, check=False)
     assert "makes steps of 4 rows, but this run's have 2; use 1" in changed.stderr
     odd = train(config, uninterrupted, *more_rows[:2], "--training.local_batch_size", "3", check=False)
@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_unless_there
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    more = ("--data.validation_fraction", "0.1", "--training.steps", "11")
+    more = ("--data.validation_fraction", "0.05", "--training.steps", "11")
     result = train(config, folder, *more)
     (aside,) = (folder / "checkpoint").glob("damaged-step-20-*")
     assert f"DAMAGED CHECKPOINT: {path}: is not what was written" in result.stderr and str(aside) in result.stderr

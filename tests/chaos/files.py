@@ -249,15 +249,15 @@ def whole(folder: Path) -> list[int]:
 def kill_points(quick: bool) -> Iterator[Case]:
     for in_background in (False, True):
         name = "async" if in_background else "sync"
-        yield Case(f"{name} save", partial(kill_everywhere, in_background, quick))
+        yield Case(f"{name} save", partial(kill_everywhere, in_background, 1 if quick else 0))
 
 
-def kill_everywhere(in_background: bool, quick: bool, folder: Path, _: tuple[str, ...]) -> Outcome:
-    """A save is killed at each operation on its files; quick: of many writes into one file, at three."""
+def kill_everywhere(in_background: bool, every: int, folder: Path, _: tuple[str, ...]) -> Outcome:
+    """A save is killed at each operation on its files; `every` above 0: at one in `every` of _sites."""
     before = base(folder, 1)
     _, names = disturbed(_copy(before, folder / "counted"), 1, in_background, 0, 0, kill)
     wrong = []
-    places = _sites(names) if quick else range(1, len(names) + 1)
+    places = _sites(names)[::every] if every else range(1, len(names) + 1)
     for at in places:
         target = _copy(before, folder / "killed")
         ended, _ = disturbed(target, 1, in_background, 0, at, kill)
