@@ -107,6 +107,7 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
     assert (environment["processes"], environment["compute_dtype"]) == (2, "fp32")
     assert environment["attention_kernel"] == "_scaled_dot_product_flash_attention_for_cpu"
     assert "seq_len = 128" in (uninterrupted / "config.toml").read_text()
+    assert "NoneType: None" not in (uninterrupted / "train.log").read_text()  # a crash that was none
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
