@@ -32,6 +32,8 @@ def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> 
         accumulation_for(24, Batch(2, 2, 4), saved)
     with pytest.raises(ValueError, match=r"local_batch_size = 5 on 4 .* use local_batch_size 1, 2, 3, 6, or"):
         accumulation_for(24, Batch(5, 1, 4), saved)
+    with pytest.raises(ValueError, match=r"use local_batch_size 1, 2, 3, 4, 6, 8, 12, 24, or"):
+        accumulation_for(24, Batch(5, 1, 1), saved)
     with pytest.raises(ValueError, match="start with a number of processes that does"):
         accumulation_for(24, Batch(1, 1, 5), saved)
 

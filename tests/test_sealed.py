@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,27 @@ def test_a_folder_is_locked_against_another_process_until_its_holder_ends(tmp_pa
     holder.kill()
     holder.join()
     assert durable.FolderLock(tmp_path, 5)
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_one_at_work_has_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "sync", synced.append)
+    final = tmp_path / "out"
+    left = tmp_path / f".out.{socket.gethostname()}.0123456789ab{durable._INCOMPLETE}"
+    left.mkdir()
+    with durable.atomic_output_folder(final) as aside:
+        assert not left.exists()
+        (aside / "a").write_text("a")
+        with durable.atomic_output_folder(final):
+            assert aside.exists()
+        final.rename(tmp_path / "first")
+    assert (final / "a").read_text() == "a" and synced[-2:] == [aside, tmp_path]  # the folder before its name
+    for folder in (final, tmp_path / "first"):  # no lock is left on what has been written
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
 
 
 def test_a_lock_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:

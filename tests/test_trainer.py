@@ -1,6 +1,7 @@
 """What a step costs in collectives, what it tells its observers, and how rows are read ahead."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
+from titan_mi100.run.progress import Progress
 
 SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 
@@ -93,6 +95,13 @@ def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(wor
     assert (result.supervised, result.loss, result.grad_norm, result.skipped) == (0, 0.0, 0.0, False)
     moments = [tensor for name, tensor in run.optimizer.named_state() if name.endswith("exp_avg_sq")]
     assert len(moments) > 10 and not any(tensor.to_local().any() for tensor in moments)  # type: ignore[attr-defined]
+
+
+def test_progress_counts_skipped_steps_and_those_in_a_row() -> None:
+    progress = Progress()
+    for skipped in (True, False, True, True):
+        progress.after_step(SimpleNamespace(next_row=5, loss=1.0, skipped=skipped))  # type: ignore[arg-type]
+    assert (progress.step, progress.skipped_steps, progress.skipped_in_a_row, progress.rows_consumed) == (4, 3, 2, 5)
 
 
 def test_the_optimizer_runs_fused_and_scales_each_groups_own_peak() -> None:
