@@ -29,6 +29,7 @@ _STEP = ("test_reference_run.py", "test_parity.py::test_every_split_on_one_proce
 _LAYOUTS = "test_layouts.py::test_layouts_train_as_one_process_does"
 _SHARDED, _PIPELINE, _TENSOR = (f"{_LAYOUTS}[{kind}]" for kind in ("sharded", "pipeline", "tensor"))
 _SPLITS = "test_parity.py::test_every_split_on_two_processes_equals_fp64"
+_RESUMED = "test_layouts.py::test_a_checkpoint_of_each_layout_goes_on_in_another"
 _SAVED = ("test_sealed.py", "test_checkpoint.py")
 TESTS: dict[str, tuple[str, ...]] = {
     "assets": ("test_convert_refusals.py", "test_convert.py"),
@@ -40,7 +41,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "decode": ("test_generate.py",),
     "ddp": ("test_ddp.py", _SHARDED),
     "tensor_parallel": (_TENSOR, _SPLITS),
-    "pipeline": (_PIPELINE, _TENSOR, "test_layouts.py::test_a_checkpoint_of_each_layout_goes_on_in_another"),
+    "pipeline": (_PIPELINE, _TENSOR, _RESUMED),
     "fsdp": (_SHARDED, _SPLITS),
     "base": ("test_attention.py", *_STEP, _SHARDED),
     "build": ("test_parallelize.py", _LAYOUTS, _SPLITS),
@@ -59,7 +60,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config": ("test_config.py", "test_model_spec.py", "test_degrees.py", "test_data_docs.py"),
     "model": ("test_model.py", "test_loss.py", *_STEP),
     "parallel": ("test_parallelize.py", *_STEP, _LAYOUTS),
-    "checkpoint": (*_SAVED, "test_ddp.py", "test_train.py", "test_chaos.py"),
+    "checkpoint": (*_SAVED, "test_ddp.py", "test_train.py", "test_chaos.py", _RESUMED),
     "run": ("test_metrics.py", "test_preemption.py", "test_reference_run.py", "test_train.py"),
     "titan_mi100": ("test_trainer.py", *_STEP, *_SAVED, _SHARDED, "test_train.py"),
 }

@@ -172,6 +172,7 @@ mode = "some"
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
         ("[model]\nchat_template = 'nowhere'", "is not a file"),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
+        ("[checkpoint]\nkeep_best = true", "[checkpoint] keep_best needs [data] validation_path or"),
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
         ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),
@@ -205,6 +206,12 @@ def test_the_folder_of_weights_gives_the_model_and_must_agree_with_a_preset(tmp_
     assert "[model] flavor = '4B' is not the model in" in found[0]
     assert "num_attention_heads" not in found[0]
     assert "hidden_size: 2560, 4096" in found[0]
+    # weights without a config.json beside them: the preset says what they are
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "model.pt").touch()
+    text = text.replace(str(tmp_path), str(alone / "model.pt"))
+    assert load(tmp_path, text + '"4B"').spec() == PRESETS["4B"]
 
 
 def test_the_resolved_config_reads_back_to_the_same(tmp_path: Path) -> None:
@@ -280,7 +287,8 @@ def test_configuration_imports_no_torch(tmp_path: Path) -> None:
         command = [sys.executable, "-m", module]
         shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert shown.returncode == 0
-        for key in ("--training.seq_len", "--checkpoint.initial_load_path", "int = 1024", "tokens per packed row"):
+        for key in ("--training.seq_len", "--checkpoint.initial_load_path", "int = 1024", "tokens per packed row",
+                    "goes on (disabled | async)"):  # fmt: skip
             assert key in shown.stdout
         wrong = subprocess.run(
             [*command, "--training.stepz", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -107,6 +107,10 @@ def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> Non
     assert first < 0.02  # 64 rows share the traffic of the weight's gradient
     half = end_costs(spec, 64, 1024, 0.5, recompute=True)
     assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
+    # of frozen weights a block makes 3 products instead of 4, and so does the head
+    first, frozen = end_costs(spec, 64, 1024, 1.0, recompute=True, frozen=True)
+    unit = block + 2 * 16 * 128 * 1024 / 2
+    assert first == 0 and frozen * 3 == pytest.approx((3 * 151936 * 1024 + 4 * logits) / unit, rel=0.01)
 
 
 def test_the_log_names_every_layout() -> None:

@@ -24,7 +24,7 @@ from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.model import attention, decode
-from titan_mi100.model.decode import Generated, KVCache, Sampling
+from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
@@ -550,3 +550,10 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
     assert len([piece for piece in pieces if piece]) > 8  # not all at once
     assert "second" in heard[1] and "né 日本 🙂!" in heard[1]  # the conversation so far
     assert seeds == ["42/0", "42/1"]  # the same question twice need not have the same answer
+
+
+def test_a_prompt_as_long_as_the_model_can_only_be_shortened() -> None:
+    for length, end in ((512, "shorten the prompt"), (511, "shorten the prompt, or lower max_new_tokens to 1")):
+        with pytest.raises(UserError) as caught:
+            check_lengths(SPECS["tied"], {"p": length}, 2)
+        assert str(caught.value).endswith(end)

@@ -192,6 +192,12 @@ def test_a_lock_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None
         durable.FolderLock(tmp_path)
 
 
+def test_a_mark_that_a_kill_cut_off_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / f".{sealed.BEST}.tmp").symlink_to("step-1")
+    sealed.mark_best(seal(tmp_path, 2))
+    assert (tmp_path / sealed.BEST).readlink() == Path("step-2")
+
+
 def test_files_and_links_of_a_checkpoints_name_are_none(tmp_path: Path) -> None:
     (tmp_path / "step-1").write_text("")
     seal(tmp_path, 2)

@@ -11,7 +11,7 @@ from torch import nn
 
 from titan_mi100 import trainer
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
@@ -95,6 +95,18 @@ def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(wor
     assert (result.supervised, result.loss, result.grad_norm, result.skipped) == (0, 0.0, 0.0, False)
     moments = [tensor for name, tensor in run.optimizer.named_state() if name.endswith("exp_avg_sq")]
     assert len(moments) > 10 and not any(tensor.to_local().any() for tensor in moments)  # type: ignore[attr-defined]
+
+
+def test_ddp_keeps_fp32_weights_and_computes_in_bf16(world: World) -> None:
+    training = TrainingConfig(seq_len=16, steps=2)
+    data = made_up(random_rows(2, 16, SPEC.vocab_size, supervised_share=0.5))
+    run = open_run(Config(training=training, parallelism=ParallelismConfig(zero_stage=0)), world, spec=SPEC, data=data)
+    seen: list[torch.dtype] = []
+    block = next(iter(run.model.parts[0].model.blocks()))
+    block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    run.step()
+    assert set(seen) == {torch.bfloat16}
+    assert {parameter.dtype for _, parameter in run.model.named_parameters()} == {torch.float32}
 
 
 def test_progress_counts_skipped_steps_and_those_in_a_row() -> None:
