@@ -107,6 +107,9 @@ def test_peak_rates_are_units_times_clock() -> None:
     for (arch, units), (ghz, per_clock) in made_of.items():
         for dtype, flop in per_clock.items():
             assert GPUS[arch, units].tflops[dtype] == pytest.approx(units * ghz * flop / 1000, rel=0.003), (arch, dtype)
+    # H100: its data sheets' fp32 is at a higher clock than their matrix rates
+    for units, ghz in ((132, 1.98), (114, 1.755)):
+        assert GPUS["sm90", units].tflops["float32"] == pytest.approx(units * ghz * 256 / 1000, rel=0.003)
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

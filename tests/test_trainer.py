@@ -11,10 +11,17 @@ from torch import nn
 
 from titan_mi100 import trainer
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from titan_mi100.config.settings import (
+    CheckpointConfig,
+    Config,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _restore_progress, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
@@ -95,6 +102,36 @@ def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(wor
     assert (result.supervised, result.loss, result.grad_norm, result.skipped) == (0, 0.0, 0.0, False)
     moments = [tensor for name, tensor in run.optimizer.named_state() if name.endswith("exp_avg_sq")]
     assert len(moments) > 10 and not any(tensor.to_local().any() for tensor in moments)  # type: ignore[attr-defined]
+
+
+def test_the_best_validation_is_the_first_of_equals_and_is_forgotten_with_its_rows() -> None:
+    progress = Progress(step=4, plan="rows", rows_consumed=8)
+    assert progress.after_validation(2.0)
+    progress.step = 5
+    assert not progress.after_validation(2.0) and progress.best_step == 4
+    rows = SimpleNamespace(resume_at=lambda consumed, *_: consumed)
+    manifest = {"rows": 8, "fingerprints": {"global_batch_size": 2}}
+    found = SimpleNamespace(trainer_state=progress.trainer_state(), manifest=manifest)
+    for plan, best in (("rows", 2.0), ("others", None)):
+        restored = _restore_progress(found, rows, plan)  # type: ignore[arg-type]
+        assert (restored.best_loss, restored.plan, restored.rows_consumed) == (best, plan, 8)
+
+
+def test_a_validation_of_one_microbatch_is_given_up_too(world: World) -> None:
+    stops = [False]
+    run = opened(world, lambda: stops[0])
+    run.data = made_up(run.data.train, random_rows(1, 16, SPEC.vocab_size, supervised_share=0.5))
+    assert run.validation_loss() is not None
+    stops[0] = True
+    assert run.validation_loss() is None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saves_are_in_the_background_where_the_config_says_so(world: World, mode: str) -> None:
+    data = made_up(random_rows(2, 16, SPEC.vocab_size, supervised_share=0.5))
+    config = Config(training=TrainingConfig(seq_len=16, steps=1), checkpoint=CheckpointConfig(async_mode=mode))
+    run = open_run(config, world, spec=SPEC, data=data)
+    assert (run.checkpointer._group is not None) == (mode == "async")
 
 
 def test_ddp_keeps_fp32_weights_and_computes_in_bf16(world: World) -> None:

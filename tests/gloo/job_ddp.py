@@ -123,6 +123,7 @@ class Reduced:
 def main(folder: Path, *, full: bool) -> None:
     world = distributed.init_distributed()
     log.setLevel(logging.INFO)
+    rank_2 = config_of({**RANK_1, "powersgd_rank": 2})
     ddp, rank_1, cold, shards = folder / "ddp", folder / "rank-1", folder / "cold", folder / "shards"
     found = {
         "ddp": run(
@@ -134,9 +135,8 @@ def main(folder: Path, *, full: bool) -> None:
         "rank 1 from 9": run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-9", keep_at=(12,)),
         "rank 1 to FSDP2": run(world, shards, config_of({}), 12, resume=rank_1 / "step-9", save_at=(12,)),
         "FSDP2 to rank 1": run(world, rank_1, config_of(RANK_1), 14, resume=shards / "step-12", keep_at=(14,)),
-        "rank 1 to rank 2": run(
-            world, rank_1, config_of({**RANK_1, "powersgd_rank": 2}), 10, resume=rank_1 / "step-9", keep_at=(10,)
-        ),
+        "rank 1 to rank 2": run(world, rank_1, rank_2, 10, resume=rank_1 / "step-9", keep_at=(10,), save_at=(10,)),
+        "rank 2 from 10": run(world, rank_1, rank_2, 11, resume=rank_1 / "step-10"),
     }
     if full:
         rank_4 = config_of({**RANK_1, "powersgd_rank": 4})
