@@ -32,7 +32,7 @@ _SPLITS = "test_parity.py::test_every_split_on_two_processes_equals_fp64"
 _RESUMED = "test_layouts.py::test_a_checkpoint_of_each_layout_goes_on_in_another"
 _SAVED = ("test_sealed.py", "test_checkpoint.py")
 TESTS: dict[str, tuple[str, ...]] = {
-    "assets": ("test_convert_refusals.py", "test_convert.py"),
+    "assets": ("test_convert_refusals.py", "test_reference_run.py", "test_convert.py"),
     "costs": ("test_degrees.py", "test_model_spec.py", "test_metrics.py"),
     "hardware": ("test_model_spec.py", "test_distributed.py", "test_scripts.py"),
     "layout": ("test_degrees.py", "test_config.py", "test_loader.py"),

@@ -144,5 +144,6 @@ def test_learning_rates() -> None:
         [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4]
     )
     assert factors(4, decay_type="sqrt", decay_ratio=0.5) == pytest.approx([1, 1, 1, 1 - math.sqrt(0.5)])
+    assert factors(3, decay_type="linear", decay_ratio=0.0) == [1, 1, 1]
     assert factors(100, warmup_steps=-1)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert factors(3, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])

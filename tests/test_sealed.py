@@ -145,7 +145,11 @@ def test_what_killed_saves_and_removals_leave_is_cleared_and_nothing_else(tmp_pa
     assert left[:2] == [".probe-0", left[1]] and left[1].startswith("damaged-step-2-") and left[2:] == ["step-1"]
 
 
-def test_a_folder_is_locked_against_another_process_until_its_holder_ends(tmp_path: Path) -> None:
+def test_a_folder_is_locked_against_another_process_until_its_holder_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(durable.log, "propagate", True)
+    caplog.set_level("INFO")
     context = multiprocessing.get_context("fork")
     taken, may_end = context.Event(), context.Event()
 
@@ -160,6 +164,7 @@ def test_a_folder_is_locked_against_another_process_until_its_holder_ends(tmp_pa
     assert taken.wait(30)
     with pytest.raises(UserError, match=rf"in use by another run \(process {holder.pid} on "):
         durable.FolderLock(tmp_path, 0.3)
+    assert caplog.text.count("waiting for it up to 0 s") == 1
     holder.kill()
     holder.join()
     assert durable.FolderLock(tmp_path, 5)
