@@ -46,7 +46,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "base": ("test_attention.py", *_STEP, _SHARDED),
     "build": ("test_parallelize.py", _LAYOUTS, _SPLITS),
     "distributed": ("test_distributed.py", "test_checkpoint.py", "test_reference_run.py", _LAYOUTS, "test_train.py"),
-    "evaluate": ("test_reference_run.py", "test_evaluate.py"),
+    "evaluate": ("test_trainer.py", "test_reference_run.py", "test_evaluate.py"),
     "optimizer": ("test_model_spec.py", "test_trainer.py", "test_reference_run.py", "test_checkpoint.py"),
     "train": ("test_reference_run.py", "test_checkpoint.py", "test_train.py", "test_chaos.py"),
     "keys": ("test_ddp.py", "test_convert.py"),
