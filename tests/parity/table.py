@@ -251,9 +251,10 @@ def resume(
 ) -> list[Result]:
     """The second layout of each pair goes on from the first one's checkpoint; compared with one process that never
     stopped. `changes` are fields of the cells."""
-    both = cells(precision, 0.0, RESUMED, accumulations=(2,))
+    both = cells(precision, 0.0, list(dict.fromkeys(itertools.chain(*pairs))), accumulations=(2,))
     both = [replace(cell, **changes) for cell in both if cell.tied in models]
-    saving = [replace(cell, save_to=str(folder / str(number))) for number, cell in enumerate(both)]
+    saved_by = {first for first, _ in pairs}
+    saving = [replace(c, save_to=str(folder / str(number))) for number, c in enumerate(both) if c.layout in saved_by]
     for group in by_processes(saving):
         launch(group, folder)
     loading = [
