@@ -62,6 +62,7 @@ class Job:
 
     def save(self, step: int, **options: Any) -> None:
         self.checkpointer.save(step, {"step": step, "more": [1, None]}, about={"layout": {}}, **options)
+        self.checkpointer.judge("")
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

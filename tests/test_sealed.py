@@ -136,7 +136,7 @@ def test_a_verified_checkpoint_that_changes_afterwards_is_read_again(tmp_path: P
 
 def test_what_killed_saves_and_removals_leave_is_cleared_and_nothing_else(tmp_path: Path) -> None:
     seal(tmp_path, 1)
-    sealed.set_aside(seal(tmp_path, 2))
+    sealed.set_aside(seal(tmp_path, 2), "damaged")
     sealed.begin(tmp_path, 3)
     (tmp_path / ".step-4.0a.removed").mkdir()
     (tmp_path / ".probe-0").touch()
@@ -230,9 +230,9 @@ def test_the_name_of_the_best_one_goes_with_it(tmp_path: Path) -> None:
     sealed.mark_best(tmp_path / "step-1")
     sealed.mark_best(best)
     assert (tmp_path / "best").resolve() == best
-    sealed.set_aside(tmp_path / "step-1")
+    sealed.set_aside(tmp_path / "step-1", "damaged")
     assert (tmp_path / "best").resolve() == best
-    sealed.set_aside(best)
+    sealed.set_aside(best, "damaged")
     assert not (tmp_path / "best").is_symlink()
 
 

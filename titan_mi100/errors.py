@@ -12,6 +12,10 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written. Those that were there are as before."""
 
 
+class NumericalError(RuntimeError):
+    """Loss, gradients, weights or optimizer state are not finite, and the run cannot go on. Nothing of it was saved."""
+
+
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message about an unknown word."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

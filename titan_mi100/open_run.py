@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint
+from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint, set_later_aside
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
@@ -28,7 +29,7 @@ from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
-from titan_mi100.parallel.distributed import World, any_rank, raise_together, same_on_all_ranks
+from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.run.evaluate import bits_per_byte, validation_loss
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.metrics import Reporter, StepResult
@@ -38,6 +39,7 @@ from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
+NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
 
 class StepObserver(Protocol):
@@ -81,6 +83,8 @@ class Run:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
         result = self.trainer.step()
         self.progress.after_step(result)
+        if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
+            self.checkpointer.judge(self.progress.suspicion)
         for observer in self.observers:
             observer.after_step(number, result)
         return result
@@ -112,7 +116,13 @@ class Run:
     def save(self) -> None:
         assert self.folder is not None
         best = self.progress.best_step if self.config.checkpoint.keep_best else None
-        self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best)
+        suspicion = self.progress.suspicion
+        self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best, suspicion)
+
+    def judge_last_save(self) -> None:
+        """After the last step no other shows whether its update was sound: try one that updates nothing."""
+        result = self.trainer.step(update=False)
+        self.checkpointer.judge(NO_FINITE_STEP if result.skipped else self.progress.suspect(result.loss))
 
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
@@ -150,7 +160,7 @@ def open_run(
     with raise_together():
         spec = spec or config.spec()
     data = data or _load_data(config, world, folder)
-    found = _find(checkpoint, folder, world)
+    found = _find(checkpoint, folder, world, config.checkpoint.load_step)
     if found is not None:
         config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
@@ -170,6 +180,8 @@ def open_run(
     checkpointer = _open_checkpointer(config, world, folder, spec, model, optimizer)
     if found is not None:
         checkpointer.load(found.path)
+        if checkpoint is None:
+            from_rank_zero(partial(set_later_aside, found.path))
         if progress.step >= steps:
             log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
@@ -185,10 +197,10 @@ def open_run(
     return Run(*run, reporter, observers, wants_to_stop)
 
 
-def _find(checkpoint: Path | None, folder: Path | None, world: World) -> Found | None:
+def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:
     """What to resume from; None: nothing. A collective."""
     if checkpoint is None:
-        return None if folder is None else find_checkpoint(folder / "checkpoint", world)
+        return None if folder is None else find_checkpoint(folder / "checkpoint", world, step)
     with raise_together():
         return open_checkpoint(checkpoint)
 

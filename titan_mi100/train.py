@@ -13,13 +13,13 @@ if __name__ == "__main__":
 import os
 import traceback
 
+from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import SaveError, UserError
+from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
-from titan_mi100.run.faults import NumericalError
 from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
 from titan_mi100.run.record import log_where_everything_is
 from titan_mi100.weights.convert import export
@@ -46,8 +46,7 @@ def main(config: Config, preemption: Preemption) -> None:
     except Preempted as error:
         ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:
-        remedy = "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; then "
-        ended = RunState("numerical_abort", 4, str(error), remedy + again)
+        ended = RunState("numerical_abort", 4, str(error), _way_back(folder) + again)
     except SaveError as error:
         ended = RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
@@ -64,6 +63,16 @@ def main(config: Config, preemption: Preemption) -> None:
         folder.note_crash(ended, rank)
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
+
+
+def _way_back(folder: RunFolder | None) -> str:
+    """What to do after a numerical abort."""
+    found = list_checkpoints(folder.path / "checkpoint") if folder else []
+    where = f"the run resumes from {found[-1].name}, or with --checkpoint.load_step N from an earlier one"
+    return (
+        "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
+        f"{where if found else 'no checkpoint was made before, and the run begins anew'}; "
+    )
 
 
 def train(run: Run, preemption: Preemption) -> None:
@@ -84,10 +93,18 @@ def train(run: Run, preemption: Preemption) -> None:
             if SAVE_FAILED in result.flags:
                 run.checkpointer.wait()  # raises what went wrong
             stopping = STOP in result.flags or progress.validation_due
-            if stopping or is_best or run.is_due(settings.interval):
+            # A skipped step has shown that something is wrong, maybe the weights.
+            is_due = run.is_due(settings.interval) and (not result.skipped or progress.step == run.steps)
+            if stopping or is_best or is_due:
                 run.save()
                 saved = progress.step
-    except (NumericalError, SaveError):
+        if saved == progress.step == run.steps and not stopping:
+            run.judge_last_save()
+    except NumericalError:
+        run.checkpointer.judge(NO_FINITE_STEP)  # unless a step since the last save was finite
+        run.close()
+        raise
+    except SaveError:
         run.close()
         raise
     run.close()

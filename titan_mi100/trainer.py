@@ -44,9 +44,12 @@ class Trainer:
         # later steps' counts travel with the step before
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
-    def step(self) -> StepResult:
+    def step(self, update: bool = True) -> StepResult:
         """Forward and backward of the step's microbatches, then the update: skipped on all ranks, leaving weights and
         optimizer as they are, if a loss or a gradient is not finite on any.
+
+        Args:
+            update: or only try how the step would go.
         """
         started = time.perf_counter()
         model, first_row = self._model, self._row
@@ -66,7 +69,7 @@ class Trainer:
         squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
         grad_norm = math.sqrt(squares)
         skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
-        if not skipped:
+        if update and not skipped:
             if 0 < self._max_norm < grad_norm:
                 gradients.scale(self._max_norm / grad_norm)
             self._optimizer.step()

@@ -193,6 +193,7 @@ def _child(
 
 def save(checkpointer: Checkpointer, step: int) -> None:
     checkpointer.save(step, {"step": step}, about={})
+    checkpointer.judge("")
     checkpointer.wait()
 
 

@@ -8,6 +8,7 @@ rank's random state in `rng-<rank>.json`. The manifest names them all, the layou
 import base64
 import errno
 import json
+import math
 import random
 import shutil
 import threading
@@ -33,7 +34,7 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import TRAINER, read_json
-from titan_mi100.errors import SaveError, UserError
+from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.safe_read import SafeReader, load_safely
 from titan_mi100.logging import log
@@ -66,30 +67,47 @@ class Checkpointer:
         self.folder, self.world, self._assets = folder, world, assets
         self._model, self._optimizer = model, optimizer
         self._retention = sealed.Retention(folder, keep_latest_k)
+        self._lock = threading.Lock()  # of what follows, which the writer thread also reads and writes
+        self._newest: Path | None = None  # rank 0's: written or loaded, and not judged yet
+        self._verdict: str | None = None  # on the last save; None: not known yet
+        self._best: Path | None = None
+        self._saved = False  # before the first save it is not known which one is the best
         # the writer threads have their own process group, so their collectives cannot interleave with training's
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if in_background else None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._bytes = 0  # of a checkpoint, over all ranks; counted by the first save
 
-    def save(self, step: int, trainer_state: dict[str, Any], about: dict[str, Any], best: int | None = None) -> None:
-        """Write the checkpoint of this step; afterwards remove old ones. A collective.
+    def save(
+        self,
+        step: int,
+        trainer_state: dict[str, Any],
+        about: dict[str, Any],
+        best: int | None = None,
+        suspicion: str = "",
+    ) -> None:
+        """Write the checkpoint of this step. Old ones are removed when this one has been judged. A collective.
 
         Args:
             trainer_state: what JSON can hold; the same on every rank.
             about: for the manifest: `layout`, `fingerprints`, `data`, `rows`.
             best: the step whose checkpoint is kept whatever its age, under the name `best`.
+            suspicion: why the weights may be ruined: the checkpoint is marked as suspect.
 
         Raises:
+            NumericalError: on all ranks; weights or optimizer state are not finite, and nothing was saved.
             SaveError: on all ranks; this or, in the background, the save before did not succeed.
         """
         self.wait()
         tensors = dict(self._tensors()) | self._extra_state()
+        if broken := [found for found in gather(_not_finite(tensors)) if found]:
+            raise NumericalError(f"step {step}: {broken[0]} is not finite; no checkpoint was made of it")
         self._bytes = self._bytes or sum(dict(ChainMap(*gather({n: t.nbytes for n, t in tensors.items()}))).values())
         rng = json.dumps(_random_state(self.world.device))
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
+        self._newest, self._verdict = None, suspicion or None
         if self._group is None:
             return self._write(aside, tensors, rng, state, record, best)
         with raise_together():  # the host's memory may not do
@@ -120,6 +138,35 @@ class Checkpointer:
     def has_failed(self) -> bool:
         """Whether the save in the background did not succeed. Ranks learn it at different times: agree, then `wait`."""
         return self._error is not None
+
+    def judge(self, suspicion: str) -> None:
+        """Say what the first step after the last save, or after the load, showed of those weights. Once that and the
+        checkpoint itself are there, it is marked as suspect, or those before it are removed.
+
+        Args:
+            suspicion: why they may be ruined; empty: they are sound.
+        """
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = suspicion
+                self._settle()
+
+    def _settle(self) -> None:
+        """Call with the lock. An error does not end the run: the checkpoint is complete."""
+        if self._newest is None or self._verdict is None:
+            return
+        try:
+            if self._verdict:
+                log.warning(f"{self._newest}: suspect, and not resumed from by default: {self._verdict}")
+                sealed.mark_suspect(self._newest, self._verdict)
+            elif self._saved:
+                self._retention.remove_old(keep_also=self._best)
+        except OSError as error:
+            log.warning(
+                f"{self.folder}: old checkpoints could not be removed, or one not be marked: {error}; the disk will "
+                "fill up"
+            )
+        self._newest = None
 
     def _begin(self, step: int) -> Path:
         with _as_save_error(self.folder, step):
@@ -177,16 +224,18 @@ class Checkpointer:
         for name, content in self._assets.items():
             files.write(aside / name, content)
         files.write(aside / TRAINER, state.encode())
-        final = sealed.seal(aside, written | files.written, record)
-        log.info(f"checkpoint {final}")
-        try:  # the checkpoint is complete: an error from here on must not end the run
-            self._retention.note(final)
-            self._retention.remove_old(keep_also=self._mark_best(best))
-        except OSError as error:
-            log.warning(
-                f"{self.folder}: old checkpoints could not be removed, or the best one not be marked: {error}; the "
-                "disk will fill up"
-            )
+        with self._lock:
+            if self._verdict:  # before there is a checkpoint that a kill could leave unmarked
+                sealed.mark_suspect(self.folder / f"step-{record['step']}", self._verdict)
+            self._newest = sealed.seal(aside, written | files.written, record)
+            self._saved = True
+            log.info(f"checkpoint {self._newest}")
+            try:
+                self._retention.note(self._newest)
+                self._best = self._mark_best(best)
+            except OSError as error:  # the checkpoint is complete
+                log.warning(f"{self.folder}: the best checkpoint could not be marked: {error}")
+            self._settle()
 
     def _mark_best(self, step: int | None) -> Path | None:
         path = self.folder / f"step-{step}"
@@ -229,6 +278,7 @@ class Checkpointer:
         if rng.exists():  # a rank that the saving run did not have finds none; dropout is seeded in every step anyway
             _set_random_state(read_json(rng), self.world.device)
         self._retention.note(path)
+        self._newest = path if self.world.rank == 0 and path.parent == self.folder else None
         return trainer_state
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -266,6 +316,16 @@ def _as_save_error(folder: Path, step: int) -> Iterator[None]:
             why = f"the disk is full: {why}; free some space, or lower checkpoint.keep_latest_k"
         where = f" ({error.filename})" if error.filename else ""
         raise SaveError(f"{folder}: the checkpoint of step {step} could not be written: {why}{where}") from error
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> str:
+    """The first of them that holds infinity or NaN on this rank; empty: none."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
+    largest = torch._foreach_norm(list(local.values()), math.inf)  # NaN where one value is
+    device = largest[0].device  # not all are on the GPU
+    finite = torch.stack([value.to(device, torch.float64) for value in largest]).isfinite().tolist()
+    return next((name for name, is_finite in zip(local, finite, strict=True) if not is_finite), "")
 
 
 def _staged(tensor: Tensor) -> Tensor:

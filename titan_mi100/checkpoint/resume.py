@@ -12,6 +12,7 @@ from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
 from titan_mi100.wording import shortened
 
+NEWEST = -1
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
 
 
@@ -23,21 +24,22 @@ class Found(NamedTuple):
     trainer_state: dict[str, Any]
 
 
-def find_checkpoint(folder: Path, world: World) -> Found | None:
-    """The newest checkpoint that is what its manifest says; None: there never was one. A collective.
+def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | None:
+    """A checkpoint that is what its manifest says; None: there never was one. A collective.
 
     Each rank reads a share of the files. A damaged one is renamed, so that it is not taken for a checkpoint, and
     the one before is taken.
 
+    Args:
+        step: of the one to take, suspect or not; NEWEST: the newest that is not suspect.
+
     Raises:
         UserError: there are some, but none is intact: starting over in silence would lose the work. Or one cannot be
-            read, which says nothing of what is in it.
+            read, which says nothing of what is in it. Or there is none of that step.
     """
     while True:
-        paths: list[Path] = from_rank_zero(partial(sealed.list_checkpoints, folder))
+        paths: list[Path] = from_rank_zero(partial(_candidates, folder, step))
         if not paths:
-            if left := ", ".join(map(str, from_rank_zero(partial(sealed.damaged, folder)))):
-                raise UserError(f"{folder}: of this run only damaged checkpoints are left: {left}; {_AGAIN}")
             return None
         newest = paths[-1]
         with raise_together():
@@ -52,8 +54,38 @@ def find_checkpoint(folder: Path, world: World) -> Found | None:
             raise UserError(f"{problems[0]}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
-        aside = from_rank_zero(partial(sealed.set_aside, newest))
+        aside = from_rank_zero(partial(sealed.set_aside, newest, "damaged"))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
+
+
+def _candidates(folder: Path, step: int) -> list[Path]:
+    """The checkpoints to choose from, the best choice last; none: the run has none yet."""
+    if step != NEWEST:
+        every = sealed.all_checkpoints(folder)
+        if chosen := [path for path in every if sealed.step_of(path) == step]:
+            return chosen
+        there = ", ".join(path.name for path in every) or "no checkpoint at all"
+        raise UserError(f"[checkpoint] load_step = {step}: {folder} holds no step-{step}; there is {there}")
+    if paths := sealed.list_checkpoints(folder):
+        return paths
+    if suspect := sealed.list_checkpoints(folder, suspect=True):
+        raise UserError(
+            f"{folder}: holds only suspect checkpoints, up to {suspect[-1].name} (why: {suspect[-1].name}.suspect); "
+            f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}"
+        )
+    if left := ", ".join(map(str, sealed.damaged(folder))):
+        raise UserError(f"{folder}: of this run only damaged checkpoints are left: {left}; {_AGAIN}")
+    return []
+
+
+def set_later_aside(resumed: Path) -> None:
+    """Rename what is later than the checkpoint that a run goes on from: it would be in the way of the run's next ones.
+    The checkpoint itself is not suspect any more: somebody has chosen it.
+    """
+    sealed.unmark_suspect(resumed)
+    for path in sealed.all_checkpoints(resumed.parent):
+        if sealed.step_of(path) > sealed.step_of(resumed):
+            log.warning(f"{path}: later than {resumed.name}; it is now {sealed.set_aside(path, 'later').name}")
 
 
 def open_checkpoint(path: Path) -> Found:

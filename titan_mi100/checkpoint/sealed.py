@@ -2,7 +2,8 @@
 
 `step-N` appears by a rename, when everything in it has been synced. `manifest.json` names every file with its size and
 SHA-256, and `manifest.sha256` holds the manifest's own, in the form of sha256sum. A folder without them, or that does
-not hold what they say, is no checkpoint.
+not hold what they say, is no checkpoint. A file `step-N.suspect` beside it says why its weights may be ruined: the
+checkpoint is kept, but not counted, and a run resumes from it only when told to.
 """
 
 import hashlib
@@ -29,8 +30,13 @@ class DamagedError(Exception):
     """A folder is not the checkpoint that was sealed; the message names the file."""
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-N`, intact or not, oldest first."""
+def list_checkpoints(folder: Path, suspect: bool = False) -> list[Path]:
+    """The folders `step-N`, intact or not, oldest first: those that are not suspect, or only those that are."""
+    return [path for path in all_checkpoints(folder) if _suspicion(path).exists() == suspect]
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The folders `step-N`, whatever is in them, oldest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
@@ -39,8 +45,23 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def mark_suspect(path: Path, why: str) -> None:
+    """Keep a checkpoint, which is there already or about to be, out of what is counted and resumed from."""
+    write_synced(_suspicion(path), why + "\n")
+    sync(path.parent)
+
+
+def unmark_suspect(path: Path) -> None:
+    _suspicion(path).unlink(missing_ok=True)
+
+
+def _suspicion(path: Path) -> Path:
+    return path.with_name(f"{path.name}.suspect")
+
+
 def begin(folder: Path, step: int) -> Path:
     """A fresh folder for the files of a step."""
+    unmark_suspect(folder / f"step-{step}")  # of one that was removed by hand
     aside = folder / f".step-{step}.{uuid.uuid4().hex[:12]}.incomplete"
     aside.mkdir()
     return aside
@@ -139,10 +160,15 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
     return manifest
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not taken for an intact one; returns its new path."""
-    aside = path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}")
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint, so that it is none of the run's any more; returns its new path.
+
+    Args:
+        why: begins the new name: `damaged`, `later`.
+    """
+    aside = path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
+    unmark_suspect(path)
     _unmark_best(path)
     sync(path.parent)
     return aside
@@ -184,15 +210,18 @@ class Retention:
         self._verified[path] = _stamps(path)
 
     def remove_old(self, keep_also: Path | None = None) -> None:
-        """Remove what is older than the newest verified ones.
+        """Remove what is older than the newest verified ones. Suspect ones stay, and with each the one before it.
 
         Args:
             keep_also: the best one.
         """
-        intact = 0
-        for path in reversed(list_checkpoints(self._folder) if self._keep else []):
+        intact, newest_first = 0, list_checkpoints(self._folder)[::-1]
+        keep = {keep_also}
+        for suspect in list_checkpoints(self._folder, suspect=True):
+            keep.add(next((path for path in newest_first if step_of(path) < step_of(suspect)), None))
+        for path in newest_first if self._keep else []:
             if intact == self._keep:
-                if path != keep_also:
+                if path not in keep:
                     remove(path)
             elif self._is_intact(path):
                 intact += 1

@@ -49,6 +49,8 @@ def check(config: Config, world_size: int | None) -> list[str]:
             )
     if config.checkpoint.fresh and not config.job.run_folder:
         errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
+    if config.checkpoint.load_step != -1 and (config.checkpoint.fresh or not config.job.run_folder):
+        errors.append("[checkpoint] load_step is a step of the run in job.run_folder, to resume from; without fresh")
     if config.parallelism.zero_stage > 3:
         errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
     elif world_size is not None:

@@ -207,6 +207,12 @@ class CheckpointConfig:
         "of the exported weights; auto: what config.json beside initial_load_path names, else float32",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    load_step: int = _key(
+        -1,
+        "step of the checkpoint to resume from, suspect or not; later ones are renamed; -1: the newest that is not "
+        "suspect",
+        low=-1,
+    )
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
 
 

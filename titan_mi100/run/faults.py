@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
+from titan_mi100.errors import NumericalError
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
 from titan_mi100.run.metrics import StepResult
@@ -13,10 +14,6 @@ from titan_mi100.wording import some
 
 FILE = "nonfinite_rows.csv"
 _SHOWN = 10  # rows in a message
-
-
-class NumericalError(RuntimeError):
-    """Loss or gradients were not finite in too many steps in a row."""
 
 
 class FaultWatch:

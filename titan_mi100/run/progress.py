@@ -1,10 +1,14 @@
 """How far a run has come, and how a checkpoint's trainer.json says it."""
 
 import math
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titan_mi100.run.metrics import StepResult
+
+_REMEMBERED = 128  # losses of steps that a new one is compared with
+_SUSPECT = 3  # times their median
 
 
 @dataclass
@@ -18,6 +22,8 @@ class Progress:
     best_loss: float | None = None
     validation_due: bool = False  # the step's validation was given up: a resume begins with it
     plan: str = ""  # fingerprint of the rows to train and to validate on: losses on other rows are not comparable
+    recent_losses: list[float] = field(default_factory=list)  # of the last steps that were not skipped
+    suspicion: str = ""  # why the weights that the last step began with may be ruined; empty: no reason
     rows_consumed: int = 0  # over all ranks; the whole state of the data
 
     def after_step(self, result: StepResult) -> None:
@@ -25,6 +31,16 @@ class Progress:
         self.rows_consumed = result.next_row
         self.skipped_steps += result.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            self.suspicion = self.suspect(result.loss)
+            self.recent_losses = [*self.recent_losses, result.loss][-_REMEMBERED:]
+
+    def suspect(self, loss: float) -> str:
+        """Why weights with this loss may be ruined; empty: no reason."""
+        usual = statistics.median(self.recent_losses or [loss])
+        if loss <= _SUSPECT * usual:
+            return ""
+        return f"their loss is {loss:.4g}, the median of the {len(self.recent_losses)} steps before is {usual:.4g}"
 
     def after_validation(self, loss: float | None) -> bool:
         """Whether this is the lowest loss so far. Args: loss: None: the validation was given up."""
