@@ -67,12 +67,11 @@ def main(config: Config, preemption: Preemption) -> None:
 
 def _way_back(folder: RunFolder | None) -> str:
     """What to do after a numerical abort."""
+    remedy = "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
     found = list_checkpoints(folder.path / "checkpoint") if folder else []
-    where = f"the run resumes from {found[-1].name}, or with --checkpoint.load_step N from an earlier one"
-    return (
-        "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
-        f"{where if found else 'no checkpoint was made before, and the run begins anew'}; "
-    )
+    if not found:
+        return f"{remedy}no sound checkpoint was made before; "
+    return f"{remedy}the run resumes from {found[-1].name}, with --checkpoint.load_step N from an earlier one; "
 
 
 def train(run: Run, preemption: Preemption) -> None:
