@@ -5,13 +5,15 @@
 # --help lists every key. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.
 #
 # Finds or makes the environment; titan_mi100/launch.py does the rest.
+
+# first of all: told to stop before the launcher listens
+trap 'echo "run_train: stopped before the run began; nothing was trained; exit code 3" >&2 || :; exit 3' \
+  INT TERM HUP USR1
 set -euo pipefail
 
 REPO=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
 main() {
-  trap 'echo "run_train: stopped before the run began; nothing was trained; exit code 3" >&2 || :; exit 3' \
-    INT TERM HUP USR1
   # shellcheck source=scripts/setup_env.sh
   source "$REPO/scripts/setup_env.sh"
   # the caller's folder may hold another titan_mi100; only the installed one is meant (Python 3.11 and later heed this)
