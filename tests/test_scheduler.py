@@ -104,6 +104,14 @@ def test_what_does_not_tell_the_rank_is_refused_by_name(environ: dict[str, str],
     assert named in str(refused.value)
 
 
+@pytest.mark.parametrize(("rank", "said"), [("0", 1), ("1", 0)])
+def test_the_trainer_asks_before_it_does_anything_and_one_process_answers(rank: str, said: int) -> None:
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank}
+    command = [sys.executable, "-m", "titan_mi100.train", "--help"]
+    refused = subprocess.run(command, cwd=REPO, env={**job_environment(), **mpi}, capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.count("OMPI_COMM_WORLD_SIZE = 2"), refused.stdout) == (2, said, "")
+
+
 @pytest.mark.full
 def test_two_processes_of_srun_train_one_model(tmp_path: Path) -> None:
     with socket.socket() as free:
