@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,46 +18,60 @@ REPO = Path(__file__).resolve().parent.parent
 # A python3 that writes down what it is asked to do. STUB_* variables say how it answers.
 STUB = f"""\
 #!{sys.executable} -S
-import json, os, signal, sys, time
+import json, os, runpy, signal, sys, time
 
 def log(kind, args):
     with open(os.environ["STUB_LOG"], "a") as file:
-        keep = ("WORLD_SIZE", "OMP_NUM_THREADS", "TITAN_OUTCOME")
+        keep = ("WORLD_SIZE", "OMP_NUM_THREADS")
         print(json.dumps([kind, args, {{key: os.environ.get(key) for key in keep}}]), file=file)
 
-def run_state(code):
+def run_state(code, state="stub"):
     with open(os.environ["TITAN_OUTCOME"], "w") as file:
-        json.dump({{"state": "stub", "exit_code": code}}, file)
+        json.dump({{"state": state, "exit_code": code}}, file)
+
+def wait_in(kind, seconds=30):
+    if os.environ.get("STUB_WAIT") == kind:
+        log("waiting", [])
+        time.sleep(seconds)
 
 argv = sys.argv[1:]
 if argv[0] == "-c" and "find_spec" in argv[1]:  # the search for an environment
+    wait_in("probe", 3)  # nothing ends it
     print(sys.argv[0], "/prefix", os.environ.get("STUB_VERDICT", "ok"), sep="\\n")
 elif argv[0] == "-c" and "print(sys.executable)" in argv[1]:  # the search for an interpreter to make one with
     print(sys.argv[0])
 elif argv[0] in ("-c", "-"):
     os.execv(sys.executable, [sys.executable, *argv])
-elif argv[1] == "titan_mi100.config.hardware":
-    log("hardware", argv[2:])
-    print(3)
+elif argv[1] == "titan_mi100.launch":  # the real one, but what it starts is the stub
+    sys.path.insert(0, {str(REPO)!r})
+    from titan_mi100.config import hardware
+    hardware.default_process_count = lambda: 3
+    sys.executable, sys.argv = sys.argv[0], argv[1:]
+    runpy.run_module("titan_mi100.launch", run_name="__main__", alter_sys=True)
 elif argv[1] == "titan_mi100.config.load":
     log("config", argv[2:])
+    wait_in("config")
     code = int(os.environ.get("STUB_CONFIG_CODE", "0"))
     print("bad key" if code else os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)
     sys.exit(code)
 elif argv[1] == "titan_mi100.data.prepare":
     log("prepare", argv[2:])
-    if os.environ.get("STUB_WAIT") == "prepare":
-        time.sleep(30)
-    sys.exit(int(os.environ.get("STUB_PREPARE_CODE", "0")))
+    wait_in("prepare")
+    code = int(os.environ.get("STUB_PREPARE_CODE", "0"))
+    os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 elif argv[1] == "torch.distributed.run":
     log("torchrun", argv[2:])
+    print("a page", flush=True)
+    wait_in("importing")
     if os.environ.get("STUB_WAIT"):  # until a signal comes; a worker begins to listen only later, saves, leaves with 3
+        run_state(1, "running")
         def leave(number, frame):
             run_state(3)
             log("signal", [number])
             os._exit(1)
         signal.signal(signal.SIGINT, leave)
         if os.fork() == 0:
+            log("waiting", [])
             time.sleep(0.5)
             signal.signal(signal.SIGUSR1, leave)
             time.sleep(30)
@@ -92,20 +107,23 @@ class Checkout:
         self.elsewhere = folder / "elsewhere"
         self.run_folder = folder / "run"
         self.log_file = folder / "log"
+        self.temporary = folder / "tmp [x y"
         for name in ("scripts/setup_env.sh", "run_train.sh", "pyproject.toml", "constraints.txt"):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPO / name, self.folder / name)
         make_package(self.folder)
         self.elsewhere.mkdir()
         self.run_folder.mkdir()
+        self.temporary.mkdir()
         for name in ("python3", "python"):
             write_executable(folder / "bin" / name, STUB)
-        hidden = ("TITAN_", "STUB_", "NGPU", "OMP_", "PYTHON", "VIRTUAL_ENV")
+        hidden = ("TITAN_", "STUB_", "NGPU", "OMP_", "PYTHON", "VIRTUAL_ENV", "SLURM_")
         self.environ = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
         self.environ |= {
             "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "STUB_LOG": str(self.log_file),
             "STUB_FOLDER": str(self.run_folder),
+            "TMPDIR": str(self.temporary),
         }
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -133,8 +151,10 @@ def make_package(folder: Path, name: str = "titan_mi100") -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
+def checkout(tmp_path: Path) -> Iterator[Checkout]:
+    checkout = Checkout(tmp_path)
+    yield checkout
+    assert list(checkout.temporary.iterdir()) == []
 
 
 @pytest.fixture
@@ -256,8 +276,9 @@ def test_without_a_config_the_debug_one_is_trained_on_the_processes_found(checko
     result = checkout.train("--training.steps", "4")
     assert result.returncode == 0, result.stderr
     torchrun, trainer = torchrun_arguments(checkout)
-    config = ["--job.config_file", f"{checkout.folder}/train_configs/debug.toml", "--training.steps", "4"]
+    config = ["--job.config_file", f"{REPO}/train_configs/debug.toml", "--training.steps", "4"]
     assert torchrun[-2:] == ["--nproc_per_node", "3"]
+    assert torchrun[torchrun.index("--log-dir") + 1] == os.devnull  # else a folder for each run stays in TMPDIR
     assert trainer == [*config, "--job.run_folder", str(checkout.run_folder)]
     ((arguments, environ),) = checkout.calls("config")
     assert arguments == config
@@ -277,7 +298,6 @@ def test_both_spellings_of_processes_and_config_file_are_understood(checkout: Ch
     torchrun, trainer = torchrun_arguments(checkout)
     assert torchrun[-2:] == ["--nproc_per_node", "5"]
     assert trainer == [*(a for a in arguments if "nproc" not in a and a != "5"), "--job.run_folder", trainer[-1]]
-    assert checkout.calls("hardware") == []
 
 
 def test_ngpu_sets_the_processes_and_a_given_thread_count_stays(checkout: Checkout) -> None:
@@ -309,6 +329,25 @@ def test_refused_data_start_nothing_and_keep_their_code(checkout: Checkout) -> N
     result = checkout.train(STUB_PREPARE_CODE="2")
     assert result.returncode == 2
     assert len(checkout.calls("prepare")) == 1 and checkout.calls("torchrun") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
+def test_a_preparation_that_is_killed_is_one_message(checkout: Checkout, number: signal.Signals) -> None:
+    result = checkout.train(STUB_PREPARE_CODE=str(-number))
+    assert result.returncode == 1
+    (said,) = result.stderr.splitlines()
+    assert said.startswith(f"run_train: the preparation of the data was killed by {number.name}")
+    assert ("memory" in said) == (number == signal.SIGKILL)
+    assert checkout.calls("torchrun") == []
+
+
+@pytest.mark.parametrize(
+    "outputs", ["2>&-", *(pytest.param(more, marks=pytest.mark.full) for more in ("<&- >&- 2>&-", "2> >(:)"))]
+)
+def test_outputs_that_nobody_reads_change_no_exit_code(checkout: Checkout, outputs: str) -> None:
+    script = f'"$0" {outputs}'
+    variables = {"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4"}
+    assert checkout.run("bash", "-c", script, str(checkout.folder / "run_train.sh"), **variables).returncode == 4
 
 
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
@@ -349,21 +388,27 @@ def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
         assert result.stderr == ""
 
 
-def send_while(checkout: Checkout, kind: str, *numbers: int) -> tuple[int, str]:
-    """Start run_train.sh, send it signals when it has come to this call; its exit code and what it said."""
+def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False) -> tuple[int, str]:
+    """Start run_train.sh, send it signals when it waits in this call; its exit code and what it said.
+
+    Args:
+        group: to all processes of its process group, as a terminal does.
+    """
     process = subprocess.Popen(
         [checkout.folder / "run_train.sh"],
         env=checkout.environ | {"STUB_WAIT": kind},
         cwd=checkout.elsewhere,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 20
-    while not checkout.calls(kind) and time.monotonic() < deadline:
+    while not checkout.calls("waiting") and time.monotonic() < deadline:
         time.sleep(0.02)
     for number in numbers:
-        process.send_signal(number)
+        (os.killpg if group else os.kill)(process.pid, number)
         time.sleep(0.3)
     _, errors = process.communicate(timeout=20)
     return process.returncode, errors
@@ -388,10 +433,30 @@ def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Che
     assert checkout.calls("signal") == []
 
 
-def test_a_signal_while_data_are_prepared_ends_with_code_3_and_starts_nothing(checkout: Checkout) -> None:
-    code, errors = send_while(checkout, "prepare", signal.SIGUSR1)
+TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "group"),
+    [
+        ("probe", TERM, False),
+        ("config", USR1, True),
+        ("prepare", INT, True),
+        ("importing", INT, True),
+        *(
+            pytest.param(kind, number, group, marks=pytest.mark.full)
+            for kind in ("probe", "config", "prepare")
+            for number, group in ((TERM, True), (INT, False), (USR1, False), (HUP, False))
+        ),
+    ],
+)
+def test_a_signal_before_the_run_begins_ends_with_code_3_and_trains_nothing(
+    checkout: Checkout, kind: str, number: int, group: bool
+) -> None:
+    code, errors = send_while(checkout, kind, number, group=group)
     assert code == 3, errors
-    assert "nothing was trained" in errors and checkout.calls("torchrun") == []
+    assert "nothing was trained" in errors.splitlines()[-1] and "Traceback" not in errors
+    assert checkout.calls("torchrun") == [] or kind == "importing"
 
 
 def test_what_a_killed_torchrun_leaves_behind_is_ended(checkout: Checkout, tmp_path: Path) -> None:

@@ -77,12 +77,15 @@ def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     given = ("--job.config_file", str(config), "--job.run_folder", str(folder))
     more = ("--data.validation_fraction", "0.05", "--validation.freq", "10")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path, temporary = f"{Path(sys.executable).parent}:{os.environ['PATH']}", folder.with_name("tmp [x y")
+    temporary.mkdir()
+    environment = {**os.environ, "PATH": path, "NGPU": "2", "TMPDIR": str(temporary)}
     result = subprocess.run(
-        [str(REPO / "run_train.sh"), *given, *more], cwd=config.parent, env={**os.environ, "PATH": path, "NGPU": "2"},
+        [str(REPO / "run_train.sh"), *given, *more], cwd=config.parent, env=environment,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
+    assert os.listdir(temporary) == []
     (folder / "stdout.txt").write_text(result.stdout)
     return folder
 

@@ -4,10 +4,12 @@
 """
 
 from titan_mi100.config.load import config_from_command_line
+from titan_mi100.config.scheduler import adopt_srun_ranks
 from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
     preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
+    adopt_srun_ranks()
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
 
 import os

@@ -71,7 +71,10 @@ def session() -> Path:
     few = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)[:30]
     (folder / "few.jsonl").write_text("".join(few))  # some twenty rows
     script = (REPO / "run_train.sh").read_text()
-    for mine, others in ((r"^REPO=.*", f"REPO='{REPO}'"), (r"-m titan_mi100\.train\b", f"'{WORKER}'")):
+    launch = folder / "launch.py"
+    main = f"launch.TRAINER = ({str(WORKER)!r},)\nsys.exit(launch.main(sys.argv[1:]))"
+    launch.write_text(f"import sys\n\nfrom titan_mi100 import launch\n\n{main}\n")
+    for mine, others in ((r"^REPO=.*", f"REPO='{REPO}'"), (r"-m titan_mi100\.launch\b", f"'{launch}'")):
         script, replaced = re.subn(mine, others, script, flags=re.MULTILINE)
         assert replaced == 1, f"run_train.sh has {mine} {replaced} times"
     (folder / "run_train.sh").write_text(script)

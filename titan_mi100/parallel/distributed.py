@@ -55,7 +55,10 @@ def init_distributed() -> World:
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if usable and processes > usable:
-        raise UserError(f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}")
+        raise UserError(
+            f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}, or under srun let each "
+            "task see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

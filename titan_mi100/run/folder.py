@@ -1,5 +1,7 @@
 """The run's folder: taken for this run alone; and how the run stands or ended, for people and launchers."""
 
+import dataclasses
+import errno
 import json
 import os
 import socket
@@ -76,7 +78,8 @@ class RunFolder:
                 "job.dump_folder"
             ) from None
         again = f"if it was killed, start again with job.run_folder = {folder}"
-        write_run_state(folder, RunState("running", 1, "killed, or still running", again))
+        message = f"still running if the process is there that {LOCK} names; else killed, or this could not be written"
+        write_run_state(folder, RunState("running", 1, message, again))
         return str(folder), self._lock.nonce
 
 
@@ -109,6 +112,22 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
         try:
-            replace(path, json.dumps(asdict(state), indent=1) + "\n")
+            _write(path, state)
         except OSError as error:
             log.error(f"{path}: cannot be written to: {error.strerror}")
+
+
+def _write(path: Path, state: RunState) -> None:
+    try:
+        replace(path, _as_json(state))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # on a full disk, over what is there: its first block can hold this, whose former content would be wrong
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(_as_json(dataclasses.replace(state, message=state.message[:300], next=state.next[:300])))
+            file.truncate()
+
+
+def _as_json(state: RunState) -> str:
+    return json.dumps(asdict(state), indent=1) + "\n"

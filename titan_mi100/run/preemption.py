@@ -40,10 +40,20 @@ class Preemption:
         while all(_is_there(process) for process in launchers):
             time.sleep(_POLL)
         self.reason = self.reason or "the launcher is gone"
+        _remove_outcome()
         time.sleep(_GRACE)
         with suppress(OSError):
             print("the launcher is gone, and the run did not come to its next step: ended", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _remove_outcome() -> None:
+    """Remove the file for the outcome if run_train.sh's process is gone, which would have read and removed it."""
+    if not _is_there(int(os.environ.get("TITAN_LAUNCHER_PID", os.getpid()))):
+        outcome = os.environ.pop("TITAN_OUTCOME", "")
+        with suppress(OSError):
+            os.remove(outcome)
+            os.rmdir(os.path.dirname(outcome))
 
 
 def _is_there(process: int) -> bool:

@@ -1,0 +1,84 @@
+"""The launcher's parts; tests/test_scripts.py runs the whole of it."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from titan_mi100 import launch
+from titan_mi100.errors import UserError
+from titan_mi100.run import folder as run_folder
+from titan_mi100.run.folder import RunState, write_run_state
+
+
+@pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80"])
+def test_a_senseless_number_of_processes_is_refused(processes: str) -> None:
+    for arguments, ngpu in (
+        (["--nproc_per_node", processes], "2"),
+        ([f"--nproc-per-node={processes}"], ""),
+        ([], processes),
+    ):
+        with pytest.raises(UserError, match="the number of processes must be 1 to 9999, not"):
+            launch.parse(arguments, ngpu)
+
+
+def test_the_command_line_comes_before_the_environment_and_that_before_the_hardware(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "default_process_count", lambda: 5)
+    given = ["--job.config_file=a.toml", "--x.y"]
+    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given)
+    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given)
+    assert launch.parse(given, "4") == (4, given)
+    assert launch.parse(["--nproc_per_node=", *given], "")[0] == 5
+    with pytest.raises(UserError, match="--nproc_per_node needs a number"):
+        launch.parse([*given, "--nproc_per_node"])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])
+def test_an_outcome_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+    assert launch.read_outcome(tmp_path / "outcome") is None
+    (tmp_path / "outcome").write_text(text)
+    assert launch.read_outcome(tmp_path / "outcome") is None
+
+
+def test_the_launcher_imports_no_torch_and_nothing_that_is_slow() -> None:
+    """It runs beside the workers for as long as they do, and must listen at once."""
+    code = "import sys, titan_mi100.launch; print(*{name.split('.')[0] for name in sys.modules})"
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()) - sys.stdlib_module_names <= {"titan_mi100", "__main__"}
+
+
+def test_several_copies_of_the_launcher_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda _: None)  # it blocks signals
+    assert launch.main([], {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}) == 2
+    assert capfd.readouterr().err.startswith("run_train: srun has started 2 run_train.sh, and each would train")
+    assert launch.main([], {"OMPI_COMM_WORLD_SIZE": "2"}) == 2
+    assert "OMPI_COMM_WORLD_SIZE = 2, but RANK is not set" in capfd.readouterr().err
+
+
+def test_on_a_full_disk_the_state_is_written_over_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = tmp_path / "outcome"
+    monkeypatch.setenv("TITAN_OUTCOME", str(outcome))
+    write_run_state(tmp_path, RunState("running", 1, "?" * 5000, ""))
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(run_folder, "replace", full)
+    write_run_state(tmp_path, RunState("save_failed", 1, "ä" * 5000, "again"))
+    for path in (tmp_path / "run_state.json", outcome):
+        assert json.loads(path.read_text())["state"] == "save_failed"
+        assert path.stat().st_size < 4096
+    assert launch.read_outcome(outcome) == (1, "ä" * 300)

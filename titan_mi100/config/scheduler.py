@@ -1,0 +1,98 @@
+"""Ranks of processes that torchrun has not started: srun's variables have all that is needed, mpirun's are refused."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+from titan_mi100.errors import UserError
+
+_MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+_REMEDY = (
+    "start with torchrun, srun or one ./run_train.sh, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
+    "MASTER_ADDR and MASTER_PORT for each process"
+)
+
+
+def srun_tasks(environ: Mapping[str, str]) -> int:
+    """How many of this process srun has started; 1 if it was not srun, or a launcher has set RANK.
+
+    A batch script and the shell of salloc are one process, though they see SLURM_PROCID = 0 and SLURM_NTASKS, which
+    counts the tasks of the job. Only a process of a step sees what belongs to a step.
+
+    Raises:
+        UserError: mpirun has started several.
+    """
+    if environ.get("RANK"):
+        return 1
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    in_step = name != "SLURM_NTASKS" or "SLURM_STEP_ID" in environ or environ.get("SLURM_PROCID", "0") != "0"
+    tasks = _number(environ, name) if in_step else 1
+    for name in _MPI:
+        _check_size(environ, name, tasks)
+    return tasks
+
+
+def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would set, for a process that srun has started beside others; else {}.
+
+    Raises:
+        UserError: several processes were started, and which of them this is cannot be told.
+    """
+    tasks = srun_tasks(environ)
+    if not environ.get("RANK"):
+        _check_size(environ, "WORLD_SIZE", tasks)
+    if tasks == 1:
+        return {}
+    # below the ports that systems give out; another one for each job and step, which may share a node
+    step = _number({"SLURM_STEP_ID": "0", **environ}, "SLURM_STEP_ID")
+    port = 10_000 + (_number(environ, "SLURM_JOB_ID") + 997 * step) % 20_000
+    found = {
+        "RANK": _number(environ, "SLURM_PROCID"),
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": _number(environ, "SLURM_LOCALID"),
+        "LOCAL_WORLD_SIZE": _tasks_of_node(environ),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or port,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def adopt_srun_ranks() -> None:
+    """Set `srun_ranks` in this process's environment, before anything reads it; exits 2 if that cannot be."""
+    try:
+        os.environ.update(srun_ranks(os.environ))
+    except UserError as error:
+        if os.environ.get("SLURM_PROCID", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
+            print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def _check_size(environ: Mapping[str, str], name: str, tasks: int) -> None:
+    if (size := environ.get(name) or "1") not in ("1", str(tasks)):
+        raise UserError(f"{name} = {size}, but RANK is not set: each process would train a model of its own; {_REMEDY}")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch("[0-9]{1,10}", value := environ.get(name, ""), re.ASCII):
+        raise UserError(f"srun has started several processes, but {name} = {value!r} is no number; {_REMEDY}")
+    return int(value)
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int:
+    """Of `2(x3),1`: 2 for nodes 0 to 2, 1 for node 3."""
+    node = _number(environ, "SLURM_NODEID")
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        if (node := node - int(times or 1)) < 0:
+            return int(count)
+    raise UserError(f"SLURM_STEP_TASKS_PER_NODE = {counts!r} does not have the node of SLURM_NODEID; {_REMEDY}")
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """Of `gpu[003-006,009],login1`: gpu003."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    found = re.match(r"((?:[\w.-]|\[\w[^\[\]]*\])+)(?:,|$)", nodes)
+    if found is None:
+        raise UserError(f"SLURM_STEP_NODELIST = {nodes!r} does not begin with the name of a host; {_REMEDY}")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[1])
