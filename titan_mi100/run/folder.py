@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,12 +45,9 @@ class RunFolder:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _check_shared(self.path, nonce, world.rank)
 
-    def note_crash(self, state: RunState, rank: int) -> None:
+    def note_crash(self, state: RunState) -> None:
         """A rank has failed on its own. The first one to say so knows why; what the others say follows from it."""
         try:
-            if rank:
-                with (self.path / "train.log").open("a", encoding="utf-8") as file:
-                    file.write(traceback.format_exc())
             if json.loads((self.path / "run_state.json").read_text(encoding="utf-8"))["state"] != "running":
                 return
         except (OSError, ValueError, KeyError, TypeError) as error:
