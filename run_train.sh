@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains. From any folder:
 #   ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]
-# N defaults to NGPU, or the GPUs present, or 2 on CPU. Without a config file it trains train_configs/debug.toml.
+# N defaults to NGPU, or the GPUs present, or 2 on CPU. Without a config file it trains train_configs/debug.toml, or where
+# a model or data are named, as train_configs/finetune.toml says.
 # --help lists every key. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.
 set -euo pipefail
 
@@ -11,9 +12,8 @@ say() { printf 'run_train: %s\n' "$*" >&2; }
 
 # Splits the command line into `processes` and `arguments`, the trainer's own.
 parse_arguments() {
-  local has_config=""
   processes=${NGPU:-}
-  arguments=()
+  arguments=() # ${a[@]+...} below: an empty array is an unset variable to bash before 4.4
   wants_help=""
   while [ $# -gt 0 ]; do
     case $1 in
@@ -24,14 +24,10 @@ parse_arguments() {
         processes=$2
         shift
         ;;
-      --job.config_file | --job.config_file=*) has_config=1 && arguments+=("$1") ;;
       *) arguments+=("$1") ;;
     esac
     shift
   done
-  # ${a[@]+...}: an empty array is an unset variable to bash before 4.4
-  [ -n "$has_config" ] ||
-    arguments=(--job.config_file "$REPO/train_configs/debug.toml" ${arguments[@]+"${arguments[@]}"})
 }
 
 count_processes() {
@@ -53,7 +49,8 @@ set_defaults() {
 launch() {
   local status=0
   run_interruptibly tell_workers env TITAN_OUTCOME="$outcome" TITAN_LAUNCHER_PID=$$ "$PYTHON" -m torch.distributed.run \
-    --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" -m titan_mi100.train "${arguments[@]}" \
+    --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" \
+    -m titan_mi100.train ${arguments[@]+"${arguments[@]}"} \
     --job.run_folder "$run_folder" || status=$?
   [ "$status" -eq 0 ] || signal_processes KILL
   return "$status"
@@ -166,7 +163,7 @@ main() {
   [ -z "$wants_help" ] || exec "$PYTHON" -m titan_mi100.config.load --help
   count_processes
   # checked once, without torch, before any process starts; prints the folder, so that all processes share it
-  run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config.load "${arguments[@]}") || exit $?
+  run_folder=$(WORLD_SIZE=$processes "$PYTHON" -m titan_mi100.config.load ${arguments[@]+"${arguments[@]}"}) || exit $?
   set_defaults
   outcome=$(mktemp)
   rm -f "$outcome" # the run makes it
@@ -176,7 +173,7 @@ main() {
   trap 'on_signal USR1' USR1
   # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
   status=0
-  run_interruptibly tell "$PYTHON" -m titan_mi100.data.prepare "${arguments[@]}" --job.run_folder "$run_folder" || status=$?
+  run_interruptibly tell "$PYTHON" -m titan_mi100.data.prepare ${arguments[@]+"${arguments[@]}"} --job.run_folder "$run_folder" || status=$?
   if [ "$status" -ne 0 ] && [ -z "$told" ]; then
     return "$status"
   fi

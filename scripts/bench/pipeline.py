@@ -253,7 +253,8 @@ def stages(arguments: Sequence[str], folder: Path) -> tuple[str, Any]:
     Raises:
         UserError: of the config or the data.
     """
-    arguments = [*DEFAULTS, *arguments]
+    given = {argument.partition("=")[0] for argument in arguments}
+    arguments = [*(default for default in DEFAULTS if default.partition("=")[0] not in given), *arguments]
     ranks = load_config(arguments, world_size=None).parallelism.pipeline_parallel_degree
     config = load_config(arguments, ranks)
     prepare_run(config, None)  # the ranks then find it
