@@ -167,6 +167,9 @@ def _is_resolved(folder: str, later: str) -> bool:
 
 def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], chain: tuple[Path, ...]) -> bool:
     """Add the file's settings, its `base` first, so that the file overrides it; whether it could be read."""
+    if problem := _refused_path(str(path)):
+        errors.append(f"{shown(str(path))}: {problem}")
+        return False
     problem = unusable(str(path), "*.toml") if os.path.lexists(path) else "no such file"
     document: dict[str, Any] = {}
     if not problem and (real := path.resolve()) in chain:
@@ -192,12 +195,12 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     sections = {name: {key.name for key in _keys(section)} for name, section in _sections()}
     for section, values in document.items():
         if section not in sections:
-            errors.append(f"{path}: [{shortened(section)}] is not a section{did_you_mean(section, sections)}")
+            errors.append(f"{path}: [{_in_line(section)}] is not a section{did_you_mean(section, sections)}")
         elif not isinstance(values, dict):
             errors.append(f"{path}: {section} = {shown(values)} must be a section, [{section}]")
         else:
             for key, value in values.items():
-                where = f"{path}: [{section}] {shortened(key)}"
+                where = f"{path}: [{section}] {_in_line(key)}"
                 if key not in sections[section]:
                     elsewhere = [f"[{name}] {key}" for name, keys in sections.items() if key in keys]
                     hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, sections[section])
@@ -207,6 +210,11 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
                 else:
                     settings[section, key] = _Setting(value, where, path.parent, is_text=False)
     return is_read
+
+
+def _in_line(key: str) -> str:
+    """A key as a message shows it: in quotes it may be any text."""
+    return shortened(repr(key)[1:-1])
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
