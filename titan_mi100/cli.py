@@ -62,16 +62,13 @@ def message_of(error: Exception, file: Path | None = None) -> str:
         return str(error)
     text = "".join(traceback.format_exception(error))
     try:
-        if file is None:
-            number, name = tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")
-            os.close(number)
-            file = Path(name)
-        with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
+        number, name = (None, file) if file else tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")
+        with open(number or name, "a", encoding="utf-8", errors="backslashreplace") as out:
             out.write(text)
     except OSError:  # a full disk must not hide why
         return text
     what = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
-    return f"unexpected error, {what}; the traceback is in {file}"
+    return f"unexpected error, {what}; the traceback is in {name}"
 
 
 def _say(message: object) -> None:

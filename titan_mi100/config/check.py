@@ -10,6 +10,16 @@ from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRACo
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
 
+# keys that have no effect while another one of their section has its default
+_SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
+    ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
+    ("lora", "rank"): ("alpha", "dropout", "target_modules"),
+    ("compile", "enable"): ("backend",),
+    ("checkpoint", "export_hf"): ("export_dtype",),
+    ("data", "on_bad_row"): ("max_bad_rows",),
+}
+
 
 def check(config: Config, world_size: int | None) -> list[str]:
     """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
@@ -174,38 +184,27 @@ def _check_data(data: DataConfig) -> list[str]:
 
 def _check_effects(config: Config) -> list[str]:
     """Settings that another one makes idle, where they are not the default."""
-    data, p = config.data, config.parallelism
-    no_turns, in_fp64 = data.format in ("text", "tokens"), config.training.mixed_precision_param == "float64"
-    idle = {  # why -> whether it is so, and what then has no effect
-        '[lr_scheduler] decay_type = "constant"': (
-            config.lr_scheduler.decay_type == "constant",
-            ("lr_scheduler", "decay_ratio", "min_lr_factor"),
-        ),
-        "[parallelism] pipeline_parallel_degree = 1": (
-            p.pipeline_parallel_degree == 1,
-            ("parallelism", "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
-        ),
-        "[parallelism] powersgd_rank = 0": (
-            not p.powersgd_rank,
-            ("parallelism", "powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
-        ),
-        "[lora] rank = 0": (not config.lora.rank, ("lora", "alpha", "dropout", "target_modules")),
-        "[compile] enable = false": (not config.compile.enable, ("compile", "backend")),
-        "[checkpoint] export_hf = false": (not config.checkpoint.export_hf, ("checkpoint", "export_dtype")),
-        '[training] mixed_precision_param = "float64"': (in_fp64, ("training", "mixed_precision_reduce")),
-        '[data] on_bad_row = "error"': (data.on_bad_row == "error", ("data", "max_bad_rows")),
-        "one [data] path": (len(data.path) == 1, ("data", "weights")),
-        f'[data] format = "{data.format}"': (no_turns, ("data", "loss", "empty_think", "earlier_thinking")),
-        f'[data] format = "{data.format}" or prompt_column': (
-            data.format not in ("auto", "text") or bool(data.prompt_column),
-            ("data", "text_column"),
-        ),
-    }
+    data, defaults = config.data, Config()
+    idle = [
+        (f"{switch} = {value!r}", section, keys)
+        for (section, switch), keys in _SWITCHES.items()
+        if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
+    ]
+    if config.lr_scheduler.decay_type == "constant":
+        idle.append(("decay_type = 'constant'", "lr_scheduler", ("decay_ratio", "min_lr_factor")))
+    if config.training.mixed_precision_param == "float64":
+        idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
+    if len(data.path) == 1:
+        idle.append(("one path", "data", ("weights",)))
+    if data.format in ("text", "tokens"):
+        idle.append((f"format = {data.format!r}", "data", ("loss", "empty_think", "earlier_thinking")))
+    if data.format not in ("auto", "text") or data.prompt_column:
+        idle.append((f"format = {data.format!r} or prompt_column", "data", ("text_column",)))
     found = []
-    for why, (is_so, (section, *keys)) in idle.items():
-        settings, defaults = getattr(config, section), getattr(Config(), section)
-        for key in keys if is_so else ():
-            if (value := getattr(settings, key)) != (default := getattr(defaults, key)):
+    for why, section, keys in idle:
+        for key in keys:
+            value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
+            if value != default:
                 found.append(f"[{section}] {key} = {value!r} has no effect with {why}; leave it at {default!r}")
     return found
 
