@@ -1,5 +1,6 @@
 """How the commands end: nothing but one message, whatever a program raises."""
 
+import json
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from titan_mi100 import cli, exact_match, generate, inspect_data, train
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
+from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
 
@@ -101,6 +103,12 @@ def test_a_crash_of_the_trainer_is_one_line(
     assert "Traceback" in traceback_named_in(line)
     assert [crash.exit_code for crash in crashes] == [1] * has_folder
     assert (tmp_path / "train.log").exists() == has_folder
+
+
+def test_what_a_launcher_prints_holds_no_control_characters(tmp_path: Path) -> None:
+    write_run_state(tmp_path, RunState("bad_input", 2, "a\x1b[31m.jsonl:1\nnot JSON", "again"))
+    state = json.loads((tmp_path / "run_state.json").read_text())
+    assert (state["exit_code"], state["message"]) == (2, "a\\x1b[31m.jsonl:1\nnot JSON")
 
 
 def test_the_log_holds_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         patience: as for `prepare_data`.
 
     Raises:
-        UserError: as `prepare_data`, or the tokenizer has more tokens than the model.
+        UserError: as `prepare_data`, or the tokenizer is not the model's.
     """
+    _check_own_tokenizer(config)
     path = config.tokenizer_path()
     try:
         data = prepare_data(config.data, path, config.model.chat_template, config.training.seq_len, patience)
@@ -77,18 +78,17 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         raise UserError(f"{count}, more than the model's vocab_size = {size:,}; use the model's own tokenizer")
     if data.facts.n_vocab < _FEW_TOKENS * size:
         data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
-    _check_own_tokenizer(config, data.facts.tokenizer)
     if folder is not None and folder.is_dir():
         _copy_ledger(data.ledger(), folder)
     return data
 
 
-def _check_own_tokenizer(config: Config, fingerprint: str) -> None:
+def _check_own_tokenizer(config: Config) -> None:
     """Refuse a tokenizer that is not the one in the folder of the weights: its ids mean other tokens to the model."""
     model, load = config.model, config.checkpoint.initial_load_path
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(folder_of(load)):
         return
-    if load_tokenizer(folder_of(load)).fingerprint != fingerprint:
+    if load_tokenizer(folder_of(load)).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
         raise UserError(
             f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
             f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true"

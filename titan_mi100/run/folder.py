@@ -14,6 +14,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
 from titan_mi100.logging import log, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+from titan_mi100.wording import printable
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
         try:
-            replace(path, json.dumps(asdict(state), indent=1) + "\n")
+            shown = {**asdict(state), "message": printable(state.message)}  # launchers print it
+            replace(path, json.dumps(shown, indent=1) + "\n")
         except OSError as error:
             log.error(f"{path}: cannot be written to: {error.strerror}")
