@@ -17,6 +17,7 @@ from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import Layout
 from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
+from titan_mi100.wording import printable
 
 _AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
 
@@ -36,12 +37,12 @@ def show(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(found))
         return
-    print(f"{options.checkpoint}: {facts(found)}")
+    print(printable(f"{options.checkpoint}: {facts(found)}"))
     for name, value in found["fingerprints"].items():
-        print(f"  {name}: {json.dumps(value) if isinstance(value, dict) else value}")
+        print(printable(f"  {name}: {json.dumps(value) if isinstance(value, dict) else value}"))
     width = max(len(name) for name in found["tensors"])
     for name, tensor in found["tensors"].items():
-        print(f"{name:<{width}}  {tensor['dtype']:<9} {tuple(tensor['shape'])}")
+        print(printable(f"{name:<{width}}  {tensor['dtype']:<9} {tuple(tensor['shape'])}"))
 
 
 def describe(path: Path, verify: bool) -> dict[str, Any]:
@@ -84,13 +85,13 @@ def diff(options: argparse.Namespace) -> None:
     else:
         for side, path in zip(("only_first", "only_second"), paths, strict=True):
             for name in found[side]:
-                print(f"only in {path}: {name}")
+                print(printable(f"only in {path}: {name}"))
         for name, words in found["kinds"].items():
-            print(f"{name}: {words}")
+            print(printable(f"{name}: {words}"))
         for name, largest in found["values"].items():
-            print(f"{name}: values differ by up to {largest:.3g}")
+            print(printable(f"{name}: values differ by up to {largest:.3g}"))
         for words in found["manifest"]:
-            print(f"manifest: {words}")
+            print(printable(f"manifest: {words}"))
         print(f"{found['equal']} tensors are bit-identical, {len(found['values'])} have other values")
     if any(found[key] for key in ("only_first", "only_second", "kinds", "values")):
         sys.exit(1)

@@ -166,7 +166,7 @@ mode = "some"
         ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be less than 1"),
         ("[optimizer]\nlr = nan", "[optimizer] lr = nan must be a finite number of at least 0"),
         ("[optimizer]\neps = 0", "[optimizer] eps = 0 divides by zero"),
-        ("[data]\nvalidation_path = '" + "x" * 300 + "'", "[data] validation_path: "),
+        ("[data]\nvalidation_path = '" + "x" * 300 + "'", "File name too long"),
         ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path: "),
         ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
@@ -238,11 +238,12 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
     table = (REPO / "train_configs" / "README.md").read_text()
     for path in sorted((REPO / "train_configs").glob("*.toml")):
         cards = int(path.stem[-4]) if path.stem.endswith("gpu") else 2
-        config = load_config(["--job.config_file", str(path), *given], world_size=cards)
+        model = ["--model.flavor", "0.6B"] if path.stem == "finetune" else []
+        config = load_config(["--job.config_file", str(path), *given, *model], world_size=cards)
         rows = config.batch(cards).global_batch_size
-        assert rows == {"debug": 8, "qwen3_0.6b_ddp_powersgd": 100}.get(path.stem, 96)
+        assert rows == {"debug": 8, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100}.get(path.stem, 96)
         assert len(path.read_text().splitlines()) < 40
-        assert f"`{path.stem}` | {cards}" in table or path.stem == "debug" or path.stem.endswith("_sft")
+        assert f"`{path.stem}` | {cards}" in table or path.stem in ("debug", "finetune") or "_sft" in path.stem
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ class Inspect:
     def __call__(self, *arguments: str, seq_len: int = 256, code: int = 0) -> str:
         settings = {"model.flavor": "0.6B", "model.tokenizer_path": ASSETS / "tokenizer", "data.path": self.file}
         settings["training.seq_len"] = str(seq_len)
-        argv = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+        argv = [
+            text for key, value in settings.items() if f"--{key}" not in arguments for text in (f"--{key}", str(value))
+        ]
         assert main([*argv, *arguments]) == code
         out, err = self._capsys.readouterr()
         assert "Traceback" not in err

@@ -58,7 +58,7 @@ def test_a_config_written_by_transformers_is_read(tmp_path: Path) -> None:
         ({"hidden_size": "1024"}, "hidden_size = '1024' is not an int"),
         ({"rms_norm_eps": True}, "rms_norm_eps = True is not a finite float"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not a finite float"),
-        ({"rope_theta": 10**400}, f"rope_theta = {10**400} is not a finite float"),
+        ({"rope_theta": 10**400}, "000... is not a finite float"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 is not true or false"),
         ({"num_key_value_heads": 5}, "is not a multiple of num_key_value_heads = 5"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),

@@ -7,11 +7,13 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from conftest import ASSETS, REPO, SHARED_DATA
 from test_malformed import ALL_LINES, GOOD, mutated
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.config.settings import DataConfig
+from titan_mi100.config.model_spec import PRESETS, to_hf_config
+from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
 from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
-from titan_mi100.data.prepare import prepare_data
+from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
@@ -476,6 +479,40 @@ def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_t
     assert "rejected" in (tmp_path / "run" / "ledger.csv").read_text()
     program = "import sys; import titan_mi100.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == 0
+
+
+def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(ASSETS / "tokenizer", model)
+    shutil.copytree(ASSETS / "tokenizer", other)
+    (other / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text() + "\n")
+    (model / "config.json").write_text(json.dumps(to_hf_config(PRESETS["debug"])))
+    config = Config(
+        model=ModelConfig(tokenizer_path=str(other)),
+        data=DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),)),
+        checkpoint=CheckpointConfig(initial_load_path=str(model)),
+    )
+    assert prepare_run(config, None).facts.warnings == []  # the same tokenizer at another place
+    changed = (other / "tokenizer.json").read_text().replace("<|im_end|>", "<|IM_END|>")
+    (other / "tokenizer.json").write_text(changed)
+    settings = (other / "tokenizer_config.json").read_text().replace("<|im_end|>", "<|IM_END|>")
+    (other / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(UserError) as refused:
+        prepare_run(config, None)
+    said = f"[model] tokenizer_path = '{other}' is another tokenizer than the model's own in {model}; leave it out, or"
+    assert str(refused.value) == f"{said} set model.allow_other_tokenizer = true"
+    prepare_run(replace(config, model=replace(config.model, allow_other_tokenizer=True)), None)
+    (model / "tokenizer.json").unlink()  # no tokenizer of its own
+    prepare_run(config, None)
+
+
+def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_warned_of(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(flavor="0.6B", tokenizer_path=str(ASSETS / "tokenizer")),
+        data=DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),)),
+    )
+    [warning] = prepare_run(config, None).facts.warnings
+    assert warning.endswith("has 709 tokens, but the model's vocab_size is 151,936: is it the model's tokenizer?")
 
 
 def test_workers_change_nothing(tmp_path: Path) -> None:

@@ -272,11 +272,11 @@ def test_a_python_that_is_missing_is_named(checkout: Checkout) -> None:
 # run_train.sh
 
 
-def test_without_a_config_the_debug_one_is_trained_on_the_processes_found(checkout: Checkout) -> None:
+def test_the_arguments_go_unchanged_to_the_check_and_the_trainer_on_the_processes_found(checkout: Checkout) -> None:
     result = checkout.train("--training.steps", "4")
     assert result.returncode == 0, result.stderr
     torchrun, trainer = torchrun_arguments(checkout)
-    config = ["--job.config_file", f"{REPO}/train_configs/debug.toml", "--training.steps", "4"]
+    config = ["--training.steps", "4"]
     assert torchrun[-2:] == ["--nproc_per_node", "3"]
     assert torchrun[torchrun.index("--log-dir") + 1] == os.devnull  # else a folder for each run stays in TMPDIR
     assert trainer == [*config, "--job.run_folder", str(checkout.run_folder)]

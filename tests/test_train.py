@@ -198,7 +198,8 @@ def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, ful
         "lr_scheduler.warmup_steps": "0", "lr_scheduler.min_lr_factor": "0.5", "checkpoint.interval": "1",
         "checkpoint.keep_latest_k": "3", "checkpoint.keep_best": "true", "checkpoint.async_mode": "async",
         "validation.freq": "1", "metrics.log_freq": "2", "metrics.enable_tensorboard": "false",
-        "activation_checkpoint.mode": "full", "compile.enable": str(full).lower(), "compile.backend": "aot_eager",
+        "activation_checkpoint.mode": "full", "compile.enable": str(full).lower(),
+        **({"compile.backend": "aot_eager"} if full else {}),
         "model.attention_backend": "eager", "parallelism.tensor_parallel_degree": "2",
         "training.local_batch_size": "2", "data.validation_fraction": "0.05",
     }  # fmt: skip

@@ -4,20 +4,30 @@ import errno
 import os
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
+from titan_mi100.wording import printable, shortened
 
 
 def exit_code(program: Callable[[], object]) -> int:
-    """Run a command whose output is what it prints; what a user caused is one message and code 2."""
+    """Run a command whose output is what it prints; returns the code that it returns, if any.
+
+    What a user caused is one message and code 2, all else one line and code 1.
+    """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
-        return _code_of(program, lambda line: print(line, file=sys.stderr))
+        return _code_of(program, _say)
     except OSError as error:
-        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        _say(f"{error.filename or 'standard output'}: {error.strerror}")
         return 2
+    except Exception as error:
+        _say(message_of(error))
+        return 1
 
 
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
@@ -35,14 +45,41 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         interrupted, remedy = _was_interrupted(error), "; free some space" if full else ""
         log.error("interrupted" if interrupted else f"{error}{remedy}; {afterwards}")
         code = 130 if interrupted else 1
+    except Exception as error:
+        log.error(message_of(error))
+        code = 1
     if code:
         sys.exit(code)
 
 
+def message_of(error: Exception, file: Path | None = None) -> str:
+    """The message of what a user caused; of all else one line that names the file with the traceback.
+
+    Args:
+        file: to add the traceback to; None: a new one in the folder for temporary files.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    try:
+        number, name = (None, file) if file else tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")
+        with open(number or name, "a", encoding="utf-8", errors="backslashreplace") as out:
+            out.write(text)
+    except OSError:  # a full disk must not hide why
+        return text
+    what = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
+    return f"unexpected error, {what}; the traceback is in {name}"
+
+
+def _say(message: object) -> None:
+    print(printable(str(message)), file=sys.stderr)
+
+
 def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:
     try:
-        program()
+        code = program()
         sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except UserError as error:
         say(error)
         return 2

@@ -21,6 +21,7 @@ from titan_mi100.generation.answers import Row, answer_all, command_parser, open
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
+from titan_mi100.wording import printable
 
 _PROMPT_KEYS = ("messages", "prompt", "question")
 
@@ -68,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{options.output}: {len(rows)} rows; {sum(row['finish'] == 'length' for row in rows)} {cut}")
         return
     for request, row in zip(requests, rows, strict=True):
-        print(f"--- {request.where} ---\n" * (len(rows) > 1) + row["output"])
+        print(f"--- {request.where} ---\n" * (len(rows) > 1) + printable(row["output"]))
         if row["finish"] == "length":
             print(f"({request.where}: {cut})", file=sys.stderr)
 
@@ -109,7 +110,7 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
             prompt = build("the conversation", text if build.template is None else asked)
             [answer] = answer_batch([prompt.ids], [turn], partial(_show, tokenizer, characters))
         except UserError as error:  # the conversation has grown too long, or its template refuses it
-            print(error, "An empty line starts a new conversation.", file=sys.stderr)
+            print(printable(str(error)), "An empty line starts a new conversation.", file=sys.stderr)
             continue
         print(characters.decode(b"", final=True))
         if not answer.stopped:
@@ -118,7 +119,7 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
 
 
 def _show(tokenizer: Tokenizer, characters: codecs.IncrementalDecoder, tokens: list[int]) -> None:
-    print(characters.decode(tokenizer.token_bytes(tokens[0])), end="", flush=True)
+    print(printable(characters.decode(tokenizer.token_bytes(tokens[0]))), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from titan_mi100.errors import UserError
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", os.devnull)
-_DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs" / "debug.toml"
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
 _MEANING = {
@@ -86,8 +85,6 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str]]:
             ngpu = value if has_value else rest.pop(0)
         else:
             raise UserError(f"{name} needs a number, e.g. --nproc_per_node 2")
-    if not any(argument.partition("=")[0] == "--job.config_file" for argument in trainer):
-        trainer = ["--job.config_file", str(_DEFAULT_CONFIG), *trainer]
     if not re.fullmatch("[1-9][0-9]{0,3}", ngpu or "1", re.ASCII):
         raise UserError(f"the number of processes must be 1 to 9999, not {ngpu!r} (--nproc_per_node, NGPU)")
     return int(ngpu or default_process_count()), trainer

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from titan_mi100.wording import printable
+
 log = logging.getLogger("titan_mi100")
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _TerminalHandler(logging.Handler):
@@ -53,7 +60,7 @@ def setup_logging(rank: int) -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     handler = _TerminalHandler()
     prefix = "" if rank == 0 else f"rank {rank} "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.propagate = False
@@ -62,5 +69,5 @@ def setup_logging(rank: int) -> None:
 def log_to_file(path: Path) -> None:
     """Also append to this file, with the date."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

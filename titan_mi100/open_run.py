@@ -156,6 +156,8 @@ def open_run(
     """
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
+    for line in config.notes:
+        log.info(line)
     log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
     with raise_together():
         spec = spec or config.spec()

@@ -13,9 +13,9 @@ if __name__ == "__main__":
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
 
 import os
-import traceback
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
+from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
@@ -54,7 +54,7 @@ def main(config: Config, preemption: Preemption) -> None:
     except KeyboardInterrupt:
         ended, together = RunState("interrupted", 1, "interrupted", again), False
     except Exception as error:
-        log.error(traceback.format_exc())
+        log.error(message_of(error, folder.path / "train.log" if folder else None))
         ended, together = RunState("crashed", 1, f"rank {rank}: {error!r}", f"look into train.log; {again}"), False
     if together and (rank == 0 or ended.exit_code == 1):
         for line in ended.message.splitlines():
@@ -62,7 +62,7 @@ def main(config: Config, preemption: Preemption) -> None:
     if together and rank == 0:
         write_run_state(folder.path if folder else None, ended)
     elif not together and folder is not None:
-        folder.note_crash(ended, rank)
+        folder.note_crash(ended)
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
 

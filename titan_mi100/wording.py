@@ -1,7 +1,33 @@
-"""Values in messages: lists and texts of which only a part is shown, and sizes in bytes."""
+"""Values in messages: parts of lists and texts, sizes in bytes, and characters that a terminal obeys."""
 
 import math
+import re
 from collections.abc import Iterable
+
+# C0, DEL and C1, line separators, and what changes the direction of text
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters escaped, but for line breaks and tabs: a file's name can hold any."""
+    return _CONTROL.sub(lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1], text)
+
+
+def has_control_characters(text: str) -> bool:
+    return _CONTROL.search(text) is not None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold it: a command line's bytes that are not UTF-8 come as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, cut where it is long."""
+    try:
+        return shortened(repr(value), 100)
+    except ValueError:  # Python prints no more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def some(names: Iterable[object], most: int = 8) -> str:

@@ -10,11 +10,13 @@ architecture that the output names.
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
 
 import torch
 
+from titan_mi100.cli import exit_code
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.model.attention import Backend, Documents, Eager, SdpaDocuments, SdpaMask
 from titan_mi100.model.attention_choice import running_kernel
@@ -79,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

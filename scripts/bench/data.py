@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from titan_mi100.cli import exit_code
+
 STAGE = """
 import json, os, sys, time
 from dataclasses import asdict
@@ -151,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -35,6 +35,7 @@ from pipeline_figures import Operation, RankStep, bubble_rows, bubble_table, bus
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from titan_mi100.cli import exit_code
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import ModelSpec
@@ -43,7 +44,6 @@ from titan_mi100.data.loader import collate
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import PackedDataset
-from titan_mi100.errors import UserError
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
@@ -253,7 +253,8 @@ def stages(arguments: Sequence[str], folder: Path) -> tuple[str, Any]:
     Raises:
         UserError: of the config or the data.
     """
-    arguments = [*DEFAULTS, *arguments]
+    given = {argument.partition("=")[0] for argument in arguments}
+    arguments = [*(default for default in DEFAULTS if default.partition("=")[0] not in given), *arguments]
     ranks = load_config(arguments, world_size=None).parallelism.pipeline_parallel_degree
     config = load_config(arguments, ranks)
     prepare_run(config, None)  # the ranks then find it
@@ -289,13 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and arguments.command == "bubble":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            text, record = (
-                bubble(arguments, Path(folder)) if arguments.command == "bubble" else stages(rest, Path(folder))
-            )
-        except UserError as error:
-            print(error, file=sys.stderr)
-            return 2
+        text, record = bubble(arguments, Path(folder)) if arguments.command == "bubble" else stages(rest, Path(folder))
     print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n\n{text}")
     if arguments.json:
         arguments.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -303,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

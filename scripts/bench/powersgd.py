@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torchrun_job
 
+from titan_mi100.cli import exit_code
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import Config, ModelConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
@@ -116,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

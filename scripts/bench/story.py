@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from titan_mi100.cli import exit_code
+
 REPO = Path(__file__).resolve().parents[2]
 TOKENIZER, EXPORT = REPO / "tests" / "assets" / "tokenizer", REPO / "checkpoint_tools" / "dcp_to_hf.py"
 NAMES = ("Ada", "Bruno", "Chen", "Dalia", "Emil", "Fatou", "Goran", "Hana")
@@ -165,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -26,6 +26,7 @@ from typing import Any
 import sweep_table
 import torchrun_job
 
+from titan_mi100.cli import exit_code
 from titan_mi100.config import model_spec
 from titan_mi100.config.check import check
 from titan_mi100.config.hardware import default_process_count
@@ -328,4 +329,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -3,6 +3,7 @@
 A checkpoint holds the same files, so it is a model by itself, with its weights in another format.
 """
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -27,7 +28,7 @@ Assets = dict[str, bytes]  # file name -> content
 
 def folder_of(path: str | Path) -> Path:
     """The folder of a model that is named by its folder, or by a file in it."""
-    return Path(path) if Path(path).is_dir() else Path(path).parent
+    return Path(path) if os.path.isdir(path) else Path(path).parent
 
 
 def read_assets(folder: Path) -> Assets:
@@ -37,6 +38,11 @@ def read_assets(folder: Path) -> Assets:
         UserError: one is no regular file, or too large.
     """
     return _read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
+    return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
 
 
 def tokenizer_files(path: Path) -> Assets:

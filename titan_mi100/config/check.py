@@ -1,14 +1,24 @@
 """Which combinations of settings make sense: all that is wrong, one message each. Imports no torch."""
 
-import glob
 import os
 from dataclasses import fields
 
+from titan_mi100.config.assets import has_tokenizer
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
+
+# keys that have no effect while another one of their section has its default
+_SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
+    ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
+    ("lora", "rank"): ("alpha", "dropout", "target_modules"),
+    ("compile", "enable"): ("backend",),
+    ("checkpoint", "export_hf"): ("export_dtype",),
+    ("data", "on_bad_row"): ("max_bad_rows",),
+}
 
 
 def check(config: Config, world_size: int | None) -> list[str]:
@@ -32,7 +42,9 @@ def check(config: Config, world_size: int | None) -> list[str]:
         for key in keys:
             if (value := getattr(getattr(config, section), key)) > 1 or (section in below_one and value == 1):
                 errors.append(f"[{section}] {key} = {value} must be {limit} 1")
-    errors += _check_data(data) + _check_lora(config.lora)
+    if schedule.decay_ratio == 0:
+        errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
+    errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config)
     if config.validation.freq and not (data.validation_path or data.validation_fraction):
         errors.append(
             f"[validation] freq = {config.validation.freq} needs [data] validation_path or validation_fraction"
@@ -101,7 +113,8 @@ def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
     }
     wrong = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
     if wrong:
-        fit = [str(n) for n in range(1, tp + 1) if not any(value % n for value in named.values())]
+        divisors = range(1, min(tp, spec.num_key_value_heads) + 1)
+        fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
         errors.append(
             f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(wrong)}; this model can be split "
             f"over {', '.join(fit)}, and seq_len must be a multiple"
@@ -138,12 +151,11 @@ def _check_paths(config: Config) -> list[str]:
         errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
-    known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
     if not path:
         errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
     elif not os.path.exists(path):
         errors.append(f"{key} = {path!r} does not exist")
-    elif not os.path.isfile(path) and not any(glob.glob(os.path.join(glob.escape(path), name)) for name in known):
+    elif not os.path.isfile(path) and not has_tokenizer(path):
         errors.append(
             f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
             "file; set model.tokenizer_path to a folder that does, or to such a file"
@@ -170,6 +182,33 @@ def _check_data(data: DataConfig) -> list[str]:
     if data.validation_path and data.validation_fraction:
         errors.append("[data] validation_path and validation_fraction are both set; keep one")
     return errors
+
+
+def _check_effects(config: Config) -> list[str]:
+    """Settings that another one makes idle, where they are not the default."""
+    data, defaults = config.data, Config()
+    idle = [
+        (f"{switch} = {value!r}", section, keys)
+        for (section, switch), keys in _SWITCHES.items()
+        if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
+    ]
+    if config.lr_scheduler.decay_type == "constant":
+        idle.append(("decay_type = 'constant'", "lr_scheduler", ("decay_ratio", "min_lr_factor")))
+    if config.training.mixed_precision_param == "float64":
+        idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
+    if len(data.path) == 1:
+        idle.append(("one path", "data", ("weights",)))
+    if data.format in ("text", "tokens"):
+        idle.append((f"format = {data.format!r}", "data", ("loss", "empty_think", "earlier_thinking")))
+    if data.format not in ("auto", "text") or data.prompt_column:
+        idle.append((f"format = {data.format!r} or prompt_column", "data", ("text_column",)))
+    found = []
+    for why, section, keys in idle:
+        for key in keys:
+            value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
+            if value != default:
+                found.append(f"[{section}] {key} = {value!r} has no effect with {why}; leave it at {default!r}")
+    return found
 
 
 def _check_lora(lora: LoRAConfig) -> list[str]:

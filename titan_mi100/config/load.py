@@ -3,8 +3,8 @@
 `python -m titan_mi100.config.load ARGS` checks the arguments of a run and prints its folder; `--help` lists every key.
 """
 
+import errno
 import json
-import math
 import os
 import re
 import sys
@@ -15,20 +15,41 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
+from titan_mi100 import cli
 from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files.patterns import unusable
+from titan_mi100.files.plain import MIB
+from titan_mi100.wording import has_control_characters, is_utf8, printable, shortened, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+_Name = tuple[str, str]  # section and key
+
+_SHIPPED = Path(__file__).parents[2] / "train_configs"
+# What a command line names that is not about the model and the data of debug.toml.
+_OWN_MODEL_OR_DATA = (
+    *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
+    *(("lora", "initial_load_path"), ("data", "path")),
+)
+# Two ways to say one thing: the command line's replaces the file's.
+_ALTERNATIVES = (
+    (("training", "steps"), ("training", "epochs")),
+    (("training", "gradient_accumulation_steps"), ("training", "target_tokens_per_step")),
+    (("data", "weights"), ("data", "repeats")),
+    (("data", "validation_path"), ("data", "validation_fraction")),
+)
+_LARGEST_FILE = MIB  # bytes of a TOML file; the time to parse one can grow with its square
+
 
 class _Setting(NamedTuple):
     """A value that was given, and where."""
 
-    value: Any
+    value: Any  # from the command line: a text, of a list its texts
     where: str  # "file.toml: [section] key" or "--section.key", for messages
     folder: Path  # what a relative path is relative to
     is_text: bool  # from the command line: to be parsed
@@ -36,7 +57,8 @@ class _Setting(NamedTuple):
 
 def _sections() -> Iterator[tuple[str, type]]:
     for section in fields(Config):
-        yield section.name, section.default_factory  # type: ignore[misc]
+        if section.name != "notes":
+            yield section.name, section.default_factory  # type: ignore[misc]
 
 
 def _keys(section: type) -> tuple[Any, ...]:
@@ -47,8 +69,11 @@ def _keys(section: type) -> tuple[Any, ...]:
 def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
+    Without a name it is train_configs/debug.toml, or finetune.toml where `argv` names a model or data.
+
     Args:
-        argv: `--job.config_file x.toml`, then any `--section.key value` (or `=value`; a lone `--section.key` is true).
+        argv: `--job.config_file x.toml`, then any `--section.key value` (or `=value`; a lone `--section.key` is true;
+            a list takes several values, and its key may be repeated).
         world_size: number of processes of the run; None: it is not to be started, and any layout will do.
 
     Raises:
@@ -56,92 +81,126 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     """
     errors: list[str] = []
     overrides = _parse_arguments(argv, errors)
-    settings: dict[tuple[str, str], _Setting] = {}
-    config_file = overrides.get(("job", "config_file"))
-    if config_file is not None:
-        _read_toml(Path(config_file.value), settings, errors, chain=())
+    shipped = "finetune" if any(map(overrides.get, _OWN_MODEL_OR_DATA)) else "debug"
+    default = _Setting(str(_SHIPPED / f"{shipped}.toml"), "default config file", Path(), is_text=True)
+    config_file = overrides.setdefault(("job", "config_file"), default)
+    settings: dict[_Name, _Setting] = {}
+    is_read = _read_toml(Path(config_file.value), settings, errors, chain=())
     settings.update(overrides)
-    built, refused = {}, set()  # refused: as check names them
+    values, refused, here = {}, set(), Path.cwd()  # refused: as check names them
     for name, section in _sections():
-        values = {}
         for key in _keys(section):
-            if key.metadata["path"] and key.default:
-                values[key.name] = os.path.abspath(key.default)
-            if (setting := settings.get((name, key.name))) is not None:
-                values[key.name], problem = _convert(key, setting)
-                if problem:
-                    errors.append(f"{setting.where} = {setting.value!r} {problem}")
-                    refused.add(f"[{name}] {key.name}")
-        built[name] = section(**values)
-    config = Config(**built)
-    source = f"{config_file.value}: " if config_file is not None else ""
-    where = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
-    if not config_file or os.path.isfile(config_file.value):  # else the missing file is reported already
-        for error in check(config, world_size):
-            named = re.match(r"\[\w+\] \w+", error)
-            if named is None:
-                errors.append(error)
-            elif named[0] not in refused:
-                errors.append(where.get(named[0], source + named[0]) + error[named.end() :])
+            where = f"[{name}] {key.name}"
+            setting = settings.get((name, key.name)) or _Setting(key.default, where, here, is_text=False)
+            values[name, key.name], problem = _convert(key, setting)
+            if problem:
+                errors.append(f"{setting.where} = {shown(setting.value)} {problem}")
+                refused.add(where)
+    notes = _replace_alternatives(values, overrides)
+    if config_file is default:
+        notes.append(f"no --job.config_file is given: settings from {config_file.value}")
+    built = {
+        name: section(**{key.name: values[name, key.name] for key in _keys(section)}) for name, section in _sections()
+    }
+    config = Config(**built, notes=tuple(notes))
+    named = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
+    for error in check(config, world_size) if is_read else ():  # else what is missing may be in the file
+        if (start := re.match(r"\[\w+\] \w+", error)) is None:
+            errors.append(error)
+        elif start[0] not in refused:
+            errors.append(named.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
     if errors:
         raise UserError("\n".join(errors))
     return config
 
 
-def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[tuple[str, str], _Setting]:
-    found: dict[tuple[str, str], _Setting] = {}
+def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Setting]) -> list[str]:
+    """Unset what the command line says in another way; a line for the log about each."""
+    notes = []
+    for pair in _ALTERNATIVES:
+        for mine, other in (pair, pair[::-1]):
+            if mine in overrides and other not in overrides and values[mine] and values[other]:
+                notes.append(f"--{'.'.join(mine)} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
+                values[other] = type(values[other])()
+    return notes
+
+
+def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Setting]:
+    found: dict[_Name, _Setting] = {}
     known = {f"{name}.{key.name}": key for name, section in _sections() for key in _keys(section)}
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         name, has_value, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or name not in known:
-            errors.append(f"command line: {argument!r} is not an option{did_you_mean(name, known, '--')}")
-            if rest and not rest[0].startswith("--"):
-                rest.pop(0)  # its value, so that one mistake gives one message
+        words = [value] if has_value else []
+        is_known = argument.startswith("--") and name in known
+        is_list = is_known and get_origin(known[name].type) is tuple
+        while rest and not rest[0].startswith("--") and (is_list or not words):
+            words.append(rest.pop(0))
+        if not is_known:  # its value is left out too, so that one mistake gives one message
+            meant = did_you_mean(name, known, "--") if argument.startswith("-") or name in known else ""
+            meant = meant or "; only a list takes several values"
+            errors.append(f"command line: {shown(argument)} is not an option{meant}")
             continue
-        if not has_value:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            elif known[name].type is bool:
-                value = "true"
-            else:
-                errors.append(f"command line: --{name} needs a value")
-                continue
         section, key = name.split(".")
-        found[section, key] = _Setting(value, f"--{name}", Path.cwd(), is_text=True)
+        before = found.get((section, key))
+        if not words and known[name].type is bool:
+            words = ["true"]
+        if not words:
+            errors.append(f"command line: --{name} needs a value")
+        elif is_list:
+            items = [item for word in words for item in _items(word, known[name].metadata["path"])]
+            found[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd(), True)
+        elif before and not (name == "job.run_folder" and _is_resolved(before.value, words[0])):
+            twice = f"{shown(before.value)} and {shown(words[0])}"
+            errors.append(f"command line: --{name} is given twice, as {twice}; keep one of them")
+        else:
+            found[section, key] = _Setting(words[0], f"--{name}", Path.cwd(), True)
     return found
 
 
-def _read_toml(
-    path: Path, settings: dict[tuple[str, str], _Setting], errors: list[str], chain: tuple[Path, ...]
-) -> None:
-    """Add the file's settings, its `base` first, so that the file overrides it."""
-    if path.resolve() in chain:
-        errors.append(f"{path}: `base` forms a cycle: {' -> '.join(map(str, chain))}")
-        return
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        errors.append(f"{path}: no such file")
-        return
-    except (OSError, ValueError) as error:
-        errors.append(f"{path}: cannot be read as TOML: {error}")
-        return
-    base = document.pop("base", None)
+def _is_resolved(folder: str, later: str) -> bool:
+    """Whether a second run folder is what resolve_run_folder makes of the first: run_train.sh appends that."""
+    resolved = re.escape(os.path.abspath(os.path.expanduser(folder)))
+    return not folder or re.fullmatch(resolved + r"(-\d+)?", later) is not None
+
+
+def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], chain: tuple[Path, ...]) -> bool:
+    """Add the file's settings, its `base` first, so that the file overrides it; whether it could be read."""
+    if problem := _refused_path(str(path)):
+        errors.append(f"{shown(str(path))}: {problem}")
+        return False
+    problem = unusable(str(path), "*.toml") if os.path.lexists(path) else "no such file"
+    document: dict[str, Any] = {}
+    if not problem and (real := path.resolve()) in chain:
+        problem = f"`base` forms a cycle: {' -> '.join(map(str, chain))}"
+    if not problem:
+        try:
+            with path.open("rb") as file:
+                content = file.read(_LARGEST_FILE + 1)
+            if len(content) > _LARGEST_FILE:
+                problem = f"is larger than {_LARGEST_FILE:,} bytes, which no config is; name a TOML file"
+            else:
+                document = tomllib.loads(content.decode("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            problem = f"cannot be read as TOML: {error}"
+    if problem:
+        errors.append(f"{path}: {problem}")
+        return False
+    base, is_read = document.pop("base", None), True
     if isinstance(base, str):
-        _read_toml(path.parent / base, settings, errors, (*chain, path.resolve()))
+        is_read = _read_toml(path.parent / base, settings, errors, (*chain, real))
     elif base is not None:
-        errors.append(f"{path}: base = {base!r} is not the name of a TOML file")
+        errors.append(f"{path}: base = {shown(base)} is not the name of a TOML file")
     sections = {name: {key.name for key in _keys(section)} for name, section in _sections()}
     for section, values in document.items():
         if section not in sections:
-            errors.append(f"{path}: [{section}] is not a section{did_you_mean(section, sections)}")
+            errors.append(f"{path}: [{_in_line(section)}] is not a section{did_you_mean(section, sections)}")
         elif not isinstance(values, dict):
-            errors.append(f"{path}: {section} = {values!r} must be a section, [{section}]")
+            errors.append(f"{path}: {section} = {shown(values)} must be a section, [{section}]")
         else:
             for key, value in values.items():
-                where = f"{path}: [{section}] {key}"
+                where = f"{path}: [{section}] {_in_line(key)}"
                 if key not in sections[section]:
                     elsewhere = [f"[{name}] {key}" for name, keys in sections.items() if key in keys]
                     hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, sections[section])
@@ -150,6 +209,12 @@ def _read_toml(
                     errors.append(f"{where} can only be given on the command line; use `base` to inherit")
                 else:
                     settings[section, key] = _Setting(value, where, path.parent, is_text=False)
+    return is_read
+
+
+def _in_line(key: str) -> str:
+    """A key as a message shows it: in quotes it may be any text."""
+    return shortened(repr(key)[1:-1])
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -158,26 +223,46 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     """The value in the key's type and "", or the key's default and what is wrong."""
     value, rules = setting.value, key.metadata
-    if is_list := get_origin(key.type) is tuple:
-        kind = get_args(key.type)[0]
-        given = _items(value) if setting.is_text else value if isinstance(value, list) else [value]
-        values = [_as_kind(item, kind, setting.is_text) for item in given if item != ""]
-    else:
-        kind = key.type
-        values = [_as_kind(value, kind, setting.is_text)]
+    is_list = get_origin(key.type) is tuple
+    kind = get_args(key.type)[0] if is_list else key.type
+    given = value if is_list and isinstance(value, list | tuple) else [value]
+    values = [_as_kind(item, kind, setting.is_text) for item in given if not is_list or item != ""]
     if any(type(item) is not kind for item in values):
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}"
     if rules["choices"] and value not in rules["choices"]:
         return key.default, f"must be one of: {', '.join(rules['choices'])}"
-    if kind in (int, float) and not all(math.isfinite(item) and item >= rules["low"] for item in values):
-        return key.default, f"must be {'at least' if kind is int else 'a finite number of at least'} {rules['low']}"
-    if rules["path"]:
+    problems = [problem for item in values if (problem := _refused(item, rules))]
+    if rules["path"] and not problems:
         values = [os.path.abspath(setting.folder / os.path.expanduser(item)) if item else item for item in values]
-    return (tuple(values), "") if is_list else (values[0], "")
+        problems = [problem for item in values if (problem := _refused(item, rules))]
+    return (key.default, problems[0]) if problems else (tuple(values) if is_list else values[0], "")
 
 
-def _items(text: str) -> list[str]:
-    """The items of `a, b` or `[a, b]`. A glob may begin or end with a bracket of its own."""
+def _refused(value: Any, rules: Any) -> str:
+    """What is wrong with a value of the right type; "" if nothing is."""
+    if isinstance(value, str):
+        return _refused_path(value) if rules["path"] else "" if is_utf8(value) else "is not UTF-8"
+    if isinstance(value, float):
+        return "" if rules["low"] <= value < float("inf") else f"must be a finite number of at least {rules['low']}"
+    if value < rules["low"]:
+        return f"must be at least {rules['low']}"
+    return "" if value <= rules["high"] else f"must be at most {rules['high']}"
+
+
+def _refused_path(path: str) -> str:
+    if not is_utf8(path) or has_control_characters(path):
+        return "holds control characters or is not UTF-8; rename it"
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return f"cannot be a path: {error.strerror}" if error.errno == errno.ENAMETOOLONG else ""
+    return ""
+
+
+def _items(text: str, is_path: bool = False) -> list[str]:
+    """The items of `a, b` or `[a, b]`. A glob may begin or end with a bracket of its own, a file's name hold commas."""
+    if is_path and os.path.lexists(text):
+        return [text]
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     return [item.strip() for item in inner.split(",")]
 
@@ -187,7 +272,9 @@ def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
     if is_text and kind is not str:
         with suppress(KeyError, ValueError):
             return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-    return float(value) if kind is float and type(value) is int else value
+    if kind is float and type(value) is int:
+        return float(value) if abs(value) < 1e308 else float("inf")
+    return value
 
 
 def resolve_run_folder(config: Config) -> Path:
@@ -196,7 +283,7 @@ def resolve_run_folder(config: Config) -> Path:
         stem = Path(config.job.config_file).stem or "run"
         return Path(config.job.dump_folder).resolve() / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, number = Path(config.job.run_folder), 1
-    while config.checkpoint.fresh and folder.exists():
+    while config.checkpoint.fresh and os.path.lexists(folder):
         number += 1
         folder = Path(f"{config.job.run_folder}-{number}")
     return folder
@@ -217,7 +304,9 @@ def to_toml(config: Config) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
+    if not isinstance(value, str | bool):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
 
 
 def help_text() -> str:
@@ -226,7 +315,7 @@ def help_text() -> str:
         "",
         'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
         "inherits. Relative paths are relative to the TOML file, or on the command line to the current folder.",
-        "A list is [a, b] in TOML and a,b on the command line.",
+        "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
     ]
     for name, section in _sections():
         lines += ["", f"[{name}]"]
@@ -253,10 +342,10 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         sys.exit(0)
     try:
         return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
-    except UserError as error:
+    except Exception as error:
         if first:
-            print(error, file=sys.stderr)
-        sys.exit(2)
+            print(printable(cli.message_of(error)), file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
+from titan_mi100.wording import shortened, shown
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ PRESETS: Mapping[str, ModelSpec] = {
 # transformers' own for a Qwen3 whose config.json leaves these out
 _DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
 
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_LARGEST_COUNT, _LARGEST_SIZE = 10_000, 10**8
+
 # a field's type -> the types of JSON values that it takes, and what they are in words
 _TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
 _WORDS: dict[Any, str] = {bool: "true or false", int: "an int", float: "a finite float"}
@@ -93,12 +97,15 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         if value is MISSING:
             found.append(f"{field.name} is missing")
         elif type(value) not in _TYPES[field.type] or (field.type is float and not abs(value) < 1e300):
-            found.append(f"{field.name} = {value!r} is not {_WORDS[field.type]}")
+            found.append(f"{field.name} = {shown(value)} is not {_WORDS[field.type]}")
     if not found:
         spec = ModelSpec(**values)
         found = spec.problems()
-        if spec.num_hidden_layers > 10_000:  # what counts them would not come to an end
-            found.append(f"num_hidden_layers = {spec.num_hidden_layers} is more than any model has")
+        # what counts the layers would not come to an end, and what multiplies sizes would overflow
+        for field in fields(ModelSpec):
+            most = _LARGEST_COUNT if field.name in _COUNTS else _LARGEST_SIZE
+            if field.type is int and (value := getattr(spec, field.name)) > most:
+                found.append(f"{field.name} = {shortened(str(value))} is more than any model has")
     if found:
         raise UserError("\n".join(f"{path}: {problem}" for problem in found))
     return spec

@@ -12,9 +12,13 @@ from titan_mi100.errors import UserError, did_you_mean
 FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
 
 
-def _key(default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, path: bool = False) -> Any:
-    """A config key. `low` is the least allowed number; `path` values in a TOML file are relative to that file."""
-    return field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "path": path})
+def _key(
+    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False
+) -> Any:
+    """A config key. `low` is the least allowed number, `high` the largest whole one; `path` values in a TOML file are
+    relative to that file.
+    """
+    return field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "path": path})
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class ModelConfig:
     flavor: str = _key("", f"{', '.join(model_spec.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
     tokenizer_path: str = _key(
         "", "HF folder, .tiktoken or sentencepiece .model file; empty: checkpoint.initial_load_path", path=True
+    )
+    allow_other_tokenizer: bool = _key(
+        False, "train with a tokenizer_path whose tokenizer is not that of checkpoint.initial_load_path"
     )
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key("sdpa", "attention implementation; eager is the reference", choices=("sdpa", "eager"))
@@ -81,7 +88,7 @@ class DataConfig:
     validation_path: tuple[str, ...] = _key((), "files or globs to validate on", path=True)
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
-    workers: int = _key(0, "processes that tokenise; 0: one per core")
+    workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class TrainingConfig:
     max_nonfinite_steps: int = _key(
         3, "steps in a row without a finite loss and gradient norm, which are skipped, before the run ends", low=1
     )
-    seed: int = _key(42, "seed of initial weights and row order")
+    seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
     mixed_precision_param: str = _key(
         "bfloat16",
         "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit)",
@@ -224,7 +231,11 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, checked. `spec`, `layout` and `batch` are what follows from them."""
+    """All settings of a run, checked. `spec`, `layout` and `batch` are what follows from them.
+
+    Attributes:
+        notes: what was decided while the settings were read, lines for the log.
+    """
 
     job: JobConfig = field(default_factory=JobConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -239,6 +250,7 @@ class Config:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    notes: tuple[str, ...] = ()
 
     def spec(self) -> model_spec.ModelSpec:
         """The model's shape: the preset, or the `config.json` beside the weights that are loaded.

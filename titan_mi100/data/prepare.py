@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.cli import exit_code
+from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, resolve_run_folder
 from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.cache import Stamp, content_hash, ready_folder
@@ -47,6 +48,7 @@ _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
+_FEW_TOKENS = 0.9  # of the model's vocab_size, which is padded by a few hundred at most
 _MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 
 
@@ -59,8 +61,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         patience: as for `prepare_data`.
 
     Raises:
-        UserError: as `prepare_data`, or the tokenizer has more tokens than the model.
+        UserError: as `prepare_data`, or the tokenizer is not the model's.
     """
+    _check_own_tokenizer(config)
     path = config.tokenizer_path()
     try:
         data = prepare_data(config.data, path, config.model.chat_template, config.training.seq_len, patience)
@@ -70,14 +73,26 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         folder.mkdir(parents=True, exist_ok=True)
         _copy_ledger(error.ledger, folder)
         raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
-    if data.facts.n_vocab > (size := config.spec().vocab_size):
-        raise UserError(
-            f"{path}: has {data.facts.n_vocab:,} tokens, more than the model's vocab_size = {size:,}; use the "
-            "model's own tokenizer"
-        )
+    count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
+    if data.facts.n_vocab > size:
+        raise UserError(f"{count}, more than the model's vocab_size = {size:,}; use the model's own tokenizer")
+    if data.facts.n_vocab < _FEW_TOKENS * size:
+        data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
     if folder is not None and folder.is_dir():
         _copy_ledger(data.ledger(), folder)
     return data
+
+
+def _check_own_tokenizer(config: Config) -> None:
+    """Refuse a tokenizer that is not the one in the folder of the weights: its ids mean other tokens to the model."""
+    model, load = config.model, config.checkpoint.initial_load_path
+    if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(folder_of(load)):
+        return
+    if load_tokenizer(folder_of(load)).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
+        raise UserError(
+            f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
+            f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true"
+        )
 
 
 def _copy_ledger(ledger: Path, folder: Path) -> None:

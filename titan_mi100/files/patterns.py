@@ -13,14 +13,14 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
     return files, problems if files else [f"{pattern}: matches no file"]
 
 
-def unusable(path: str) -> str:
-    """Why the path is not a file that can be read; "" if it is."""
+def unusable(path: str, kind: str = "*.jsonl") -> str:
+    """Why the path is not a file that can be read; "" if it is. `kind`: a pattern of such files, for the message."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
     if stat.S_ISDIR(mode):
-        return f"is a folder; name its files, e.g. {os.path.join(path, '*.jsonl')}"
+        return f"is a folder; name its files, e.g. {os.path.join(path, kind)}"
     if not stat.S_ISREG(mode):
         return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from titan_mi100.inspect.report import visible
+from titan_mi100.wording import printable
 
 
 class Part(NamedTuple):
@@ -52,7 +53,7 @@ def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
     for line in lines:
         shown = ""
         for kind, parts in groupby(line, lambda part: part.kind):
-            text = "".join(part.text for part in parts)
+            text = printable("".join(part.text for part in parts))
             if kind and color:  # line by line, because a pager resets the color at the end of a line
                 text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
             shown += f"⟦{text}⟧" if kind == "supervised" and not color else text

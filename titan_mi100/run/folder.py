@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import socket
-import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
 from titan_mi100.logging import log, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+from titan_mi100.wording import printable
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,9 @@ class RunFolder:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _check_shared(self.path, nonce, world.rank)
 
-    def note_crash(self, state: RunState, rank: int) -> None:
+    def note_crash(self, state: RunState) -> None:
         """A rank has failed on its own. The first one to say so knows why; what the others say follows from it."""
         try:
-            if rank:
-                with (self.path / "train.log").open("a", encoding="utf-8") as file:
-                    file.write(traceback.format_exc())
             if json.loads((self.path / "run_state.json").read_text(encoding="utf-8"))["state"] != "running":
                 return
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -130,4 +127,5 @@ def _write(path: Path, state: RunState) -> None:
 
 
 def _as_json(state: RunState) -> str:
-    return json.dumps(asdict(state), indent=1) + "\n"
+    shown = {**asdict(state), "message": printable(state.message)}  # launchers print it
+    return json.dumps(shown, indent=1) + "\n"

@@ -1,0 +1,119 @@
+"""How the commands end: nothing but one message, whatever a program raises."""
+
+import json
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_mi100 import cli, exact_match, generate, inspect_data, train
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log, setup_logging
+from titan_mi100.run.folder import RunState, write_run_state
+from titan_mi100.wording import printable, shown
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def program(*_: object, **__: object) -> None:
+        raise error
+
+    return program
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    handlers, handler = log.handlers, signal.getsignal(signal.SIGTERM)
+    yield
+    log.handlers = handlers
+    log.setLevel(logging.NOTSET)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def traceback_named_in(line: str) -> str:
+    return Path(line.rpartition("the traceback is in ")[2]).read_text()
+
+
+def test_a_command_ends_with_one_message_and_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [cli.exit_code(lambda code=code: code) for code in (None, 0, 3)] == [0, 0, 3]  # type: ignore[misc]
+    assert cli.exit_code(raises(UserError("no\x1b[31m:\nother"))) == 2
+    assert cli.exit_code(raises(PermissionError(13, "Permission denied", "a\x1b"))) == 2
+    assert capsys.readouterr().err == "no\\x1b[31m:\nother\na\\x1b: Permission denied\n"
+    for error in (KeyError("a\nb\x1b"), RuntimeError("x" * 9999), RecursionError(), MemoryError(), AssertionError()):
+        assert cli.exit_code(raises(error)) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"unexpected error, {type(error).__name__}: ") and len(line) < 1000
+        assert "in program" in traceback_named_in(line) and "\x1b" not in line
+
+
+def test_a_converter_ends_in_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (KeyError("name"), TypeError(), OverflowError("too large")):
+        with pytest.raises(SystemExit) as ended:
+            cli.run(raises(error))
+        [line] = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 1 and f"unexpected error, {type(error).__name__}: " in line
+        assert "in program" in traceback_named_in(line)
+
+
+def test_where_no_file_can_be_written_the_traceback_itself_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert cli.message_of(KeyError("name")) == "KeyError: 'name'\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        (generate, "_run", ["--model", "m"]),
+        (exact_match, "_run", ["--model", "m", "--data", "d"]),
+        (inspect_data, "_show", []),
+    ],
+)
+def test_every_command_is_guarded(
+    module: Any, name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, name, raises(KeyError("name")))
+    assert module.main(arguments) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "unexpected error, KeyError: 'name'; " in line and "Traceback" in traceback_named_in(line)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_crash_of_the_trainer_is_one_line(
+    has_folder: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def leave(code: int, together: bool) -> None:
+        assert not together
+        raise SystemExit(code)
+
+    crashes: list[Any] = []
+    folder = SimpleNamespace(path=tmp_path, note_crash=crashes.append)
+    monkeypatch.setattr(train, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
+    monkeypatch.setattr(train, "open_run", raises(KeyError("name")))
+    monkeypatch.setattr(train.distributed, "init_distributed", lambda: None)
+    monkeypatch.setattr(train.distributed, "leave", leave)
+    with pytest.raises(SystemExit) as ended:
+        train.main(Config(), SimpleNamespace(reason=""))  # type: ignore[arg-type]
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and "unexpected error, KeyError: 'name'; " in line
+    assert "Traceback" in traceback_named_in(line)
+    assert [crash.exit_code for crash in crashes] == [1] * has_folder
+    assert (tmp_path / "train.log").exists() == has_folder
+
+
+def test_what_a_launcher_prints_holds_no_control_characters(tmp_path: Path) -> None:
+    write_run_state(tmp_path, RunState("bad_input", 2, "a\x1b[31m.jsonl:1\nnot JSON", "again"))
+    state = json.loads((tmp_path / "run_state.json").read_text())
+    assert (state["exit_code"], state["message"]) == (2, "a\\x1b[31m.jsonl:1\nnot JSON")
+
+
+def test_the_log_holds_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    log.warning("a file \x1b[2J\x9b\x7f\r\u202e called\tso\nand so")
+    assert "a file \\x1b[2J\\x9b\\x7f\\r\\u202e called\tso\nand so" in capsys.readouterr().err
+    assert printable("żółć 你好 \U0001f600 \xa0") == "żółć 你好 \U0001f600 \xa0"
+    assert shown(1 << 99_999) == "a number of thousands of digits" and len(shown("x" * 9999)) < 200

@@ -1,0 +1,291 @@
+"""What a command line and a config file may hold: nothing dropped, nothing idle, and no traceback for any of it."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from config_fuzz import at_most, run
+from conftest import ASSETS, examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_mi100.config import load as load_module
+from titan_mi100.config.load import config_from_command_line, load_config, resolve_run_folder, to_toml
+from titan_mi100.config.model_spec import PRESETS, to_hf_config
+from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.errors import UserError
+
+DATA, TOKENIZER = str(ASSETS / "arithmetic.jsonl"), str(ASSETS / "tokenizer")
+MINIMAL = f"""
+[model]
+flavor = "debug"
+tokenizer_path = "{TOKENIZER}"
+[data]
+path = "{DATA}"
+[training]
+seq_len = 256
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "my.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def load(file: Path, *arguments: str) -> Config:
+    return load_config(["--job.config_file", str(file), *arguments])
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(argv)
+    return str(caught.value)
+
+
+# --- nothing is dropped
+
+
+def test_a_list_takes_several_words_and_its_key_may_be_repeated(file: Path, tmp_path: Path) -> None:
+    names = [tmp_path / name for name in ("a.jsonl", "b, c.jsonl", "d.jsonl")]
+    for name in names:
+        name.write_text("{}")
+    a, b, d = map(str, names)
+    for arguments in (
+        ["--data.path", a, b, d],
+        ["--data.path", a, "--data.path", b, d],
+        [f"--data.path={a}", f"--data.path={b}", "--optimizer.lr", "1e-4", f"--data.path={d}"],
+        ["--data.path", a, b, "--checkpoint.export_hf", "--data.path", d],
+    ):
+        assert load(file, *arguments).data.path == (a, b, d), arguments
+    assert load(file, "--data.path", f"{a},{d}", "--data.repeats", "2", "3").data.repeats == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("second", [("--training.seed", "8"), ("--training.seed=7",)])
+def test_a_single_value_given_twice_is_refused(file: Path, second: tuple[str, ...]) -> None:
+    message = refusal("--job.config_file", str(file), "--training.seed", "7", *second)
+    assert message == f"command line: --training.seed is given twice, as '7' and '{second[-1][-1]}'; keep one of them"
+    message = refusal("--job.config_file", str(file), "--optimizer.lr", "1", "2")
+    assert message == "command line: '2' is not an option; only a list takes several values"
+
+
+def test_run_train_may_add_the_run_folder_that_it_has_resolved(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    given = ["--job.run_folder", os.path.relpath(tmp_path / "run"), "--checkpoint.fresh"]
+    resolved = resolve_run_folder(load(file, *given))
+    assert resolved == tmp_path / "run-2"
+    assert resolve_run_folder(load(file, *given, "--job.run_folder", str(resolved))) == resolved
+    other = refusal("--job.config_file", str(file), "--job.run_folder", "a", "--job.run_folder", "b")
+    assert "--job.run_folder is given twice" in other
+
+
+def test_the_command_line_replaces_what_the_file_says_in_another_way(file: Path, tmp_path: Path) -> None:
+    child = tmp_path / "child.toml"
+    child.write_text(f'base = "{file}"\n[training]\nepochs = 3\ntarget_tokens_per_step = 9\n')
+    config = load(child, "--training.steps", "7", "--training.gradient_accumulation_steps=4")
+    assert (config.training.steps, config.training.epochs) == (7, 0)
+    assert (config.training.gradient_accumulation_steps, config.training.target_tokens_per_step) == (4, 0)
+    assert config.notes == (
+        "--training.steps replaces [training] epochs = 3",
+        "--training.gradient_accumulation_steps replaces [training] target_tokens_per_step = 9",
+    )
+    assert load(child, "--training.steps", "0").training.epochs == 3
+    child.write_text(f'base = "{file}"\n[training]\nsteps = 3\n[data]\nvalidation_fraction = 0.5\n')
+    config = load(child, "--training.epochs", "2", "--data.validation_path", DATA)
+    assert (config.training.steps, config.training.epochs, config.data.validation_fraction) == (0, 2, 0.0)
+    both = refusal("--job.config_file", str(child), "--training.epochs=1", "--training.steps=2")
+    assert "steps and epochs are both set" in both
+
+
+def test_the_debug_config_is_only_for_its_own_model_and_data(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((ASSETS / "tokenizer" / name).read_bytes())
+    debug = load_config(["--training.steps", "4"])
+    assert (debug.model.flavor, debug.training.steps, Path(debug.job.config_file).stem) == ("debug", 4, "debug")
+    model = str(tmp_path / "model")
+    tuned = load_config(["--checkpoint.initial_load_path", model, "--data.path", DATA])
+    assert tuned.spec() == PRESETS["0.6B"] and tuned.tokenizer_path() == model
+    assert (tuned.optimizer.lr, tuned.training.epochs, tuned.training.steps) == (2e-5, 3, 0)
+    assert tuned.notes == (f"no --job.config_file is given: settings from {tuned.job.config_file}",)
+    assert "[data] path is not set" in refusal("--checkpoint.initial_load_path", model)
+    assert "[model] flavor is not set; name a preset, or an HF folder" in refusal("--data.path", DATA)
+
+
+# --- nothing is idle
+
+IDLE = {
+    "lr_scheduler.min_lr_factor": ("0.1", ["--lr_scheduler.decay_type=constant"]),
+    "lr_scheduler.decay_ratio": ("0.5", ["--lr_scheduler.decay_type=constant"]),
+    "parallelism.pipeline_parallel_layers_per_stage": ("2 2", []),
+    "parallelism.pipeline_parallel_schedule": ("GPipe", []),
+    "parallelism.powersgd_start_step": ("9", []),
+    "parallelism.powersgd_warm_start": ("false", []),
+    "parallelism.powersgd_error_feedback": ("false", []),
+    "lora.alpha": ("9", []),
+    "lora.dropout": ("0.5", []),
+    "lora.target_modules": ("q_proj", []),
+    "compile.backend": ("aot_eager", []),
+    "checkpoint.export_dtype": ("bfloat16", []),
+    "training.mixed_precision_reduce": ("bfloat16", ["--training.mixed_precision_param=float64"]),
+    "data.max_bad_rows": ("9", []),
+    "data.weights": ("9", []),
+    "data.loss": ("last", ["--data.format=text"]),
+    "data.empty_think": ("supervised", ["--data.format=text"]),
+    "data.earlier_thinking": ("mask", ["--data.format=tokens"]),
+    "data.text_column": ("story", ["--data.format=messages"]),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_setting_that_another_one_makes_idle_is_refused(name: str, file: Path) -> None:
+    value, because = IDLE[name]
+    message = refusal("--job.config_file", str(file), f"--{name}", *value.split(), *because)
+    assert message.startswith(f"--{name} = ") and " has no effect with " in message and "\n" not in message
+    load(file, *because)
+
+
+# --- no traceback
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (f"--training.seed={10**400}", "must be at most 9223372036854775807"),
+        (f"--training.seed={2**70}", "must be at most 9223372036854775807"),
+        ("--training.steps=" + "9" * 5000, "must be a whole number"),
+        ("--training.seed=-1", "must be at least 0"),
+        ("--data.workers=1000000", "must be at most 4096"),
+        ("--parallelism.tensor_parallel_degree=1000000000", "does not divide num_attention_heads = 4"),
+        ("--parallelism.pipeline_parallel_degree=1000000000", "makes 1000000000 stages of 4 layers; lower it"),
+        ("--optimizer.lr=1e999", "must be a finite number of at least 0"),
+        ("--optimizer.lr=-1e-9", "must be a finite number of at least 0"),
+        ("--job.run_folder=" + "r" * 300, "cannot be a path: File name too long"),
+        ("--checkpoint.initial_load_path=" + "m" * 300, "cannot be a path: File name too long"),
+        ("--job.run_folder=a\0b", "holds control characters or is not UTF-8"),
+        ("--job.run_folder=a\x1b[31mb", "holds control characters or is not UTF-8"),
+        ("--data.path=~\0", "holds control characters or is not UTF-8"),
+        ("--job.description=\udcff", "is not UTF-8"),
+        ("--lr_scheduler.decay_ratio=0", "leaves no decay"),
+    ],
+    ids=lambda value: value[:40].encode("ascii", "backslashreplace").decode(),
+)
+def test_a_value_out_of_all_bounds_is_refused_at_once(argument: str, words: str, file: Path) -> None:
+    with at_most(2):
+        message = refusal("--job.config_file", str(file), argument)
+    name = argument.partition("=")[0]
+    assert words in message and len(message) < 1000
+    assert name in message or f"[{name[2:].replace('.', '] ')}" in message
+
+
+def test_toml_numbers_of_any_size_are_refused(file: Path, tmp_path: Path) -> None:
+    for value in ("1" + "0" * 400, "0x1" + "0" * 5000):
+        path = tmp_path / "big.toml"
+        path.write_text(f'base = "{file}"\n[optimizer]\nlr = {value}\n[training]\nseed = {value}\n')
+        lines = refusal("--job.config_file", str(path)).splitlines()
+        assert [line.partition(" = ")[0] for line in lines] == [f"{path}: [training] seed", f"{path}: [optimizer] lr"]
+
+
+def test_a_config_that_is_no_regular_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reading, writing = os.pipe()
+    os.write(writing, MINIMAL.encode())
+    os.close(writing)
+    kinds = {
+        "is no regular file": ("/dev/null", "/dev/zero", tmp_path / "fifo", f"/dev/fd/{reading}"),
+        "is a folder": (tmp_path, ""),
+        "no such file": (tmp_path / "gone",),
+        "holds control characters": ("a\0b", tmp_path / "a\nb"),
+        "File name too long": ("n" * 300,),
+    }
+    with at_most(2):
+        for words, paths in kinds.items():
+            for path in paths:
+                message = refusal("--job.config_file", str(path), "--data.path", DATA)
+                assert words in message and len(message.splitlines()) == 1, message
+    os.close(reading)
+    (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20) + b"\n")
+    assert "is larger than 1,048,576 bytes" in refusal("--job.config_file", str(tmp_path / "large.toml"))
+    for content in (b"\xff\xfe", b"a = [" + b"[" * 50_000, b"\xef\xbb\xbf[training]\n"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        assert "bad.toml: cannot be read as TOML: " in refusal("--job.config_file", str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**400},
+        {"vocab_size": 10**400},
+        {"hidden_size": 10**12},
+        {"num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+        {"max_position_embeddings": 10**400},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_built(change: dict, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(PRESETS["debug"]) | change))
+    with at_most(2):
+        given = ("--checkpoint.initial_load_path", str(tmp_path), "--model.flavor", "")
+        message = refusal("--job.config_file", str(file), *given, "--parallelism.tensor_parallel_degree=100000000")
+    for name in change:
+        assert f"{tmp_path / 'config.json'}: {name} = 1" in message
+    assert "is more than any model has" in message and len(message) < 1000
+
+
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(st.text() | st.text("\x00\x1f\x7f\x85\u2028\ufeff\"'\\\n\r\t", max_size=8), st.floats(0, 1e308), st.booleans())
+def test_a_text_comes_back_from_the_toml_that_was_written(text: str, number: float, flag: bool) -> None:
+    before = Config()
+    config = replace(
+        before,
+        job=JobConfig(description=text),
+        optimizer=replace(before.optimizer, weight_decay=number),
+        data=replace(before.data, path=(text, text)),
+        metrics=replace(before.metrics, enable_tensorboard=flag),
+    )
+    read = load_module.tomllib.loads(to_toml(config).encode().decode())
+    assert read["job"]["description"] == text and read["data"]["path"] == [text, text]
+    assert read["optimizer"]["weight_decay"] == number and read["metrics"]["enable_tensorboard"] is flag
+
+
+def test_what_a_command_prints_holds_no_control_characters(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = tmp_path / "my.toml"
+    hostile.write_text('base = "\\u001b[31m"\n"\\u001b[2J\\n\\u202e" = 1\n[model]\nflavor = "\\u001b"')
+    monkeypatch.setattr(sys, "argv", ["load", "--job.config_file", str(hostile)])
+    with pytest.raises(SystemExit) as ended:
+        config_from_command_line()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "\x1b" not in shown and "\u202e" not in shown and "my.toml: [\\x1b[2J\\n\\u202e] is not a section" in shown
+
+
+def test_any_other_error_is_one_line_with_the_traceback_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug\x1b")
+
+    monkeypatch.setattr(load_module, "load_config", fail)
+    monkeypatch.setattr(sys, "argv", ["load"])
+    with pytest.raises(SystemExit) as ended:
+        config_from_command_line()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith("unexpected error, KeyError: 'a bug\\x1b'; the traceback is in ")
+    log = Path(line.rpartition(" ")[2])
+    assert "Traceback" in log.read_text() and "in fail" in log.read_text()
+    log.unlink()
+
+
+def test_no_mutated_config_or_command_line_gives_a_traceback(full: bool) -> None:
+    cases = 4000 if full else 100
+    ends, failures = run(cases, seed=0)
+    assert not failures, failures[0]
+    assert ends["accepted"] >= cases // 25 and ends["refused"] >= cases // 2, ends
