@@ -8,15 +8,16 @@ from collections.abc import Callable
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
+from titan_mi100.wording import with_level
 
 
 def exit_code(program: Callable[[], object]) -> int:
     """Run a command whose output is what it prints; what a user caused is one message and code 2."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
-        return _code_of(program, lambda line: print(line, file=sys.stderr))
+        return _code_of(program, lambda text: print(with_level("ERROR", text), file=sys.stderr))
     except OSError as error:
-        print(f"{error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        print(with_level("ERROR", f"{error.filename or 'standard output'}: {error.strerror}"), file=sys.stderr)
         return 2
 
 

@@ -23,6 +23,20 @@ class _TerminalHandler(logging.Handler):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _LineFormatter(logging.Formatter):
+    """The time, and the level of warnings and errors, before each line of a message."""
+
+    def __init__(self, prefix: str, date_format: str | None = None, of_info: str = "") -> None:
+        """Args: of_info: stands for the level of information."""
+        super().__init__(datefmt=date_format)
+        self._prefix, self._of_info = prefix, of_info
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = self._of_info if record.levelno < logging.WARNING else f"{record.levelname} "
+        head = f"{self.formatTime(record, self.datefmt)} {self._prefix}{level}"
+        return "\n".join(head + line for line in record.getMessage().split("\n"))
+
+
 class ByteProgress:
     """A bar on a terminal; in a log a line every 10 seconds, with the time that is left."""
 
@@ -53,7 +67,7 @@ def setup_logging(rank: int) -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     handler = _TerminalHandler()
     prefix = "" if rank == 0 else f"rank {rank} "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(_LineFormatter(prefix, "%H:%M:%S"))
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.propagate = False
@@ -62,5 +76,5 @@ def setup_logging(rank: int) -> None:
 def log_to_file(path: Path) -> None:
     """Also append to this file, with the date."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_LineFormatter("", of_info="INFO "))
     log.addHandler(handler)

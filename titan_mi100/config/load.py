@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.wording import with_level
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -255,7 +256,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
     except UserError as error:
         if first:
-            print(error, file=sys.stderr)
+            print(with_level("ERROR", error), file=sys.stderr)
         sys.exit(2)
 
 

@@ -42,7 +42,8 @@ class Preemption:
         self.reason = self.reason or "the launcher is gone"
         time.sleep(_GRACE)
         with suppress(OSError):
-            print("the launcher is gone, and the run did not come to its next step: ended", file=sys.stderr, flush=True)
+            text = "ERROR the launcher is gone, and the run did not come to its next step: ended"
+            print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 
