@@ -189,7 +189,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     config = request.config
     tokenizer = load_tokenizer(request.tokenizer_path)
     sources = [
-        Source(file, number, choose_format(file, config), os.path.getsize(file))
+        Source(file, number, choose_format(file, config), os.path.getsize(file), {})
         for number, files in enumerate(request.patterns)
         for file in files
     ]
@@ -199,7 +199,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     mixture = mix(ledger, np.bincount(tokens.records, np.diff(tokens.starts), len(records)), config)
 
     facts = None
-    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times) or _too_much_lost(ledger, config)
     if not refusal:
         digest = tokens.digest
         digest.update(f"{request.seq_len} {tokenizer.pad_token_id}".encode())
@@ -214,6 +214,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
         np.save(folder / "document_lines.npy", tokens.records)
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
+        enable_thinking, said_of_thinking = _thinking(ledger, mixture.times["train"])
         facts = Facts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
@@ -225,8 +226,9 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             made_of=inputs.made_of,
             train=sets["train"],
             validation=sets.get("validation"),
-            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets],
+            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets, *said_of_thinking],
             warnings=[*ledger.warnings(config), *mixture.warnings],
+            enable_thinking=enable_thinking,
         )
     ledger.write(folder / "ledger.csv")
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
@@ -315,6 +317,23 @@ def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]
             "raise [data] validation_fraction, or leave validation out"
         )
     return ""
+
+
+def _too_much_lost(ledger: Ledger, config: DataConfig) -> str:
+    lines = [text for rows, _, text in ledger.lost(config) if rows > config.max_lost_share]
+    limit = f"[data] max_lost_share = {config.max_lost_share} allows fewer rows to be lost; 1 allows any share"
+    return "\n".join([*lines, limit]) if lines else ""
+
+
+def _thinking(ledger: Ledger, times: np.ndarray) -> tuple[bool | None, list[str]]:
+    """`Facts.enable_thinking`, by the majority of the rows, and what to say of it."""
+    votes = ledger.records["thinking"]
+    without, with_it = int((votes < 0) @ times), int((votes > 0) @ times)
+    if not without + with_it:
+        return None, []
+    thinks = with_it >= without
+    counts = f"{without:,} rows answer without thinking, {with_it:,} with it"
+    return thinks, [f"prompts: {counts}; generation and evaluation will set enable_thinking = {str(thinks).lower()}"]
 
 
 def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:

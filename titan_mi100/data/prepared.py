@@ -137,6 +137,7 @@ class Facts:
     validation: SetFacts | None
     summary: list[str]  # lines for the log
     warnings: list[str]
+    enable_thinking: bool | None = None  # as prompts are to set the template's variable; None: nothing tells
 
 
 @dataclass(frozen=True)
