@@ -17,7 +17,7 @@ REPO=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 say() { printf 'evaluate: %s\n' "$*" >&2; }
 
 refuse() {
-  say "$@"
+  say "ERROR $*"
   exit 2
 }
 
@@ -72,6 +72,17 @@ hf_folder() {
   printf '%s\n' "$export"
 }
 
+# Adds to `model_args` the prompts that the model was trained with, unless the arguments say otherwise.
+follow_training() {
+  local value
+  [[ " ${arguments[*]+"${arguments[*]}"} " == *" --apply_chat_template"* ]] || return 0
+  [[ $model_args != *,enable_thinking=* ]] || return 0
+  [[ $(cat "$1/titan_mi100.json" 2>/dev/null) =~ \"enable_thinking\":\ (true|false) ]] || return 0
+  value=${BASH_REMATCH[1]}
+  say "enable_thinking = $value, as the model was trained (titan_mi100.json); --model_args enable_thinking=... overrides"
+  [ "$value" = true ] && model_args+=,enable_thinking=True || model_args+=,enable_thinking=False
+}
+
 main() {
   local checkpoint tasks results model_args arguments model log folder="" status=0
   case " $* " in
@@ -99,6 +110,7 @@ main() {
     export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
   fi
   model=$(hf_folder) || exit $?
+  follow_training "$model"
   [ -z "$folder" ] || cd -- "$folder"
   mkdir -p "$results" || refuse "$results: cannot be made; name another --output_path"
   log=$results/lm_eval.log
@@ -109,7 +121,7 @@ main() {
   elif grep -q 'Tasks not found' "$log"; then
     refuse "$(grep -o 'Tasks not found.*' "$log" | tail -n 1); python -m lm_eval ls tasks lists them"
   else
-    say "lm_eval failed with exit code $status; all it said: $log"
+    say "ERROR lm_eval failed with exit code $status; all it said: $log"
     return $((status == 2 ? 2 : 1))
   fi
 }

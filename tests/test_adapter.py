@@ -87,7 +87,8 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: Path) -> None:
     exported, base = lora_run / "run" / "hf-step-3", lora_run / "base"
     assert sorted(os.listdir(exported)) == [
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "adapter_config.json", "adapter_model.safetensors", "titan_mi100.json", "tokenizer.json",
+        "tokenizer_config.json",
     ]  # fmt: skip
     checkpoint = lora_run / "run" / "checkpoint" / "step-3"
     for name, adapter in (("by peft", exported), ("by checkpoint", checkpoint)):
@@ -108,6 +109,9 @@ def test_an_adapter_leaves_in_the_dtype_that_was_asked_for(lora_run: Path, tmp_p
 def test_generation_reads_the_adapter_on_its_base(lora_run: Path, tmp_path: Path) -> None:
     base, checkpoint = lora_run / "base", lora_run / "run" / "checkpoint" / "step-3"
     tokenizer, cpu = str(ASSETS / "tokenizer"), torch.device("cpu")
+    assert inference.Model(str(base), "", tokenizer, cpu, torch.float32).enable_thinking is None
+    for adapter in (checkpoint, lora_run / "run" / "hf-step-3"):
+        assert inference.Model(str(base), str(adapter), tokenizer, cpu, torch.float32).enable_thinking is False
     model = inference.Model(str(base), str(checkpoint), tokenizer, cpu, torch.float32).load()
     assert (model(IDS) - logits(base, lora_run / "run" / "hf-step-3")).abs().max() <= 1e-5
     with pytest.raises(UserError, match="is an adapter; name its base"):

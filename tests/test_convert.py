@@ -270,9 +270,12 @@ def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "titan_mi100.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+    said = {(run / folder / "titan_mi100.json").read_text() for folder in ("hf-step-2", "checkpoint/step-2")}
+    assert list(map(json.loads, said)) == [{"enable_thinking": False}]
     assert convert.is_exported(run / "hf-step-2", "auto", is_adapter=False)  # so the next start would leave it alone
     convert.to_hf(open_source(run / "checkpoint" / "step-2"), tmp_path / "fsdp2-hf", verify="bytes")
     for name, layout in (("pp2", PP2), ("tp2", TP2)):

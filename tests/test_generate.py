@@ -19,10 +19,11 @@ from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titan_mi100 import generate
+from titan_mi100 import exact_match, generate
 from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
+from titan_mi100.generation.answers import read_rows
 from titan_mi100.model import attention, decode
 from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
@@ -264,6 +265,55 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
         inference.Model(str(copy), "", "", cpu, fp32)
 
 
+def test_prompts_are_as_in_training_unless_an_option_says_otherwise(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    monkeypatch.setattr(inference.Model, "load", lambda self: None)
+    monkeypatch.setattr(inference, "generate", lambda network, prompts, *_: [Generated([5], True) for _ in prompts])
+    block, data = "<think>\n\n</think>\n\n", tmp_path / "data.jsonl"
+    data.write_bytes(b'\xef\xbb\xbf{"question": "2 + 2", "answer": "#### 4"}\r\n')
+
+    def asked(*options: str) -> tuple[bool, str]:
+        """Whether the prompt of both commands ends with the empty block, and what they say of it."""
+        found = set()
+        for main, question in ((generate.main, ("--prompt", "2 + 2")), (exact_match.main, ("--data", str(data)))):
+            output = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+            if "--raw" not in options or main is generate.main:
+                words = ["--model", str(copy), "--device", "cpu", *question, *options, "--output", str(output)]
+                words += ["--max_new_tokens", "9"]
+                assert main(words) == 0
+                said = [line for line in capsys.readouterr().err.splitlines() if "enable_thinking" in line]
+                found.add((json.loads(output.read_text())["prompt"].endswith(block), "\n".join(said)))
+        [one] = found
+        return one
+
+    assert asked() == (False, "")
+    told = "enable_thinking = {}, as the model was trained (titan_mi100.json); {} overrides"
+    (copy / "titan_mi100.json").write_text('{"enable_thinking": false}')
+    assert asked() == (True, told.format("false", "--enable_thinking"))
+    assert asked("--enable_thinking") == (False, "") and asked("--no_thinking") == (True, "")
+    assert asked("--raw") == (False, "")
+    (copy / "titan_mi100.json").write_text('{"enable_thinking": true}')
+    assert asked() == (False, told.format("true", "--no_thinking"))
+    for content in ('{"enable_thinking": 0}', "{}", '{"enable_thinking": true, "more": 1}', "[]", "", "[" * 9999):
+        (copy / "titan_mi100.json").write_text(content)
+        assert generate.main(["--model", str(copy), "--prompt", "x"]) == 2
+        assert f"ERROR {copy}/titan_mi100.json: " in capsys.readouterr().err
+
+
+def test_rows_to_answer_may_have_what_exports_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": 1, "messages": [{"role": "user", "content": "a", "timestamp": 1, "id": 2}]}
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\r\n\r\n")
+    [(where, (messages, tools))] = read_rows(str(data), generate._prompt_of)
+    assert (where, messages, tools) == (f"{data}:1", [{"role": "user", "content": "a"}], None)
+    assert capsys.readouterr().err.splitlines() == [
+        f"WARNING {what} were accepted, the first at {data}:{line}"
+        for what, line in (("2 lines that end in CRLF", 1), ("1 byte order marks", 1), ("1 blank lines", 2))
+    ]
+
+
 def test_a_conversations_own_system_message_counts(folder: Path) -> None:
     model = inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32)
     build = inference.PromptBuilder(model, "From the command line.", None)
@@ -383,7 +433,7 @@ BAD = {
     "no file": (["--input", "{tmp}/none.jsonl"], "none.jsonl: cannot be read: No such file"),
     "no rows": (["--input", "{tmp}/prompts.txt"], "prompts.txt: is neither JSON nor parquet"),
     "empty prompt": (["--input", "{tmp}/empty.jsonl"], "empty.jsonl:1: empty: prompt is an empty text"),
-    "blank line": (["--input", "{tmp}/blank.jsonl"], "blank.jsonl:2: blank line"),
+    "behind a blank line": (["--input", "{tmp}/blank.jsonl"], "blank.jsonl:3: empty: prompt is an empty text"),
     "not UTF-8": (["--input", "{tmp}/latin.jsonl"], "latin.jsonl:1: not UTF-8: at byte 15"),
     "bad JSON": (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:2: not JSON"),
     "no key": (["--input", "{tmp}/key.jsonl"], "key.jsonl:2: not one prompt"),
@@ -413,7 +463,7 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     for name, content in {
         "prompts.txt": b"What is 2 + 2?\n",
         "empty.jsonl": b'{"prompt": ""}\n',
-        "blank.jsonl": '{"prompt": "one\u2028still one"}\n\n{"prompt": "two"}\n'.encode(),
+        "blank.jsonl": '{"prompt": "one\u2028still one"}\n\n{"prompt": ""}\n'.encode(),
         "latin.jsonl": b'{"prompt": "Gr\xfc"}\n',
         "bad.jsonl": b'{"prompt": "x"}\n{"prompt": \n',
         "key.jsonl": b'{"prompt": "x"}\n{"text": "x"}\n',

@@ -222,7 +222,7 @@ def test_ctrl_c_is_a_line_and_130(inspect: Inspect, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(inspect_report, "prepare_run", interrupt)
     inspect.write(chat("a", "b"))
-    assert inspect(code=130) == "interrupted\n"
+    assert inspect(code=130) == "ERROR interrupted\n"
 
 
 def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspect) -> None:

@@ -2,6 +2,8 @@
 
 import base64
 import csv
+import errno
+import gzip
 import hashlib
 import json
 import os
@@ -13,7 +15,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,16 @@ from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
 from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
+from titan_mi100.data import prepared as prepared_module
 from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import sha256_of
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 
 ARITHMETIC = ASSETS / "arithmetic.jsonl"
+BOM = b"\xef\xbb\xbf"
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +205,10 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
         long_answer, long_question = long_question, long_answer
     size = 64
 
-    dropped = load(path, seq_len=size)
+    with pytest.raises(RefusedData, match=r"66\.7% of the rows (.|\n)*; 1 allows any share") as caught:
+        load(path, seq_len=size)
+    assert [row["status"] for row in ledger(caught.value)] == ["kept", "dropped", "dropped"]
+    dropped = load(path, seq_len=size, max_lost_share=1.0)
     assert [row["status"] for row in ledger(dropped)] == ["kept", "dropped", "dropped"]
     assert len(documents(dropped.train)) == 1
     assert (
@@ -206,7 +216,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
         in dropped.facts.summary
     )
 
-    cut = load(path, seq_len=size, overlong="truncate")
+    cut = load(path, seq_len=size, overlong="truncate", max_lost_share=1.0)
     assert [row["status"] for row in ledger(cut)] == ["kept", "truncated", "dropped"]
     assert "nothing supervised is in its beginning" in ledger(cut)[2]["reason"]
     ids, supervised = whole[long_answer]
@@ -237,8 +247,6 @@ BAD_ROWS = {
     '{"question": "a", "question": "a", "answer": "b"}': "question",
     '{"question": "\\ud800", "answer": "b"}': "surrogate",
     "[" * 100_000: "nest",
-    "": "blank line",
-    '{"question": "a", "answer": "b"}\r': "CRLF",
 }
 
 
@@ -294,7 +302,8 @@ def test_10000_mutated_lines_are_all_in_the_ledger(tmp_path: Path) -> None:
         columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
         data = load(path, format=name, on_bad_row="skip", max_bad_rows=count, **columns)
         rows = ledger(data)
-        assert [int(row["line"]) for row in rows] == list(range(1, len(lines) + count + 1))
+        numbered = enumerate([*lines, *made], 1)
+        assert [int(row["line"]) for row in rows] == [n for n, line in numbered if line.removeprefix(BOM).strip()]
         assert all(row["reason"] for row in rows if row["status"] != "kept")
         assert data.facts.train.documents == sum(int(row["documents"]) for row in rows)
         total += count
@@ -411,13 +420,121 @@ def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
     row = say("one", "ONE", "two", "TWO")
     row["messages"][1]["reasoning_content"] = "first"
     path = write(tmp_path / "rows.jsonl", say("a", "b"), row, say("long " * 300, "x"))
-    data = load(path)
-    assert [line.partition(",")[0] for line in data.facts.warnings] == [
-        "33% of all rows are too long and dropped; see training.seq_len and data.overlong",
+    data = load(path, max_lost_share=1.0)
+    assert [re.split("[,;]", line)[0] for line in data.facts.warnings] == [
+        f"{path}: 33.3% of the rows and 92.0% of the tokens are lost to training.seq_len",
         "1 rows have reasoning in earlier turns that the template leaves out",
     ]
     assert ledger(data)[1]["reason"] == "earlier reasoning left out: of 1 turns, by the template"
     assert not load(path, earlier_thinking="unroll", overlong="split").facts.warnings
+
+
+def test_what_is_lost_to_seq_len_is_warned_of_and_more_than_half_of_a_paths_rows_refused(tmp_path: Path) -> None:
+    short, long = qa("a", "b"), qa("a", "bcd " * 50)
+
+    def of(number: int, lost: int) -> Path:
+        return write(tmp_path / f"{number}-{lost}.jsonl", *[long] * lost, *[short] * (number - lost))
+
+    def shares(*paths: Path, **options: Any) -> list[str]:
+        data = load(*paths, seq_len=150, **options)
+        return [re.sub(r"^.*/|\.\d% of the|and|are lost.*", "", line) for line in data.facts.warnings]
+
+    assert not shares(of(100, 2)) and not shares(of(10, 9), overlong="split")
+    assert shares(of(40, 2)) == ["40-2.jsonl: 5 rows  32 tokens "]  # few rows may be much text
+    assert shares(of(10, 2)) == ["10-2.jsonl: 20 rows  70 tokens "]
+    [cut] = shares(write(tmp_path / "cut.jsonl", qa("a", "bcd " * 120)), overlong="truncate")
+    assert cut == "cut.jsonl: 0 rows  60 tokens "
+    for paths, options in (
+        ((of(10, 8),), {}),
+        ((of(100, 1), of(10, 8)), {}),  # of all rows only 8%
+        ((of(100, 1),), {"validation_path": (str(of(10, 8)),)}),
+        ((of(20, 2),), {"max_lost_share": 0.05}),
+    ):
+        with pytest.raises(RefusedData) as caught:
+            load(*paths, seq_len=150, **options)  # type: ignore[arg-type]
+        first, last = str(caught.value).splitlines()
+        assert "are lost to training.seq_len; 95% of the rows have at most " in first
+        assert first.endswith('tokens: raise it, or set data.overlong = "split"')
+        assert last.startswith("[data] max_lost_share = 0.") and last.endswith("; 1 allows any share")
+    assert load(of(10, 8), seq_len=150, max_lost_share=1.0).train
+
+
+HARMLESS = {"timestamp": 1.5, "id": 7, "uuid": "x", "model": "gpt", "metadata": {"a": [1]}}
+
+
+def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain, marked = say("a", "b", "c", "d"), say("a", "b", "c", "d")
+    marked["messages"] = [message | HARMLESS for message in marked["messages"]]
+    marked["messages"][0]["content"] = [{"type": "text", "text": "a", "annotations": []}]
+    shared = {"conversations": [{"from": "human", "value": "a", "id": 1}, {"from": "gpt", "value": "b", "model": "x"}]}
+    expected = documents(load(write(tmp_path / "plain.jsonl", plain)).train)
+    data = load(write(tmp_path / "marked.jsonl", marked | {"id": 3, "source": "x", "note": None}))
+    assert documents(data.train) == expected
+    counted = [f"{key} in messages: 4" for key in sorted(HARMLESS)] + [
+        "annotations in messages: 1",
+        "id: 1",
+        "source: 1",
+    ]
+    assert f"  keys that were ignored: {', '.join(counted)}" in data.facts.summary
+    assert supervised_texts(load(write(tmp_path / "shared.jsonl", shared)).train, tokenizer) == ["b<|im_end|>"]
+
+    meant = say("a", "b", "c", "d") | {"images": ["a.png"], "functions": []}
+    meant["messages"][1] |= {"train": False, "tool_calls": [{"name": "f", "arguments": {"x": 1}, "cost": 2}]}
+    path = write(tmp_path / "meant.jsonl", plain, meant)
+    for named, reason in (
+        ((), "images in a row of format messages; delete it, or name it in data.ignored_keys"),
+        (("images",), "message 2: train in a message"),
+        (("images", "train"), "message 2: call 1: cost is not known"),
+    ):
+        with pytest.raises(RefusedData, match=reason):
+            load(path, ignored_keys=named)
+    data = load(path, ignored_keys=("images", "train", "cost"))
+    assert "  keys that were ignored: cost in messages: 1, images: 1, train in messages: 1" in data.facts.summary
+    without = load(path, ignored_keys=("images", "train", "tool_calls"))
+    assert sorted(documents(without.train)) == expected * 2
+
+
+def test_blank_lines_crlf_and_byte_order_marks_are_accepted_and_counted(tmp_path: Path) -> None:
+    lines = [json.dumps(qa(f"q{i}", f"a{i}")).encode() for i in range(4)]
+    clean = documents(load(write(tmp_path / "clean.jsonl", *(line.decode() for line in lines))).train)
+    path = tmp_path / "rows.jsonl"
+    export = b"".join([BOM, lines[0], b"\r\n\r\n", lines[1], b"\n \t\n", BOM, lines[2], b"\r\n", lines[3], b"\r"])
+    warnings = ["2 blank lines", "4 lines that end in CRLF", "2 byte order marks"]
+    for content in (export, gzip.compress(export)):
+        path.write_bytes(content)
+        data = load(path)
+        assert documents(data.train) == clean
+        assert [int(row["line"]) for row in ledger(data)] == [1, 3, 5, 6]
+        assert [line.partition(" were accepted, the first at ")[::2] for line in data.facts.warnings] == [
+            (warnings[0], f"{path}:2"), (warnings[1], f"{path}:1"), (warnings[2], f"{path}:1")]  # fmt: skip
+    path.write_bytes(BOM + b"[\r\n\r\n" + b",\r\n".join(lines) + b"]\r\n")
+    data = load(path)
+    assert documents(data.train) == clean and ledger(data)[0]["line"] == "3[1]"
+    assert data.facts.warnings == [f"1 byte order marks were accepted, the first at {path}:1"]
+    path.write_bytes(BOM + b"\r\n\n{\r\n" + lines[0])
+    with pytest.raises(RefusedData, match=f"{path}:3: not JSON"):
+        load(path)
+    path.write_bytes(BOM + b"\r\n\n")
+    with pytest.raises(UserError, match="holds no rows"):
+        load(path)
+
+
+def test_prompts_are_to_be_what_the_answers_were_learned_behind(tmp_path: Path) -> None:
+    def told(*rows: dict[str, Any], **options: Any) -> bool | None:
+        data = load(write(tmp_path / "rows.jsonl", *rows), **options)
+        said = [line for line in data.facts.summary if line.startswith("prompts: ")]
+        assert len(said) == (data.facts.enable_thinking is not None)
+        assert all(line.endswith(f"enable_thinking = {str(data.facts.enable_thinking).lower()}") for line in said)
+        return data.facts.enable_thinking
+
+    plain, thinking = say("a", "b", "c", "d"), say("a", "b", "c", "d", reasoning_content="hm")
+    assert told(plain, qa("a", "b"), format="messages", on_bad_row="skip") is False
+    assert told(thinking) is True and told(plain, plain, thinking) is False and told(plain, thinking) is True
+    assert told(plain, empty_think="supervised") is True and told(plain, loss="all") is True
+    assert told({"text": "a b"}) is None and told({"input_ids": [5, 6]}) is None
+    earlier = say("a", "b", "c", "d")
+    earlier["messages"][3]["weight"] = 0
+    assert told(earlier) is None  # the template writes no block before it
 
 
 def test_rows_of_a_json_array_are_told_apart_and_a_broken_one_is_never_skipped(tmp_path: Path) -> None:
@@ -601,20 +718,107 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, mon
     assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
 
 
-@pytest.mark.parametrize("damage", ["cut", "removed", "meta"])
-def test_a_damaged_prepared_folder_is_made_again(damage: str, tmp_path: Path) -> None:
-    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    first = load(path, cache_folder=str(cache))
-    tokens = first.folder / "tokens.bin"
-    if damage == "cut":
-        tokens.write_bytes(tokens.read_bytes()[:-4])
-    elif damage == "removed":
-        tokens.unlink()
-    else:
-        (first.folder / "meta.json").write_text('{"refused": ')
-    again = load(path, cache_folder=str(cache))
-    assert not again.cached and again.facts.plan == first.facts.plan and documents(again.train)
-    assert not list(cache.glob(".*"))
+def damaged_files(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What may happen to a prepared folder: a name, and what does it."""
+    for path in sorted(folder.iterdir()):
+        content, times = path.read_bytes(), path.stat()
+
+        def write(data: bytes, path: Path = path, times: os.stat_result = times) -> None:
+            path.write_bytes(data)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+        place = len(content) - 2
+        changed = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        yield f"{path.name} has a bit changed", partial(write, changed)
+        yield f"{path.name} is cut", partial(write, content[:-4])
+        yield f"{path.name} is empty", partial(write, b"")
+        yield f"{path.name} is removed", path.unlink
+        yield f"{path.name} is a link elsewhere", partial(replace_by_link, path)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["sha256"]
+    facts = meta["facts"]
+    others: list[dict[str, Any]] = [meta | {name: value} for name, value in ODD_META]
+    others += [meta | {"facts": facts | {name: value}} for name, value in ODD_FACTS]
+    for other in [*others, {}, {"facts": facts}]:
+        text = json.dumps({"sha256": prepared_module._digest(other), **other})
+        yield f"meta.json is {text[:600]}", partial((folder / "meta.json").write_text, text)
+    for text in ("[]", '{"refused": ', "[" * 100_000, '{"sha256": ' + "[" * 900 + "]" * 900 + "}", "null", "1" * 9999):
+        yield f"meta.json is {text[:40]}", partial((folder / "meta.json").write_text, text)
+
+
+ODD_META = [("key", "0"), ("refused", 0), ("refused", "why"), ("seconds", "1"), ("files", {}), ("files", {"a": 1})]
+ODD_META += [("facts", None), ("facts", []), ("more", 1)]
+ODD_FACTS: list[tuple[str, Any]] = [("seq_len", "256"), ("seq_len", -1), ("seq_len", 2**70), ("pad_id", True)]
+ODD_FACTS += [("files", [1]), ("made_of", []), ("train", None), ("train", {"rows": 1}), ("warnings", "x"), ("plan", 1)]
+ODD_FACTS += [("validation", {"documents": 0}), ("enable_thinking", "no")]
+
+
+def replace_by_link(path: Path) -> None:
+    path.replace(path.parents[1] / "elsewhere")
+    path.symlink_to(path.parents[1] / "elsewhere")
+
+
+def test_a_damaged_prepared_folder_is_made_again_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(cache_module.log, "warning", said.append)
+    monkeypatch.setattr(prepare_module, "load_tokenizer", cache(prepare_module.load_tokenizer))
+    path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    first = load(path, cache_folder=str(cache_folder))
+    rows, kinds = documents(first.train), len(list(damaged_files(first.folder)))
+    for number in range(0, kinds, 1 if full else 3):
+        name, damage = list(damaged_files(first.folder))[number]
+        damage()
+        again = load(path, cache_folder=str(cache_folder))
+        assert not again.cached and again.facts.plan == first.facts.plan and documents(again.train) == rows, name
+        assert len(said) == 1 and said.pop().startswith(f"{first.folder}: is damaged: "), name
+        assert not list(cache_folder.glob(".*"))
+    assert load(path, cache_folder=str(cache_folder)).cached and not said
+
+
+def test_refused_data_that_were_damaged_are_refused_again(tmp_path: Path) -> None:
+    path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b"), "{"), tmp_path / "cache"
+    messages = []
+    for damage in (False, False, True):
+        with pytest.raises(RefusedData) as caught:
+            load(path, cache_folder=str(cache_folder))
+        messages.append((str(caught.value), caught.value.ledger.read_text()))
+        if damage:
+            caught.value.ledger.write_text("file,line\n")
+    assert messages[0] == messages[1] == messages[2]
+
+
+def test_a_prepared_folder_is_read_whole_only_when_a_file_was_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_SETTLES_NS", -(10**18))  # else nothing so fresh would be remembered
+    path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    folder = load(path, cache_folder=str(cache_folder)).folder
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(cache_module, "sha256_of", counted)
+    assert load(path, cache_folder=str(cache_folder)).cached and not hashed
+    time.sleep(0.02)
+    os.utime(folder / "tokens.bin")
+    assert load(path, cache_folder=str(cache_folder)).cached and hashed == ["tokens.bin"]
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    shutil.rmtree(cache_folder / "hashes")
+    monkeypatch.setattr(cache_module, "replace", read_only)  # another user's cache is as good, it is only read again
+    for _ in range(2):
+        hashed.clear()
+        assert load(path, cache_folder=str(cache_folder)).cached and "tokens.bin" in hashed
+    (folder / "tokens.bin").write_bytes(b"damage")
+    monkeypatch.setattr(Path, "rename", read_only)
+    with pytest.raises(UserError, match=r"Read-only file system; name another place in data\.cache_folder"):
+        load(path, cache_folder=str(cache_folder))
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
-from titan_mi100.wording import printable, shortened
+from titan_mi100.wording import shortened
 
 
 def exit_code(program: Callable[[], object]) -> int:
@@ -72,7 +72,7 @@ def message_of(error: Exception, file: Path | None = None) -> str:
 
 
 def _say(message: object) -> None:
-    print(printable(str(message)), file=sys.stderr)
+    print(with_level("ERROR", message), file=sys.stderr)
 
 
 def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:

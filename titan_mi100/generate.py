@@ -7,6 +7,7 @@ import argparse
 import codecs
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,14 +15,14 @@ from itertools import count
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.data.conversation import Message, in_order, message_list, tool_list
+from titan_mi100.data.conversation import Message, drop_keys, in_order, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
-from titan_mi100.wording import printable
+from titan_mi100.wording import printable, with_level
 
 _PROMPT_KEYS = ("messages", "prompt", "question")
 
@@ -76,6 +77,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
     """The text or conversation to answer, and its tools."""
+    row = drop_keys(row, frozenset(), Counter())
     keys = [key for key in _PROMPT_KEYS if row.get(key) is not None]
     if len(keys) != 1:
         raise BadRecord("not one prompt", f"a row has one of {', '.join(_PROMPT_KEYS)}; this one has {listed(keys)}")
@@ -110,7 +112,7 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
             prompt = build("the conversation", text if build.template is None else asked)
             [answer] = answer_batch([prompt.ids], [turn], partial(_show, tokenizer, characters))
         except UserError as error:  # the conversation has grown too long, or its template refuses it
-            print(printable(str(error)), "An empty line starts a new conversation.", file=sys.stderr)
+            print(with_level("ERROR", f"{error} An empty line starts a new conversation."), file=sys.stderr)
             continue
         print(characters.decode(b"", final=True))
         if not answer.stopped:

@@ -13,11 +13,6 @@ from titan_mi100.wording import printable
 log = logging.getLogger("titan_mi100")
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
 class _TerminalHandler(logging.Handler):
     """Prints a line above a progress bar, if there is one, instead of through it."""
 
@@ -28,6 +23,20 @@ class _TerminalHandler(logging.Handler):
         except BrokenPipeError:  # `| head` has seen enough; the run goes on, and its log is in the run folder
             log.removeHandler(self)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _LineFormatter(logging.Formatter):
+    """The time, and the level of warnings and errors, before each line of a message."""
+
+    def __init__(self, prefix: str, date_format: str | None = None, of_info: str = "") -> None:
+        """Args: of_info: stands for the level of information."""
+        super().__init__(datefmt=date_format)
+        self._prefix, self._of_info = prefix, of_info
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = self._of_info if record.levelno < logging.WARNING else f"{record.levelname} "
+        head = f"{self.formatTime(record, self.datefmt)} {self._prefix}{level}"
+        return "\n".join(head + line for line in printable(record.getMessage()).split("\n"))
 
 
 class ByteProgress:
@@ -60,7 +69,7 @@ def setup_logging(rank: int) -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     handler = _TerminalHandler()
     prefix = "" if rank == 0 else f"rank {rank} "
-    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    handler.setFormatter(_LineFormatter(prefix, "%H:%M:%S"))
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.propagate = False
@@ -69,5 +78,5 @@ def setup_logging(rank: int) -> None:
 def log_to_file(path: Path) -> None:
     """Also append to this file, with the date."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_LineFormatter("", of_info="INFO "))
     log.addHandler(handler)

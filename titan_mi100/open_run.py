@@ -179,7 +179,7 @@ def open_run(
     model = build_model(config, spec, layout, batch, mesh, world.device, supervised_share)
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
-    checkpointer = _open_checkpointer(config, world, folder, spec, model, optimizer)
+    checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
     if found is not None:
         checkpointer.load(found.path)
         if checkpoint is None:
@@ -309,13 +309,20 @@ def _last_step(config: Config, progress: Progress, rows_per_epoch: int, batch: B
 
 
 def _open_checkpointer(
-    config: Config, world: World, folder: Path | None, spec: ModelSpec, model: ParallelModel, optimizer: AdamW
+    config: Config,
+    world: World,
+    folder: Path | None,
+    spec: ModelSpec,
+    data: Prepared,
+    model: ParallelModel,
+    optimizer: AdamW,
 ) -> Checkpointer:
     """A collective."""
     with raise_together():
         base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
+        named = base, tokenizer, config.model.chat_template
         has_assets = world.rank == 0 and folder is not None
-        assets = run_assets(spec, base, tokenizer, config.model.chat_template) if has_assets else {}
+        assets = run_assets(spec, *named, data.facts.enable_thinking) if has_assets else {}
     return Checkpointer(
         (folder or Path()) / "checkpoint",
         config.checkpoint.keep_latest_k,

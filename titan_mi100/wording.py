@@ -36,6 +36,11 @@ def some(names: Iterable[object], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (f" and {len(shown) - most:,} more" if len(shown) > most else "")
 
 
+def with_level(level: str, text: object) -> str:
+    """A message for the terminal, with its level on each of its lines."""
+    return "\n".join(f"{level} {line}" for line in printable(str(text)).split("\n"))
+
+
 def shortened(text: str, most: int = 60) -> str:
     """The text, or its beginning where it is longer than `most` characters."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -14,6 +14,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
 TEMPLATE = "chat_template.jinja"
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
@@ -37,7 +38,7 @@ def read_assets(folder: Path) -> Assets:
     Raises:
         UserError: one is no regular file, or too large.
     """
-    return _read_files(folder, (CONFIG, GENERATION)) | tokenizer_files(folder)
+    return _read_files(folder, (CONFIG, GENERATION, PROMPTS)) | tokenizer_files(folder)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -65,18 +66,33 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
     return found
 
 
-def run_assets(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> Assets:
+def run_assets(
+    spec: ModelSpec, base: str, tokenizer: str, chat_template: str, enable_thinking: bool | None = None
+) -> Assets:
     """The files of the model that a run trains.
 
     Args:
         base: the folder or file that the run's weights come from; empty: none.
         tokenizer, chat_template: as the config names them.
+        enable_thinking: as the run's data have it; None: as the base has it.
     """
-    own = _read_files(folder_of(base), (CONFIG, GENERATION)) if base else {}
+    own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
+    if enable_thinking is not None:
+        assets[PROMPTS] = _json({"enable_thinking": enable_thinking})
     return assets
+
+
+def enable_thinking(assets: Assets, folder: Path) -> bool | None:
+    """What prompts are to set the template's variable to; None: nothing says. Raises UserError, about `folder`."""
+    if PROMPTS not in assets:
+        return None
+    given = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
+    if list(given) != ["enable_thinking"] or type(given["enable_thinking"]) is not bool:
+        raise UserError(f"{folder / PROMPTS}: must hold enable_thinking, true or false, and nothing else; {_REMEDY}")
+    return given["enable_thinking"]
 
 
 def config_dtype(assets: Assets) -> str | None:

@@ -37,10 +37,10 @@ def check(config: Config, world_size: int | None) -> list[str]:
     if config.optimizer.eps == 0:
         errors.append("[optimizer] eps = 0 divides by zero for rows that were never seen; the usual is 1e-8")
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
-    for section, keys in {"lr_scheduler": ("decay_ratio", "min_lr_factor"), **below_one}.items():
-        limit = "less than" if section in below_one else "at most"
-        for key in keys:
-            if (value := getattr(getattr(config, section), key)) > 1 or (section in below_one and value == 1):
+    at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
+    for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
+        for section, key in [(section, key) for section, keys in limits.items() for key in keys]:
+            if (value := getattr(getattr(config, section), key)) > 1 or (limits is below_one and value == 1):
                 errors.append(f"[{section}] {key} = {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')

@@ -21,7 +21,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import MIB
-from titan_mi100.wording import has_control_characters, is_utf8, printable, shortened, shown
+from titan_mi100.wording import has_control_characters, is_utf8, shortened, shown, with_level
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -344,7 +344,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
     except Exception as error:
         if first:
-            print(printable(cli.message_of(error)), file=sys.stderr)
+            print(with_level("ERROR", cli.message_of(error)), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 

@@ -80,6 +80,12 @@ class DataConfig:
         "more tokens than seq_len: leave the row out, keep its beginning, cut it into pieces, or stop",
         choices=("drop", "truncate", "split", "error"),
     )
+    max_lost_share: float = _key(
+        0.5, "largest share of a path's rows that may be left out for their length; more stop the run; 1: any"
+    )
+    ignored_keys: tuple[str, ...] = _key(
+        (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
+    )
     duplicates: str = _key(
         "keep", "rows with the content of an earlier row: train on them, or leave them out", choices=("keep", "drop")
     )

@@ -1,18 +1,50 @@
 """Checked chat messages, in the form that chat templates take (OpenAI's), and the tools that go with them."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import Any
 
-from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse_text, shown
+from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse_text, shown
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 
 _REASONING_ALIASES = ("reasoning", "thinking")
-_TEXT_KEYS = ("reasoning_content", "tool_call_id", "name", "id")
+_TEXT_KEYS = ("reasoning_content", "tool_call_id", "name")
 _KEYS = {"role", "content", "tool_calls", "weight", *_TEXT_KEYS}
 _CALL_KEYS = {"id", "type", "index"}
 _FUNCTION_KEYS = {"name", "arguments"}
+# Keys of a message or of a part of its content that tell who made it, when and at what cost, but not what it says.
+_HARMLESS = {
+    *("id", "uuid", "message_id", "parent_id", "conversation_id", "index", "source", "lang", "language", "provider"),
+    *("timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "update_time", "metadata"),
+    *("model", "model_name", "tokens", "token_count", "usage", "finish_reason", "stop_reason", "annotations", "meta"),
+}
+# Where objects with keys of a format stand; of those in a call only what the user names is dropped: it has an id, too.
+_HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "content"}
+_HOLD_CALLS = {"tool_calls", "function"}
+
+
+def drop_keys(given: Message, named: Collection[str], counts: Counter[str], here: Collection[str] = ()) -> Message:
+    """A row whose messages, their parts and calls have none of the keys that are ignored; these are counted.
+
+    Args:
+        named: by the user, besides those that are harmless.
+        here: ignored in the object itself.
+    """
+    kept = {}
+    for key, value in given.items():
+        if key in here:
+            counts[key] += 1
+            continue
+        if key in _HOLD_MESSAGES or key in _HOLD_CALLS:
+            below = named if key in _HOLD_CALLS else _HARMLESS.union(named)
+            if isinstance(value, list):
+                value = [drop_keys(item, named, counts, below) if type(item) is dict else item for item in value]
+            elif isinstance(value, dict):
+                value = drop_keys(value, named, counts, below)
+        kept[key] = value
+    return kept
 
 
 def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = None) -> list[Message]:
@@ -90,9 +122,8 @@ def _check_optional(message: Message) -> None:
             value = message.pop(alias)
             if message.setdefault("reasoning_content", value) != value:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
-    if not message.keys() <= _KEYS:
-        unknown = message.keys() - _KEYS
-        raise BadRecord("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}")
+    if unknown := message.keys() - _KEYS:
+        raise BadRecord("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}; {TO_IGNORE}")
     for key in _TEXT_KEYS:
         if key in message:
             expect(message[key], str, f"{key} must be a text")
@@ -130,7 +161,8 @@ def _joined(parts: list[Any]) -> str:
             )
         text = expect(part.get("text"), str, f"content part {number}: text must be a text")
         if unknown := part.keys() - {"type", "text"}:
-            raise BadRecord("unknown key", f"{listed(unknown)} in content part {number}; known are text, type")
+            where = f"in content part {number}; known are text, type"
+            raise BadRecord("unknown key", f"{listed(unknown)} {where}; {TO_IGNORE}")
         texts.append(text)
     return "".join(texts)
 
@@ -160,7 +192,8 @@ def _tool_call(given: Any) -> Message:
         function = call["function"] = _without_nulls(function)
         unknown = (call.keys() - _CALL_KEYS - {"function"}) | (function.keys() - _FUNCTION_KEYS)
     if unknown:
-        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; expected function with name and arguments")
+        wanted = "expected function with name and arguments"
+        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; {wanted}; {TO_IGNORE}")
     if call.get("type", "function") != "function":
         raise BadRecord("bad tool call", f"type is {shown(call['type'])}; only function is known")
     if not isinstance(function.get("name"), str) or not function["name"].strip():

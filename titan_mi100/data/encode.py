@@ -10,6 +10,7 @@ what becomes of a turn whose reasoning the template leaves out once it is histor
 thought first, and the text hides it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -40,8 +41,10 @@ RECORD = np.dtype(
         ("status", np.uint8),  # of STATUSES
         ("set", np.uint8),  # of ledger._SETS: where its documents are used; decided when all records are known
         ("tokens", np.int64),  # before anything was cut off
+        ("lost", np.int64),  # of them, to seq_len
         ("supervised", np.int64),  # tokens of its documents
         ("documents", np.int64),  # how many it gave
+        ("thinking", np.int8),  # what its answers are learned behind, see `Encoded`
         ("kind", np.uint16),  # of the reason, among the ledger's kinds; 0: there is none
         ("hash", np.uint64, 2),  # of the content
     ]
@@ -55,6 +58,7 @@ class Source(NamedTuple):
     pattern: int  # which of the config's paths, then of its validation paths, it is from
     format: Format
     bytes: int
+    passed_over: dict[str, tuple[int, int]]  # of its reader
 
 
 class Chunk(NamedTuple):
@@ -64,28 +68,30 @@ class Chunk(NamedTuple):
     reasons: dict[int, tuple[str, str]]  # record in the chunk -> kind and detail, where there is something to say
     lengths: np.ndarray  # (documents,) int64
     values: np.ndarray  # (tokens of all documents,) uint32: of `marked`
+    ignored: Counter[str]  # keys, in how many rows or messages
 
 
 def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Record]) -> Chunk:
     """Read and encode consecutive records of file number `file`, which has this format."""
-    found, reasons, documents = [], {}, []
+    found, reasons, documents, ignored = [], {}, [], Counter[str]()
     for place, record in enumerate(records):
-        digest, status, tokens = bytes(16), REJECTED, 0
-        made: list[np.ndarray] = []
+        digest, made = bytes(16), Encoded(REJECTED, [], 0)
         try:
-            example = form.read(parse_record(record))
+            example = form.read_row(parse_record(record), encoder.ignored_keys, ignored)
             digest = content_hash(example)
-            status, made, tokens, *reason = encoder.encode(example)
+            made = encoder.encode(example)
         except BadRecord as bad:
-            reason = [bad.kind, str(bad)]
-        if reason[0]:
-            reasons[place] = (reason[0], reason[1])
-        supervised = sum(map(supervised_tokens, made))
-        line = (record.number, record.element, status, 0, tokens, supervised, len(made), 0)
+            made = made._replace(kind=bad.kind, detail=str(bad))
+        if made.kind:
+            reasons[place] = (made.kind, made.detail)
+        supervised = sum(map(supervised_tokens, made.documents))
+        line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
+        line += (len(made.documents), made.thinking, 0)
         found.append((file, *line, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
-        documents += made
+        documents += made.documents
     lengths = np.array(list(map(len, documents)), dtype=np.int64)
-    return Chunk(np.array(found, RECORD), reasons, lengths, np.concatenate([np.zeros(0, np.uint32), *documents]))
+    values = np.concatenate([np.zeros(0, np.uint32), *documents])
+    return Chunk(np.array(found, RECORD), reasons, lengths, values, ignored)
 
 
 class Encoded(NamedTuple):
@@ -96,6 +102,8 @@ class Encoded(NamedTuple):
     tokens: int  # of the record, before anything was cut off
     kind: str = ""  # why it is not kept as it is: a short phrase to count by
     detail: str = ""  # the same for this record
+    lost: int = 0  # tokens, to seq_len
+    thinking: int = 0  # -1: its answer is learned behind the empty think block of a prompt; 1: its thinking is learned
 
 
 class Encoder:
@@ -103,6 +111,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: DataConfig, seq_len: int) -> None:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
+        self.ignored_keys = frozenset(config.ignored_keys)
 
     def encode(self, example: Example) -> Encoded:
         """The record's documents.
@@ -111,9 +120,9 @@ class Encoder:
             BadRecord: the template refuses the conversation, nothing in the record is supervised, or it is longer than
                 seq_len under data.overlong = "error".
         """
-        lost, why_nothing = 0, "a row needs at least one supervised token behind its first"
+        lost, thinking, why_nothing = 0, 0, "a row needs at least one supervised token behind its first"
         if example.messages is not None:
-            documents, lost = self._conversation(example.messages, example.tools)
+            documents, lost, thinking = self._conversation(example.messages, example.tools)
             why_nothing = f"no turn is learned with data.loss = {self._config.loss!r}, or it holds no text"
         elif example.text is not None:
             ids = self.tokenizer.encode(example.text)
@@ -125,13 +134,15 @@ class Encoder:
             documents = [self._given_tokens(np.array(example.input_ids), example.labels)]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
-        encoded = self._fit(documents)
+        encoded = self._fit(documents)._replace(thinking=thinking)
         if lost and not encoded.kind:
             return encoded._replace(kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
         return encoded
 
-    def _conversation(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[list[np.ndarray], int]:
-        """Its documents, and how many turns stand without their reasoning in the last one."""
+    def _conversation(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> tuple[list[np.ndarray], int, int]:
+        """Its documents, how many turns stand without their reasoning in the last one, and `Encoded.thinking`."""
         assert self._template is not None
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
@@ -141,7 +152,8 @@ class Encoder:
         except UserError as error:
             raise BadRecord("the chat template refuses it", str(error)) from error
         lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
-        return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost
+        thinking = _thinking(*supervised[-1]) if supervised else 0
+        return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost, thinking
 
     def _rendered(self, text: str, spans: list[Span]) -> np.ndarray:
         ids, ends = self.tokenizer.encode_with_offsets(text)
@@ -187,7 +199,19 @@ class Encoder:
         if how == "truncate" and not left:
             detail += "; nothing supervised is in its beginning"
         cut = {"truncate": TRUNCATED, "split": SPLIT}.get(how, whole)
-        return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail)
+        lost = tokens - sum(map(len, pieces)) if left else tokens
+        return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail, lost)
+
+
+def _thinking(rendered: Rendered, spans: list[Span]) -> int:
+    """`Encoded.thinking` of a conversation: of its last turn that shows either."""
+    for turn in reversed(rendered.turns):
+        if turn.reasons or turn.answer > turn.start:
+            if any(start <= turn.start < stop for start, stop in spans):
+                return 1
+            if any(start <= turn.answer < stop for start, stop in spans):
+                return -1
+    return 0
 
 
 def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:

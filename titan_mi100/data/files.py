@@ -21,10 +21,9 @@ HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at o
 _PARQUET_BATCH = 256  # rows unpacked at a time
 _BOM = b"\xef\xbb\xbf"
 
+# What exports contain, and reading passes over and counts.
+BLANK, CRLF, BOM = "blank lines", "lines that end in CRLF", "byte order marks"
 # Why a record cannot be handed on, as "kind: what to do".
-BLANK = "blank line: delete it"
-CRLF = "CRLF line end: convert the file, e.g. with dos2unix"
-BOM = "byte order mark: save the file as UTF-8 without BOM, e.g. with dos2unix"
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
 BROKEN_ARRAY = "broken JSON array"  # never skipped: nobody knows how many rows follow
 _TOO_LONG = "line too long: over {:,} bytes; is a line end missing?"
@@ -84,11 +83,13 @@ def expand(patterns: Sequence[str]) -> list[list[str]]:
 class RecordReader:
     """Iterates over the records of one file, with a bounded part of it in memory.
 
-    While it is iterated over, `consumed` counts up to `size`, the file's bytes on disk: for a progress bar.
+    While it is iterated over, `consumed` counts up to `size`, the file's bytes on disk: for a progress bar. Afterwards
+    `passed_over` has the number of each of BLANK, CRLF and BOM that there was, and the first line.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.size = path, 0
+        self.passed_over: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
     @property
@@ -133,7 +134,40 @@ class RecordReader:
         head = stream.peek()[:HEAD]
         if reason := _foreign(head):
             raise UserError(f"{self.path}: is {reason}")
-        return _elements(stream, head.startswith(_BOM)) if _first_byte(head) == b"[" else _lines(stream)
+        if _first_byte(head) != b"[":
+            return self._lines(stream)
+        if head.startswith(_BOM):
+            self._pass_over(BOM, 1)
+            stream.read(len(_BOM))
+        return _elements(stream)
+
+    def _pass_over(self, what: str, line: int) -> None:
+        number, first = self.passed_over.get(what, (0, line))
+        self.passed_over[what] = number + 1, first
+
+    def _lines(self, file: io.BufferedReader) -> Iterator[Record]:
+        number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
+        while line := readline(limit):
+            number += 1
+            if line.endswith(b"\n"):
+                line = line[:-1]
+            elif len(line) == limit:
+                while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
+                    pass
+                yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
+                continue
+            if line.endswith(b"\r"):
+                self._pass_over(CRLF, number)
+                line = line[:-1]
+            if line.startswith(_BOM):  # also where files were joined
+                self._pass_over(BOM, number)
+                line = line.removeprefix(_BOM)
+            if not line or line.isspace():
+                self._pass_over(BLANK, number)
+            elif b"\0" in line:
+                yield Record(number, b"", NUL)
+            else:
+                yield Record(number, line, "")
 
     def _parquet_rows(self) -> Iterator[Record]:
         try:
@@ -236,29 +270,9 @@ def _bounded(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
     return Record(number, raw, problem, element)
 
 
-def _elements(file: io.BufferedReader, has_bom: bool) -> Iterator[Record]:
-    if has_bom:
-        file.read(len(_BOM))
-        yield Record(1, b"", BOM)
+def _elements(file: io.BufferedReader) -> Iterator[Record]:
     try:
         for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
             yield _bounded(line, raw, "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))
-
-
-def _lines(file: io.BufferedReader) -> Iterator[Record]:
-    number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
-    while line := readline(limit):
-        number += 1
-        if line.endswith(b"\n"):
-            line = line[:-1]
-        elif len(line) == limit:
-            while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
-                pass
-            yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
-            continue
-        blank = not line or line.isspace()
-        crlf = line.endswith(b"\r")
-        problem = CRLF if crlf else BLANK if blank else BOM if line.startswith(_BOM) else NUL if b"\0" in line else ""
-        yield Record(number, b"" if problem else line, problem)

@@ -3,19 +3,25 @@
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.conversation import Message, answered, in_order, message_list, read_message, tool_list
+from titan_mi100.data.conversation import Message, answered, drop_keys, in_order, message_list, read_message, tool_list
 from titan_mi100.data.files import Record, read_records
-from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse, parse_text, shown
+from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 
 _LARGEST_ID = 2**31 - 1  # ids are kept as int32
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
+# Keys of a row that mean something: refused where a conversation's format does not read them. Others are ignored.
+_MEANINGFUL = {
+    *("system", "tools", "functions", "function_call", "chat_template_kwargs", "train", "weight"),
+    *("images", "image", "videos", "video", "audios", "audio"),
+}
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"), "assistant"),
@@ -41,7 +47,27 @@ class Format:
     name: str
     description: str
     read: Callable[[dict[str, Any]], Example]
-    keys: frozenset[str] = frozenset()  # by which `auto` knows it
+    keys: frozenset[str]  # that a row has; `auto` knows the format by them
+    optional: frozenset[str] = frozenset()  # others that are read
+
+    def read_row(self, row: dict[str, Any], ignored: frozenset[str], counts: Counter[str]) -> Example:
+        """`read`, without the keys that are ignored; counts these.
+
+        Args:
+            ignored: named by the user, besides those that are harmless.
+
+        Raises:
+            BadRecord: as `read`, or the row has other keys that mean something.
+        """
+        in_messages: Counter[str] = Counter()
+        unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
+        unread = {key for key in unread if row[key] not in (None, "", [], {})}
+        if self.name not in ("text", "tokens") and (meant := unread & _MEANINGFUL - ignored):
+            raise BadRecord("unknown key", f"{listed(meant)} in a row of format {self.name}; {TO_IGNORE}")
+        counts.update(unread)
+        row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
+        counts.update({f"{key} in messages": number for key, number in in_messages.items()})
+        return self.read(row)
 
 
 def content_hash(example: Example) -> bytes:
@@ -246,21 +272,23 @@ def _integers(record: dict[str, Any], name: str) -> list[int]:
 
 
 _FIXED = {  # in the order in which `auto` tries them: some records of messages have a prompt, too
-    "messages": Format("messages", "OpenAI", _read_messages, frozenset({"messages"})),
-    "sharegpt": Format("sharegpt", "conversations", _read_sharegpt, frozenset({"conversations"})),
-    "tokens": Format("tokens", "input_ids", _read_tokens, frozenset({"input_ids"})),
-    "alpaca": Format("alpaca", "instruction and output", _read_alpaca, frozenset({"instruction", "output"})),
-    "prompt_completion": Format(
-        "prompt_completion", "prompt and completion", _read_prompt_completion, frozenset({"prompt", "completion"})
-    ),
+    name: Format(name, description, read, frozenset(keys.split()), frozenset(optional.split()))
+    for name, description, read, keys, optional in (
+        ("messages", "OpenAI", _read_messages, "messages", "tools"),
+        ("sharegpt", "conversations", _read_sharegpt, "conversations", "system tools"),
+        ("tokens", "input_ids", _read_tokens, "input_ids", "attention_mask labels"),
+        ("alpaca", "instruction and output", _read_alpaca, "instruction output", "input history system"),
+        ("prompt_completion", "prompt and completion", _read_prompt_completion, "prompt completion", "tools"),
+    )
 }
 FORMATS = (*_FIXED, "columns", "text")
 
 
 def _columns_format(prompt: str, response: str, system: str) -> Format:
     description = f"{prompt} and {response}" + (f", system message from {system}" if system else "")
-    return Format("columns", description, functools.partial(_read_columns, prompt, response, system))
+    read = functools.partial(_read_columns, prompt, response, system)
+    return Format("columns", description, read, frozenset({prompt, response}), frozenset({system}))
 
 
 def _text_format(column: str) -> Format:
-    return Format("text", f"column {column}", functools.partial(_read_text, column))
+    return Format("text", f"column {column}", functools.partial(_read_text, column), frozenset({column}))

@@ -19,11 +19,14 @@ from titan_mi100.data.encode import (
     Chunk,
     Source,
 )
-from titan_mi100.data.files import BROKEN_ARRAY, label
+from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
+from titan_mi100.data.strict_json import listed
+from titan_mi100.wording import some
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records in a message before the rest are only counted
 _DETAILS = 100_000  # reasons kept word for word; of later records only their kind
-_MANY_OVERLONG = 0.1  # of all records: warned of
+_MUCH_LOST = 0.2  # of a path's rows or tokens, to seq_len: warned of
+_IGNORED_SHOWN = 12  # keys
 _SETS = ("", "train", "validation")
 NO_SET, TRAIN, VALIDATION = range(len(_SETS))
 _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", "documents", "kind"]
@@ -38,6 +41,7 @@ class Ledger:
         self._kinds: list[str] = [""]
         self._details: dict[int, str] = {}
         self._added = 0  # records
+        self._ignored: Counter[str] = Counter()
 
     def add(self, chunk: Chunk) -> None:
         for place, (kind, detail) in chunk.reasons.items():
@@ -46,6 +50,8 @@ class Ledger:
             chunk.records["kind"][place] = self._kinds.index(kind)
             if len(self._details) < _DETAILS:
                 self._details[self._added + place] = detail
+        if len(self._ignored) < _DETAILS:
+            self._ignored.update(chunk.ignored)
         self._chunks.append(chunk.records)
         self._added += len(chunk.records)
 
@@ -133,7 +139,25 @@ class Ledger:
             plural = "s" * (len(of_status) != 1)
             line = f"  {name}: {len(of_status):,} row{plural}, {int(tokens[of_status].sum()):,} tokens"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
+        if self._ignored:
+            counted = sorted(self._ignored.items(), key=lambda item: (-item[1], item[0]))
+            keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
+            lines.append(f"  keys that were ignored: {keys}")
         return lines
+
+    def lost(self, config: DataConfig) -> list[tuple[float, float, str]]:
+        """Of each path the shares of its rows and of its tokens that are lost to seq_len, and the same in words."""
+        found, paths, records = [], self.patterns(), self.records
+        for number, path in enumerate((*config.path, *config.validation_path)):
+            own = records[(paths == number) & (records["tokens"] > 0)]  # without rejected rows
+            if not own["lost"].any():
+                continue
+            rows, tokens = float(np.mean(own["status"] == DROPPED)), float(own["lost"].sum() / own["tokens"].sum())
+            most = int(np.quantile(own["tokens"], 0.95, method="higher"))
+            text = f"{path}: {rows:.1%} of the rows and {tokens:.1%} of the tokens are lost to training.seq_len"
+            remedy = f'95% of the rows have at most {most:,} tokens: raise it, or set data.overlong = "split"'
+            found.append((rows, tokens, f"{text}; {remedy}"))
+        return found
 
     def _count_kinds(self, chosen: np.ndarray) -> Counter[str]:
         counts = np.bincount(self.records["kind"][chosen], minlength=len(self._kinds)).tolist()
@@ -150,11 +174,12 @@ class Ledger:
             lines.append(
                 f"{len(twice):,} validation rows are training rows too: the validation loss flatters ({first})"
             )
+        for what in (BLANK, CRLF, BOM):
+            if found := [(file.passed_over[what], file.path) for file in self._sources if what in file.passed_over]:
+                [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
+                lines.append(f"{number:,} {what} were accepted, the first at {path}:{line}")
+        lines += [text for *shares, text in self.lost(config) if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
-        share = kinds.get(OVERLONG, 0) / len(self.records)
-        if share > _MANY_OVERLONG and config.overlong in ("drop", "truncate"):
-            what = {"drop": "dropped", "truncate": "cut"}[config.overlong]
-            lines.append(f"{share:.0%} of all rows are too long and {what}; see training.seq_len and data.overlong")
         if lost := kinds.get(LOST_REASONING, 0):
             first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(LOST_REASONING))[0])
             lines.append(

@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
 from titan_mi100.data.mixture import mix
 from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, is_complete, open_prepared, write_meta
+from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
 from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
@@ -122,16 +123,15 @@ def prepare_data(
     cache = _cache_folder(config)
 
     def make(aside: Path) -> None:
-        make_folder(aside, request, before.made_of)
+        make_folder(aside, request, before)
         if request.inputs(cache) != before:
             raise UserError("a data or tokenizer file changed while it was read; start again")
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
         before = request.inputs(cache)
-        folder = cache / before.key
-        cached = ready_folder(folder, is_complete, make, patience)
-        return open_prepared(folder, cached)
+        opened, cached = ready_folder(cache / before.key, partial(open_prepared, cache=cache), make, patience)
+        return replace(opened, cached=cached)
     except OSError as error:
         where = error.filename or cache
         raise UserError(f"{where}: {error.strerror or error}; name another place in data.cache_folder") from error
@@ -168,7 +168,12 @@ class Request:
         """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
         settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
         names = [file for files in self.patterns for file in files] + list(map(str, settings))
-        stamps = [content_hash(Path(name), cache) for name in names]
+        stamps = []
+        for name in names:
+            try:
+                stamps.append(content_hash(Path(name), cache))
+            except OSError as error:
+                raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
         code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
         hashes = [sha256 for sha256, _ in stamps]
@@ -186,11 +191,11 @@ def _version(library: str) -> str:
         return ""
 
 
-def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None:
+def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     """Make all files of a prepared folder; of refused data the ledger and meta.json only tell why.
 
     Args:
-        made_of: for the facts.
+        inputs: of the request.
 
     Raises:
         UserError: a file cannot be read, or the template or a setting does not fit.
@@ -199,7 +204,7 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
     config = request.config
     tokenizer = load_tokenizer(request.tokenizer_path)
     sources = [
-        Source(file, number, choose_format(file, config), os.path.getsize(file))
+        Source(file, number, choose_format(file, config), os.path.getsize(file), {})
         for number, files in enumerate(request.patterns)
         for file in files
     ]
@@ -209,7 +214,7 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
     mixture = mix(ledger, np.bincount(tokens.records, np.diff(tokens.starts), len(records)), config)
 
     facts = None
-    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times)
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times) or _too_much_lost(ledger, config)
     if not refusal:
         digest = tokens.digest
         digest.update(f"{request.seq_len} {tokenizer.pad_token_id}".encode())
@@ -224,6 +229,7 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
         np.save(folder / "document_lines.npy", tokens.records)
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
+        enable_thinking, said_of_thinking = _thinking(ledger, mixture.times["train"])
         facts = Facts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
@@ -232,14 +238,15 @@ def make_folder(folder: Path, request: Request, made_of: dict[str, Any]) -> None
             fingerprint=fingerprints["train"],
             plan=digest.hexdigest(),
             files=[source.path for source in sources],
-            made_of=made_of,
+            made_of=inputs.made_of,
             train=sets["train"],
             validation=sets.get("validation"),
-            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets],
+            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets, *said_of_thinking],
             warnings=[*ledger.warnings(config), *mixture.warnings],
+            enable_thinking=enable_thinking,
         )
     ledger.write(folder / "ledger.csv")
-    write_meta(folder, facts, refusal, round(time.perf_counter() - started, 3))
+    write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
 
 
 def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -325,6 +332,23 @@ def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]
             "raise [data] validation_fraction, or leave validation out"
         )
     return ""
+
+
+def _too_much_lost(ledger: Ledger, config: DataConfig) -> str:
+    lines = [text for rows, _, text in ledger.lost(config) if rows > config.max_lost_share]
+    limit = f"[data] max_lost_share = {config.max_lost_share} allows fewer rows to be lost; 1 allows any share"
+    return "\n".join([*lines, limit]) if lines else ""
+
+
+def _thinking(ledger: Ledger, times: np.ndarray) -> tuple[bool | None, list[str]]:
+    """`Facts.enable_thinking`, by the majority of the rows, and what to say of it."""
+    votes = ledger.records["thinking"]
+    without, with_it = int((votes < 0) @ times), int((votes > 0) @ times)
+    if not without + with_it:
+        return None, []
+    thinks = with_it >= without
+    counts = f"{without:,} rows answer without thinking, {with_it:,} with it"
+    return thinks, [f"prompts: {counts}; generation and evaluation will set enable_thinking = {str(thinks).lower()}"]
 
 
 def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:

@@ -9,19 +9,23 @@
 | ledger.csv, meta.json | for people and programs |
 """
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin
 
 import numpy as np
 
 from titan_mi100.config.layout import IGNORE
+from titan_mi100.data.cache import DamagedFolder, content_hash
 from titan_mi100.data.files import label
 from titan_mi100.data.packing import Packing
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
+from titan_mi100.files.durable import replace, sha256_of
+from titan_mi100.files.plain import parse_object, plain_path, read_plain
 
 PADDING_ROW = -1  # the index of a row without documents, which fills up a step
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
@@ -133,6 +137,7 @@ class Facts:
     validation: SetFacts | None
     summary: list[str]  # lines for the log
     warnings: list[str]
+    enable_thinking: bool | None = None  # as prompts are to set the template's variable; None: nothing tells
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class Prepared:
     train: PackedDataset
     validation: PackedDataset | None
     facts: Facts
-    cached: bool  # it was there
+    cached: bool = True  # it was there
 
     def ledger(self) -> Path:
         return self.folder / "ledger.csv"
@@ -157,51 +162,91 @@ class RefusedData(UserError):
         self.ledger = ledger
 
 
-def write_meta(folder: Path, facts: Facts | None, refusal: str, seconds: float) -> None:
-    """Write `meta.json`, after all other files of the folder, whose sizes it holds.
+@dataclass(frozen=True)
+class _Meta:
+    key: str  # the folder's name
+    refused: str  # why nothing is trained on these data; "" where there are facts
+    seconds: float  # that the preparation took
+    files: dict[str, str]  # SHA-256 of all others
+    facts: Facts | None
+
+
+def write_meta(folder: Path, key: str, facts: Facts | None, refusal: str, seconds: float) -> None:
+    """Write `meta.json`, after all other files of the folder, whose hashes it holds. For the values see `_Meta`."""
+    assert (facts is None) == bool(refusal)
+    files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+    meta = asdict(_Meta(key, refusal, seconds, files, facts))
+    replace(folder / _META, json.dumps({"sha256": _digest(meta), **meta}, indent=1))
+
+
+def open_prepared(folder: Path, cache: Path) -> Prepared:
+    """The content of a folder, if it is what was written.
 
     Args:
-        facts: None where the data are refused.
-        refusal: why; "" where there are facts.
-        seconds: that the preparation took.
+        cache: remembers which files were compared with their hashes, see `content_hash`.
+
+    Raises:
+        RefusedData: the folder only says why the data are refused.
+        DamagedFolder: it is not there, or something of it is missing or has changed.
+        PermissionError: it is another user's.
     """
-    assert (facts is None) == bool(refusal)
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    meta = {"refused": refusal, "seconds": seconds, "sizes": sizes, "facts": facts and asdict(facts)}
-    replace(folder / _META, json.dumps(meta, indent=1))
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether all files of the folder are there in their size. Raises PermissionError."""
     try:
-        sizes = _read_meta(folder)["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        meta = _read_meta(folder)
+        _checked(folder / "ledger.csv", meta, cache)
+        if meta.facts is not None:
+            return _opened(folder, meta.facts, lambda name: _checked(folder / name, meta, cache))
     except PermissionError:
         raise
-    except (OSError, ValueError, KeyError):
-        return False
+    except (OSError, ValueError, EOFError, RecursionError) as error:
+        raise DamagedFolder(f"{folder}: is damaged: {error}") from None
+    raise RefusedData(meta.refused, folder / "ledger.csv")
 
 
-def open_prepared(folder: Path, cached: bool) -> Prepared:
-    """The content of a complete folder. Raises RefusedData if it only says why the data are refused."""
-    meta = _read_meta(folder)
-    if meta["refused"]:
-        raise RefusedData(meta["refused"], folder / "ledger.csv")
-    sets = {name: SetFacts(**counts) for name in ("train", "validation") if (counts := meta["facts"][name])}
-    facts = Facts(**{**meta["facts"], **sets})
-    origins = Origins(facts.files, _load(folder / "lines.npy"), _load(folder / "document_lines.npy"))
-    values = np.memmap(folder / "tokens.bin", np.uint32, mode="r")
-    documents = Documents(values, _load(folder / "documents.npy"), origins)
-    opened = {}
-    for name in sets:
-        packing = Packing(_load(folder / f"{name}_starts.npy"), _load(folder / f"{name}_documents.npy"))
-        opened[name] = PackedDataset(documents, packing, facts.seq_len, facts.pad_id)
-    return Prepared(folder, opened["train"], opened.get("validation"), facts, cached)
+def _opened(folder: Path, facts: Facts, checked: Callable[[str], Path]) -> Prepared:
+    def load(name: str) -> np.ndarray:
+        return np.load(checked(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
+
+    def packed(name: str) -> PackedDataset:
+        packing = Packing(load(f"{name}_starts"), load(f"{name}_documents"))
+        return PackedDataset(documents, packing, facts.seq_len, facts.pad_id)
+
+    values = np.memmap(checked("tokens.bin"), np.uint32, mode="r")
+    documents = Documents(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
+    return Prepared(folder, packed("train"), packed("validation") if facts.validation else None, facts)
 
 
-def _load(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+def _checked(path: Path, meta: _Meta, cache: Path) -> Path:
+    """The file, which is what was written. Raises OSError, ValueError: it is not."""
+    if content_hash(plain_path(path), cache)[0] != meta.files.get(path.name):
+        raise ValueError(f"{path.name} has changed")
+    return path
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / _META).read_text(encoding="utf-8"))
+def _read_meta(folder: Path) -> _Meta:
+    """Raises OSError, ValueError: there is none, or it is not what was written."""
+    meta = parse_object(read_plain(folder / _META), _META, "")
+    if meta.pop("sha256", "") != _digest(meta) or meta.get("key") != folder.name:
+        raise ValueError(f"{_META} has changed")
+    read = _typed(_Meta, meta, _META)
+    if (read.facts is None) != bool(read.refused):
+        raise ValueError(f"{_META} has facts and a refusal, or neither")
+    return read
+
+
+def _digest(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """The JSON value, if it is of this type; of an object the dataclass. Raises ValueError."""
+    if get_origin(kind) is UnionType:  # with None
+        return None if value is None else _typed(get_args(kind)[0], value, where)
+    if is_dataclass(kind):
+        if isinstance(value, dict) and value.keys() == {field.name for field in fields(kind)}:
+            return kind(**{field.name: _typed(field.type, value[field.name], field.name) for field in fields(kind)})
+    elif type(value) is (get_origin(kind) or kind):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        is_text = str in get_args(kind)[-1:]
+        if not (is_text and any(type(item) is not str for item in items)) and (kind is not int or 0 <= value < 2**63):
+            return value
+    raise ValueError(f"{_META}: {where} must be {kind}")

@@ -12,6 +12,8 @@ from titan_mi100.wording import shortened, some
 
 DEEPEST = 100  # levels; far below the interpreter's own limit, which depends on its version and on who calls
 
+TO_IGNORE = "delete it, or name it in data.ignored_keys"  # of a key that is refused
+
 _SHOWN = 40  # characters of the input in a message
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # a string without its end goes on to the end
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")

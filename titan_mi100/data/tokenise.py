@@ -78,6 +78,7 @@ def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterato
         if records:
             yield file, records
         progress(source.bytes - said)
+        source.passed_over.update(reader.passed_over)
 
 
 _state: tuple[Encoder, list[Format]]  # of a worker process

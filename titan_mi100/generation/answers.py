@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from titan_mi100.data.files import label, read_records
+from titan_mi100.data.files import RecordReader, label
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
 from titan_mi100.errors import UserError
@@ -67,12 +67,14 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
         UserError: the first wrong row, as file:line.
     """
     rows = []
-    for record in read_records(path):
+    for record in (reader := RecordReader(path)):
         where = f"{path}:{label(record.number, record.element)}"
         try:
             rows.append((where, read(parse_record(record))))
         except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
+    for what, (number, line) in reader.passed_over.items():
+        print(f"WARNING {number:,} {what} were accepted, the first at {path}:{line}", file=sys.stderr)
     return rows
 
 

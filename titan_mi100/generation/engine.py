@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_mi100.config.assets import GENERATION, TEMPLATE, folder_of, stop_ids
+from titan_mi100.config.assets import GENERATION, PROMPTS, TEMPLATE, enable_thinking, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
@@ -67,6 +67,7 @@ class Model:
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
         self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
+        self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if config.is_file() else {}
         if settings.get("chat_template") or config.with_name(TEMPLATE).is_file():
@@ -95,12 +96,18 @@ class PromptBuilder:
         """Raises UserError: an option needs a chat template, and none is used."""
         self._tokenizer, self.template = model.tokenizer, None if raw else model.template
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        if enable_thinking is None and self.template is not None and model.enable_thinking is not None:
+            enable_thinking = model.enable_thinking
+            option = "--no_thinking" if enable_thinking else "--enable_thinking"
+            setting = f"enable_thinking = {str(enable_thinking).lower()}"
+            print(f"{setting}, as the model was trained ({PROMPTS}); {option} overrides", file=sys.stderr)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if self.template is None and (self._system or self._variables):
             why = "--raw uses no chat template" if raw else "the tokenizer has no chat template"
             raise UserError(f"{why}; leave out --system, --enable_thinking and --no_thinking")
         if self.template is None and not raw:
-            print("the tokenizer has no chat template: the model continues the text itself", file=sys.stderr)
+            text = "WARNING the tokenizer has no chat template: the model continues the text itself"
+            print(text, file=sys.stderr)
 
     def __call__(self, where: str, given: str | list[Message], tools: list[Any] | None = None) -> Request:
         """Render it with the template, ending with the header of the answer; without a template, take the text itself.

@@ -43,7 +43,8 @@ class Preemption:
         _remove_outcome()
         time.sleep(_GRACE)
         with suppress(OSError):
-            print("the launcher is gone, and the run did not come to its next step: ended", file=sys.stderr, flush=True)
+            text = "ERROR the launcher is gone, and the run did not come to its next step: ended"
+            print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -37,6 +37,7 @@ class Turn:
     stop: int  # assistant: after the turn's eos_token; others: after their last own character and an eos_token there
     answer: int  # start, or behind an empty think block that the template itself put there
     lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
+    reasons: bool = False  # the text shows reasoning of the assistant's message
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ class _TurnFinder:
         reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
         lost = reasoned and not fields & {_REASONING, MIXED}
         self._behind = self._behind_assistant = stop
-        return Turn(index, message["role"], start, stop, answer, lost)
+        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """Where the header ends that the template wrote around this message's role.

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from titan_mi100.config.assets import PROMPTS, read_assets
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
@@ -31,7 +32,9 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: is an adapter; name the base that it was trained on, and this as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
-    return replace(base, weights=MergedWeights(base.weights, matrices, lora.alpha / lora.rank))
+    weights = MergedWeights(base.weights, matrices, lora.alpha / lora.rank)
+    trained = {name: content for name, content in read_assets(Path(adapter)).items() if name == PROMPTS}
+    return replace(base, weights=weights, assets=base.assets | trained)
 
 
 def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights]:

@@ -1,0 +1,57 @@
+"""Warnings and errors carry their level in every line that is printed or logged; information stays as it is."""
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_mi100 import cli
+from titan_mi100.config.load import config_from_command_line
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log, log_to_file, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    before = log.handlers, log.level, log.propagate
+    yield
+    log.handlers, log.propagate = before[0], before[2]
+    log.setLevel(before[1])
+
+
+def bad() -> None:
+    raise UserError("file:1: wrong\nfile:2: wrong")
+
+
+@pytest.mark.parametrize(("rank", "prefix"), [(0, ""), (1, "rank 1 ")])
+def test_the_log(rank: int, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(rank)
+    log_to_file(tmp_path / "train.log")
+    log.info("plain")
+    log.warning("one\ntwo")
+    log.error("three\n\nfour")
+    printed = capsys.readouterr()
+    shown = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in (printed.out + printed.err).splitlines()]
+    errors = [f"{prefix}ERROR {line}" for line in ("three", "", "four")]
+    assert shown == (errors if rank else ["plain", "WARNING one", "WARNING two", *errors])
+    kept = (tmp_path / "train.log").read_text().splitlines()
+    levels = ["INFO plain"] * (not rank) + ["WARNING one", "WARNING two"] * (not rank)
+    assert [re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+ ", "", line) for line in kept] == [
+        *levels, "ERROR three", "ERROR ", "ERROR four"]  # fmt: skip
+    assert logging.getLogger("titan_mi100") is log
+
+
+def test_what_commands_print_themselves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.exit_code(bad) == 2
+    assert capsys.readouterr().err == "ERROR file:1: wrong\nERROR file:2: wrong\n"
+    with pytest.raises(SystemExit):
+        cli.run(bad)
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["ERROR file:1: wrong", "ERROR file:2: wrong"]
+    monkeypatch.setattr(sys, "argv", ["train", "--no.such", "1", "--nor.this", "2"])
+    with pytest.raises(SystemExit):
+        config_from_command_line()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2 and all(line.startswith("ERROR ") for line in lines)
