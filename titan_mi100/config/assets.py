@@ -45,11 +45,13 @@ def tokenizer_files(path: Path) -> Assets:
 
     Named templates become a list in tokenizer_config.json, which means the same: a checkpoint has no folders in it.
     """
-    folder, names = path.parent, (path.name, _TOKENIZER_CONFIG, TEMPLATE)
+    folder = path if path.is_dir() else path.parent
     if path.is_dir():
         own = [file.name for kind in ("*.tiktoken", "*.model") for file in sorted(path.glob(kind))]
-        folder, names = path, (*_TOKENIZER, *own)
-    found, files = _read_files(folder, names), template_files(folder)
+        found = _read_files(path, (*_TOKENIZER, *own))
+    else:
+        found = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
+    files = template_files(folder)
     if files.keys() - {"default"}:
         config = parse_object(found.get(_TOKENIZER_CONFIG, b"{}"), folder / _TOKENIZER_CONFIG, _REMEDY)
         config["chat_template"] = [{"name": name, "template": read_template(file)} for name, file in files.items()]

@@ -175,7 +175,7 @@ class ChatTemplate:
                     f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
                     f"use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        if self._template(variables).environment.has_marks:
+        if self._template(variables).environment.has_marks:  # type: ignore[attr-defined]
             turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
 
