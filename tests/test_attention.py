@@ -68,6 +68,22 @@ def test_the_backend_follows_from_the_architecture(monkeypatch: pytest.MonkeyPat
         assert choose_backend(name, "gfx908").name == name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_reference_computes_its_softmax_in_fp32_or_in_fp64_where_the_inputs_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 20, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    eager = BY_NAME["eager"]()
+    prepared = eager.prepare(Documents(1, 20, (9, 11)), CPU)
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", q.view(1, 20, 2, 2, 16), k) / 4
+    wide = scores.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    weights = wide.masked_fill(~prepared[:, :, None], float("-inf")).softmax(-1).to(dtype)
+    assert torch.equal(eager(q, k, v, prepared), torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape))
+    if dtype == torch.float64:
+        fused = SdpaDocuments()
+        expected = fused(q, k, v, fused.prepare(Documents(1, 20, (9, 11)), CPU))
+        torch.testing.assert_close(eager(q, k, v, prepared), expected, atol=1e-14, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_that_runs_is_named(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(backend: Backend) -> str:

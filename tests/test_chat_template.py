@@ -3,12 +3,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import examples
+from conftest import ASSETS, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from titan_mi100.config.assets import run_assets, tokenizer_files
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.encode import Encoder, supervise
+from titan_mi100.data.formats import Example
 from titan_mi100.errors import UserError
 from titan_mi100.text.chat_template import ChatTemplate, Rendered
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.text.load import tokenizer_files as files_of_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
 needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")
@@ -313,6 +320,161 @@ def test_invalid_jinja_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
         template(tmp_path, "{% for %}")
 
 
+# -- several templates, and marks: as transformers --
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+WITH_TOOLS = "{{ tools | tojson }}\r\n" + PLAIN
+BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS}
+# chat_template in tokenizer_config.json, and the files beside it; None: transformers has no template for that row
+SEVERAL: dict[str, tuple[Any, dict[str, str]]] = {
+    "one": (PLAIN, {}),
+    "a list": ([{"name": name, "template": source} for name, source in BOTH.items()], {}),
+    "an object": (BOTH, {}),
+    "a list without tools": ([{"name": "default", "template": PLAIN}, {"name": "rag", "template": "x"}], {}),
+    "files": (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}),
+    "files before a list": (
+        [{"name": name, "template": source + "!"} for name, source in BOTH.items()], {"chat_template.jinja": PLAIN}
+    ),
+    "files before a template": (
+        "x", {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
+    ),
+    "a default among the others": (
+        None, {f"additional_chat_templates/{name}.jinja": source for name, source in BOTH.items()}
+    ),
+    "another one": (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/rag.jinja": "x"}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def several(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    source, files = SEVERAL[request.param]
+    folder_with(tmp_path, source, tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
+    (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    return tmp_path
+
+
+def rendered_by_both(folder: Path) -> list[tuple[str, str]]:
+    ours, theirs = ChatTemplate.from_folder(folder), transformers_tokenizer(folder)
+    messages = [say("user", "q"), say("assistant", "a")]
+    return [
+        (ours.render(messages, tools=tools), theirs.apply_chat_template(messages, tools=tools, tokenize=False))
+        for tools in (None, TOOLS)
+    ]
+
+
+@pytest.mark.parametrize("several", SEVERAL, indirect=True)
+def test_a_row_with_tools_is_rendered_by_the_template_that_transformers_takes(several: Path) -> None:
+    (plain, expected), (with_tools, expected_with_tools) = rendered_by_both(several)
+    assert plain == expected
+    assert with_tools == expected_with_tools
+
+
+@pytest.mark.parametrize("several", ["files", "a default among the others", "a list"], indirect=True)
+def test_a_checkpoint_has_all_templates_in_one_folder(several: Path, tmp_path: Path) -> None:
+    before = rendered_by_both(several)
+    assets = tokenizer_files(several)
+    (tmp_path / "checkpoint").mkdir()
+    for name, content in assets.items():
+        (tmp_path / "checkpoint" / name).write_bytes(content)
+    assert rendered_by_both(tmp_path / "checkpoint") == before
+    assert before[0] != before[1]
+
+
+@pytest.mark.parametrize("several", ["files"], indirect=True)
+def test_a_named_template_is_for_all_rows_and_every_template_counts_for_the_cache(several: Path) -> None:
+    (several / "own.jinja").write_text("own {{ tools is none }}")
+    chat = ChatTemplate.from_folder(several, several / "own.jinja")
+    assert chat.render([say("user")], tools=TOOLS) == "own False"
+    assert several / "additional_chat_templates/tool_use.jinja" in files_of_tokenizer(several)
+    assets = run_assets(PRESETS["debug"], "", str(several), str(several / "own.jinja"))
+    for name, content in assets.items():
+        (several / name).write_bytes(content)
+    (several / "additional_chat_templates/tool_use.jinja").unlink()
+    assert ChatTemplate.from_folder(several).render([say("user")], tools=TOOLS) == "own False"
+
+
+def test_a_date_in_either_template_is_told_and_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    assert template(tmp_path, {**BOTH, "tool_use": "{{ strftime_now('%Y') }}"}).is_dated
+    assert not template(tmp_path, {**BOTH, "rag": "{{ strftime_now('%Y') }}"}).is_dated
+    for wrong in ({**BOTH, "tool_use": 3}, {"tool_use": WITH_TOOLS}):
+        with pytest.raises(UserError, match="chat_template"):
+            template(tmp_path, wrong)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    with pytest.raises(UserError, match="no \\(default\\) chat_template"):  # as transformers: files hide the config's
+        template(tmp_path, PLAIN)
+
+
+def marking(answer: str, before: str = "", after: str = "") -> str:
+    """A template that writes the assistant's turns as `answer`. HEAD: a turn's header; << and >>: a mark's ends."""
+    source = (
+        "{% for m in messages %}" + before + "{% if m.role == 'assistant' %}" + answer + "{% else %}"
+        "HEAD{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}" + after + "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    header = "{{ '<|im_start|>' + m.role + '\n' }}"
+    return source.replace("HEAD", header).replace("<<", "{% generation %}").replace(">>", "{% endgeneration %}")
+
+
+UNMARKED = "HEAD{{ m.content }}<|im_end|>{{ '\n' }}"
+MARKS = {
+    "the answer and its end": "HEAD<<{{ m.content + '<|im_end|>' }}>>{{ '\n' }}",
+    "the line break behind it too": "HEAD<<{{ m.content }}<|im_end|>{{ '\n' }}>>",
+    "not the end": "HEAD<<{{ m.content }}>><|im_end|>{{ '\n' }}",
+    "the header": "<<HEAD{{ m.content }}<|im_end|>{{ '\n' }}>>",
+    "two blocks": "HEAD<<{{ m.content[:1] }}>>{{ m.content[1:2] }}<<{{ m.content[2:] }}<|im_end|>>>{{ '\n' }}",
+    "not its thought": "HEAD<think>{{ m.reasoning_content }}</think><<{{ m.content }}<|im_end|>>>{{ '\n' }}",
+    "the last turn": f"{{% if loop.last %}}HEAD<<{{{{ m.content }}}}<|im_end|>>>{{% else %}}{UNMARKED}{{% endif %}}",
+    "with other spaces": "HEAD{%- generation -%} {{ m.content ~ eos_token }}{%- endgeneration %}{{ '\n' }}",
+}
+ASKED = [say("user", "q"), say("assistant", "one", reasoning_content="x"), say("user", "r"), say("assistant", "two\n")]
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, marking(MARKS[name]), tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
+    (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
+    theirs = transformers_tokenizer(folder).apply_chat_template(
+        ASKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoder = Encoder(load_tokenizer(folder), ChatTemplate.from_folder(folder), DataConfig(), 512)
+    (found,) = encoder.encode(Example(messages=ASKED)).documents
+    assert (found >> 1).tolist() == theirs["input_ids"]
+    assert (found & 1).tolist() == theirs["assistant_masks"]
+    assert 0 < sum(theirs["assistant_masks"]) < len(found)
+
+
+def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_they_are(tmp_path: Path) -> None:
+    chat = template(tmp_path, marking(MARKS["the answer and its end"]))
+
+    def learned(messages: list[dict[str, Any]], **settings: Any) -> list[str]:
+        return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
+
+    assert learned(ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
+    assert learned(ASKED, loss="last") == ["two\n<|im_end|>"]
+    assert learned([ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
+    assert learned([{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
+    assert learned(ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
+    assert chat.render(ASKED) == chat.render_turns(ASKED).text and type(chat.render(ASKED)) is str
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        marking(UNMARKED, "<<", ">>"),
+        marking(MARKS["not the end"], "<<x>>"),
+        "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
+    ],
+    ids=["every message", "what is no message", "everything"],
+)
+def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\{% generation %\} marks .* no single assistant message"):
+        template(tmp_path, source).render_turns(ASKED)
+
+
 # -- errors of a template --
 
 
@@ -378,7 +540,6 @@ def chatml(body: str, header: str = "'<|im_start|>' + m.role + '\\n'") -> str:
         "{% set t %}{{ m.content }}{% endset %}{{ t }}",
         "{%- macro show(t) %}{{ t }}{% endmacro %}{{ show(m.content) }}",
         "{{ m.content | tojson }}",
-        "{% generation %}{{ m.content }}{% endgeneration %}",
         "{{ (m.content, 'x') | first }}",
         "{{ m.content if m.content is string else m.content[0].text }}",
     ],

@@ -9,11 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
 
+from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.weights import convert
+from titan_mi100.weights.dcp import write_dcp
 from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.source import open_source, open_weights
 
 
 def folder_of(tmp_path: Path, spec: ModelSpec, max_shard_size: str = "5GB") -> Path:
@@ -91,6 +95,30 @@ def test_a_tied_folder_may_hold_the_head_as_well(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, spec)
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     open_checked(folder, spec)
+
+
+OLD_BUFFERS = ["model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3))]
+
+
+def test_the_rotary_buffers_of_old_folders_are_ignored_in_every_form(tmp_path: Path) -> None:
+    spec = SPECS["tied"]
+    folder = folder_of(tmp_path / "hf", spec)
+    edit(folder, lambda t: t.update({name: torch.ones(8) for name in OLD_BUFFERS}))
+    for what, convert_to in (("dcp", convert.to_dcp), ("pt", convert.to_torch), ("back", convert.to_hf)):
+        source = open_source(folder)
+        assert list(source.weights.kinds) == list(parameter_shapes(spec))
+        convert_to(source, tmp_path / what, verify="bytes")
+        written = tmp_path / what / ("model.pt" if what == "pt" else "")
+        assert open_weights(written).kinds.keys() == parameter_shapes(spec).keys()
+    torch.save(load_file(folder / "model.safetensors"), tmp_path / "pt" / "old.pt")
+    write_dcp(HashedFiles(), tmp_path / "dcp", load_file(folder / "model.safetensors").items())
+    for path in (folder, tmp_path / "pt" / "old.pt", tmp_path / "dcp"):
+        weights = open_weights(path)
+        assert set(OLD_BUFFERS) <= weights.kinds.keys()
+        weights.check(parameter_shapes(spec))
+    edit(folder, lambda t: t.update({"model.rotary_emb.inv_freq_scale": torch.ones(8)}))
+    with pytest.raises(UserError, match=r"not part of this model: model\.rotary_emb\.inv_freq_scale$"):
+        open_checked(folder, spec)
 
 
 def test_an_untied_folder_is_not_a_tied_model(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 
 BACKENDS = ["eager", "sdpa_mask", "sdpa_documents"]
+PAD = 208  # a token of these tests' documents
 SPECS = {
-    "tied": ModelSpec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4),
-    "untied": ModelSpec(311, 64, 96, 3, 4, 2, 16, False, rope_theta=1e6),
+    "tied": ModelSpec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, pad_token_id=PAD),
+    "untied": ModelSpec(311, 64, 96, 3, 4, 2, 16, False, rope_theta=1e6, pad_token_id=PAD),
     "one key head": ModelSpec(311, 48, 80, 2, 6, 1, 8, True, rope_theta=1e6),
     "as many key heads": ModelSpec(311, 48, 80, 2, 3, 3, 16, False, rope_theta=1e6),
     "wide heads": ModelSpec(311, 40, 64, 2, 4, 2, 32, True, rope_theta=1e6, rms_norm_eps=1e-5),

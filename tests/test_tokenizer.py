@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
-from titan_mi100.text.bpe import BpeTokenizer, merges_are_exact
+from titan_mi100.text.bpe import BpeTokenizer, merges_are_exact, nfc
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.text.other import HfTokenizer
 
@@ -291,6 +291,35 @@ def test_text_is_normalized_by_hfs_older_unicode_tables(trained_both: tuple[Toke
         if not 0xD800 <= code < 0xE000 and unicodedata.category(character) in ("Mn", "Mc", "Cn", "Lo"):
             text = "e" + character + marks + character + "a" + character
             assert ours.normalize(text) == theirs.normalizer.normalize_str(text), hex(code)
+
+
+def test_runs_of_combining_marks_are_normalized_as_hf_and_python_do(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    ours, theirs = trained_both
+    assert theirs.normalizer is not None
+    draw = random.Random(1)
+    marks = [c for c in map(chr, range(0x1F000)) if unicodedata.combining(c)]
+    odd = ["\u0f73", "\u0f75", "\u0f81", "\u0344"]  # decompose into two marks, and most of these are none themselves
+    for length in (1, 99, 100, 101, 300):
+        for _ in range(10):
+            kinds = draw.sample(marks, draw.choice((2, 10, 200))) + odd * draw.randrange(2)
+            text = "".join(
+                letter + "".join(draw.choices(kinds, k=length)) for letter in ("e", "\u1eaf", "\uac00", "字", "")
+            )
+            assert nfc(text) == unicodedata.normalize("NFC", text)
+            assert ours.normalize(text) == theirs.normalizer.normalize_str(text)
+
+
+def test_hundreds_of_thousands_of_marks_are_put_into_order(
+    trained_both: tuple[Tokenizer, tokenizers.Tokenizer],
+) -> None:
+    """Python alone needs minutes for them."""
+    pairs = 60_000
+    for marks in ("\u0301\u0316", "\u0f73\u0f71"):  # U+0F73 itself has no combining class
+        ordered = sorted(unicodedata.normalize("NFD", marks), key=unicodedata.combining)
+        text = trained_both[0].normalize("x" + marks * pairs)
+        assert text == "x" + "".join(mark * pairs for mark in ordered)
 
 
 def test_newer_compositions_are_left_apart_as_hf_leaves_them(

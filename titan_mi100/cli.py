@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
-from titan_mi100.wording import shortened
+from titan_mi100.wording import shortened, with_level
 
 
 def exit_code(program: Callable[[], object]) -> int:

@@ -113,8 +113,9 @@ def cells(
 
 
 def spec_of(cell: Cell) -> ModelSpec:
-    """Grouped heads; initial weights large enough that attention is not uniform."""
-    return ModelSpec(320, 64, 96, cell.layers, 4, 2, 16, cell.tied, rope_theta=10_000.0, initializer_range=0.1)
+    """Grouped heads; initial weights large enough that attention is not uniform; documents hold the padding token."""
+    rest = {"rope_theta": 10_000.0, "initializer_range": 0.1, "pad_token_id": 208}
+    return ModelSpec(320, 64, 96, cell.layers, 4, 2, 16, cell.tied, **rest)
 
 
 def dataset() -> PackedDataset:

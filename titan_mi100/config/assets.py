@@ -12,12 +12,13 @@ from typing import Any
 from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
+from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
-TEMPLATE = "chat_template.jinja"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", TEMPLATE),
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers since 5, and before
@@ -47,11 +48,23 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def tokenizer_files(path: Path) -> Assets:
-    """The files of a tokenizer, named by its folder or by a tokenizer file that is not HF's."""
+    """The files of a tokenizer, named by its folder or by a tokenizer file that is not HF's.
+
+    Named templates become a list in tokenizer_config.json, which means the same: a checkpoint has no folders in it.
+    """
+    folder = path if path.is_dir() else path.parent
     if path.is_dir():
         own = [file.name for kind in ("*.tiktoken", "*.model") for file in sorted(path.glob(kind))]
-        return _read_files(path, (*_TOKENIZER, *own))
-    return _read_files(path.parent, (path.name, "tokenizer_config.json", TEMPLATE))
+        found = _read_files(path, (*_TOKENIZER, *own))
+    else:
+        found = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
+    files = template_files(folder)
+    if files.keys() - {"default"}:
+        config = parse_object(found.get(_TOKENIZER_CONFIG, b"{}"), folder / _TOKENIZER_CONFIG, _REMEDY)
+        config["chat_template"] = [{"name": name, "template": read_template(file)} for name, file in files.items()]
+        found[_TOKENIZER_CONFIG] = _json(config)
+        found.pop(TEMPLATE, None)
+    return found
 
 
 def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:

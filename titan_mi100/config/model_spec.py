@@ -27,14 +27,17 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
+    pad_token_id: int | None = None  # its row of the input embedding gets no gradient, as in transformers
 
     def problems(self) -> list[str]:
         """What makes this shape impossible, one clause each; empty when it is sound."""
         found = [
             f"{name} = {value} must be positive"
             for name, value in asdict(self).items()
-            if not isinstance(value, bool) and value <= 0
+            if name != "pad_token_id" and not isinstance(value, bool) and value <= 0
         ]
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            found.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")
         if not found and self.num_attention_heads % self.num_key_value_heads:
             found.append(
                 f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
@@ -68,38 +71,61 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _LARGEST_COUNT, _LARGEST_SIZE = 10_000, 10**8
 
 # a field's type -> the types of JSON values that it takes, and what they are in words
-_TYPES: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
-_WORDS: dict[Any, str] = {bool: "true or false", int: "an int", float: "a finite float"}
+_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"), int: ((int,), "an int"), float: ((int, float), "a finite float"),
+    int | None: ((int, type(None)), "an int or null"),
+}  # fmt: skip
+
+# The other keys of config.json, by what transformers' Qwen3 does with them. It computes what ours does only with:
+_ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "is_causal": True,
+    "attention_dropout": 0.0, "partial_rotary_factor": 1.0, "is_decoder": False, "is_encoder_decoder": False,
+    "tie_encoder_decoder": False, "add_cross_attention": False, "chunk_size_feed_forward": 0, "pretraining_tp": 1,
+    "pruned_heads": {},
+}  # fmt: skip
+# and these change no forward or backward: bookkeeping, what is returned, classification, generation
+_WITHOUT_EFFECT = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path _commit_hash
+    tokenizer_class unsloth_version unsloth_fixed attn_implementation _attn_implementation _attn_implementation_autoset
+    use_cache torchscript return_dict output_hidden_states output_attentions sliding_window max_window_layers
+    bos_token_id eos_token_id sep_token_id decoder_start_token_id prefix finetuning_task task_specific_params
+    problem_type num_labels id2label label2id
+    max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens epsilon_cutoff eta_cutoff
+    """.split()  # noqa: SIM905 (a list of that many strings hides the names)
+)
+_ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as transformers 4 and 5 write it
 
 
 def read_hf_config(folder: str | Path) -> ModelSpec:
     """Read the model's shape from `folder/config.json`.
 
-    The rotary fields are taken in both forms that transformers has written: flat (`rope_theta`, `rope_scaling`) and
-    nested (`rope_parameters`).
+    The base of the rotary embedding is taken in both forms that transformers has written: beside the other fields, or
+    in a dict (`rope_parameters`).
 
     Raises:
-        UserError: no such file, not a dense Qwen3, code of its own, or a feature that this model does not have.
+        UserError: no such file, not a dense Qwen3, code of its own, or a key under which transformers computes
+            something else than this model, or may do so.
     """
     path = Path(folder) / "config.json"
     raw = read_object(path, "name an HF folder, which has a config.json, or for other weights model.flavor")
     refuse_code(path, raw)
-    for key, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list)):
-        if not isinstance(raw.get(key) or kind(), kind):
-            raise UserError(f"{path}: {key} = {raw[key]!r} is not a JSON {'object' if kind is dict else 'list'}")
     found = _unsupported(raw)
-    rope = raw.get("rope_parameters") or {}
-    values: dict[str, Any] = _DEFAULTS | {f.name: raw[f.name] for f in fields(ModelSpec) if raw.get(f.name) is not None}
-    if "rope_theta" in rope:
-        values["rope_theta"] = rope["rope_theta"]
+    rope: dict[str, Any] = next((raw[key] for key in _ROPES if raw.get(key) and isinstance(raw[key], dict)), {})
+    values = {**_DEFAULTS, "rope_theta": rope.get("rope_theta", _DEFAULTS["rope_theta"]), **raw}
     for field in fields(ModelSpec):
         value = values.get(field.name, field.default)
+        types, words = _TYPES[field.type]
         if value is MISSING:
             found.append(f"{field.name} is missing")
-        elif type(value) not in _TYPES[field.type] or (field.type is float and not abs(value) < 1e300):
-            found.append(f"{field.name} = {shown(value)} is not {_WORDS[field.type]}")
+        elif type(value) not in types or (field.type is float and not abs(value) < 1e300):
+            found.append(f"{field.name} = {shown(value)} is not {words}")
     if not found:
-        spec = ModelSpec(**values)
+        spec = ModelSpec(**{field.name: values[field.name] for field in fields(ModelSpec) if field.name in values})
         found = spec.problems()
         # what counts the layers would not come to an end, and what multiplies sizes would overflow
         for field in fields(ModelSpec):
@@ -112,23 +138,42 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """Settings of a config.json under which this model would compute something else."""
-    found = []
+    """What of a config.json this model does not do, or is not known here."""
     if raw.get("model_type") != "qwen3":
-        found.append(f"model_type = {raw.get('model_type')!r}; only 'qwen3' (dense) is supported")
-    for key, only in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
-        if raw.get(key, only) != only:
-            found.append(f"{key} = {raw[key]!r} is not supported; only {only!r}")
-    if raw.get("quantization_config"):
+        return [f"model_type = {raw.get('model_type')!r}; only 'qwen3' (dense) is supported"]
+    own = (field.name for field in fields(ModelSpec))
+    found = _unknown(raw, {*own, *_ONLY, *_WITHOUT_EFFECT, *_ROPES, "layer_types", "quantization_config"})
+    if raw.get("quantization_config") is not None:
         found.append("quantization_config: quantized weights are not supported; use the model's unquantized folder")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        found.append("layer_types holds more than 'full_attention', which is not supported")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            found.append(f"{key}: rope type {kind!r} is not supported; only 'default'")
+    for key, only in _ONLY.items():
+        if (value := raw.get(key, only)) != only:
+            found.append(f"{key} = {shortened(repr(value))} is not supported; only {only!r}")
+    layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
+    is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
+    if layers is not None and not is_full:
+        what = f"layer_types = {shortened(repr(layers))} is not supported"
+        found.append(f"{what}; only 'full_attention' for each of the num_hidden_layers")
+    ropes = {key: raw[key] for key in _ROPES if raw.get(key) not in (None, {})}
+    if len(ropes) > 1:
+        found.append(f"{' and '.join(_ROPES)} are both set, and programs read either; remove one")
+    for key, rope in ropes.items():
+        if not isinstance(rope, dict):
+            found.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
+        elif kinds := [rope[name] for name in ("rope_type", "type") if rope.get(name, "default") != "default"]:
+            found.append(f"{key}: rope type {kinds[0]!r} is not supported; only 'default'")
+        else:
+            found += [f"{key}: {problem}" for problem in _unknown(rope, {"rope_type", "type", "rope_theta"})]
+            if "rope_theta" in rope and rope["rope_theta"] != raw.get("rope_theta", rope["rope_theta"]):
+                found.append(f"rope_theta is {raw['rope_theta']!r}, and {rope['rope_theta']!r} in {key}; remove one")
     return found
+
+
+def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [
+        f"{key} = {shortened(repr(given[key]))} is not known here; remove it if the model is the same without it"
+        for key in sorted(given.keys() - known)
+        if given[key] is not None
+    ]
 
 
 def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
@@ -145,7 +190,8 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
     """Fields that change what a model computes or its tensors' shapes, as `name: a's value, b's value`."""
-    same = {"initializer_range": 0.0, "max_position_embeddings": 0}  # neither changes the computation of given weights
+    # none of these changes the computation of given weights
+    same = {"initializer_range": 0.0, "max_position_embeddings": 0, "pad_token_id": None}
     left, right = asdict(replace(a, **same)), asdict(replace(b, **same))  # type: ignore[arg-type]
     return [f"{name}: {left[name]}, {right[name]}" for name in left if left[name] != right[name]]
 

@@ -273,7 +273,8 @@ def supervised_spans(
         loss: "assistant": every assistant turn but those of weight 0; "last": the conversation's last assistant turn,
             unless of weight 0; "all": the whole text but messages of weight 0; "weight": exactly the messages, of
             whatever role, of weight 1.
-        empty_think: whether an empty think block that the template wrote before an answer is part of the turn.
+        empty_think: whether an empty think block that the template wrote before an answer is part of the turn. Where
+            the template marks what is generated, its marks say.
         earlier_thinking: "template": learn what the template renders; else turns without their reasoning are not.
         first: messages before this one are context only.
 
@@ -302,8 +303,9 @@ def supervised_spans(
             candidates = assistants[-1:] if loss == "last" else assistants
             chosen = [turn for turn in turns if turn.message in candidates and weights[turn.message] != 0]
         for turn in chosen:
-            if turn.message not in masked:
-                learned[turn.start if empty_think else turn.answer : turn.stop] = True
+            own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked
+            for start, stop in own if turn.message not in masked else ():
+                learned[start:stop] = True
     edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

@@ -43,7 +43,7 @@ from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.wording import some
 
 _PACKAGE = Path(__file__).parents[1]
-_CODE = ("data/[!.]*.py", "text/[!.]*.py", "wording.py")
+_CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
 # What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))

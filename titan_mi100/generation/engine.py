@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_mi100.config.assets import GENERATION, PROMPTS, TEMPLATE, enable_thinking, folder_of, stop_ids
+from titan_mi100.config.assets import GENERATION, PROMPTS, enable_thinking, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
+from titan_mi100.files.templates import template_files
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.lora import base_fingerprint
@@ -70,7 +71,7 @@ class Model:
         self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if config.is_file() else {}
-        if settings.get("chat_template") or config.with_name(TEMPLATE).is_file():
+        if settings.get("chat_template") or template_files(config.parent):
             self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
 
     def fingerprint(self) -> str:

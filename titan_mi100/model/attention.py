@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_mi100.model.loss import at_least_fp32
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -113,7 +115,7 @@ class Eager(Backend):
         groups = heads // k.shape[2]
         grouped = q.view(batch, seq, -1, groups, dim)  # query heads beside their key head: nothing is copied
         scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k) / math.sqrt(dim)
-        scores = scores.float().masked_fill(~prepared[:, :, None], -math.inf)
+        scores = at_least_fp32(scores).masked_fill(~prepared[:, :, None], -math.inf)
         weights = scores.softmax(dim=-1).to(q.dtype)
         return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch, seq, heads, dim)
 

@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         self.dtype: torch.dtype | None = None  # dtype of the activations; None: that of the embedding
         # the last stage holds a copy of a tied embedding: the head's weight
         embeds = stage.first or (stage.last and spec.tie_word_embeddings)
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if embeds else None
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, spec.pad_token_id) if embeds else None
         self.layers = nn.ModuleDict({str(number): Block(spec, backend) for number in stage.layers})
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 

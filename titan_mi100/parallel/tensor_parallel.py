@@ -100,9 +100,11 @@ def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Ten
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
     """Each rank looks up the tokens of its part of the vocabulary; the sum is scattered over the sequence."""
     weight = local_weight(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
-    local = input_ids - mesh.get_local_rank() * len(weight)
+    first, pad = mesh.get_local_rank() * len(weight), embedding.padding_idx
+    local = input_ids - first
     outside = (local < 0) | (local >= len(weight))
-    x = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
+    pad = pad - first if pad is not None and first <= pad < first + len(weight) else None
+    x = F.embedding(local.masked_fill(outside, 0), weight, pad).masked_fill(outside[..., None], 0.0)
     return scatter_sequence(x, mesh.get_group().group_name)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import unicodedata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ _UNKNOWN_TO_HF_NFC = """
     11382-113D0 1145E 11839-11A99 11D42-1612F 16D63-16FF1 1D127-1D128 1D250-1D281 1E08F-1E6F5"""
 _HF_NFC_BARRIER = re.compile("([" + re.sub("[0-9A-F]+", lambda code: chr(int(code[0], 16)), _UNKNOWN_TO_HF_NFC) + "])")
 
+_MAYBE_MARKS = re.compile("[^\0-\u02ff]{100,}")  # the first combining mark is U+0300
+
 
 class BpeTokenizer(Tokenizer):
     """Byte-level BPE that splits text by Qwen2's pattern, run by tiktoken."""
@@ -77,7 +80,7 @@ class BpeTokenizer(Tokenizer):
             # What is NFC by newer tables is NFC by older ones (Unicode's stability policy), as most text is. To HF's
             # older tables a code point they do not know is inert: nothing moves across it or composes with it.
             if token_id is None and self._nfc and not unicodedata.is_normalized("NFC", segment):
-                segment = "".join(unicodedata.normalize("NFC", part) for part in _HF_NFC_BARRIER.split(segment))
+                segment = "".join(map(nfc, _HF_NFC_BARRIER.split(segment)))
             yield token_id, segment
 
     def _encode_segment(self, segment: str) -> list[int]:
@@ -87,6 +90,17 @@ class BpeTokenizer(Tokenizer):
         # piece; its name is that of the first release.
         encoders = (self._bpe.encode_ordinary, self._bpe._encode_single_piece)
         return [token for i, part in enumerate(_LONG_RUN.split(segment)) for token in encoders[i % 2](part)]
+
+
+def nfc(text: str) -> str:
+    """The text in NFC, in linear time. Python alone puts combining marks into order by swapping neighbours."""
+
+    def decomposed(run: re.Match[str]) -> str:
+        characters = "".join(unicodedata.normalize("NFD", character) for character in run[0])
+        groups = groupby(characters, lambda character: unicodedata.combining(character) > 0)
+        return "".join(mark for _, marks in groups for mark in sorted(marks, key=unicodedata.combining))
+
+    return unicodedata.normalize("NFC", _MAYBE_MARKS.sub(decomposed, text))
 
 
 def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:

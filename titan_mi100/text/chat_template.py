@@ -4,22 +4,25 @@ The second is known by provenance, not by searching the text: each string of a m
 `Traced`, which remembers through the template's string operations where each character came from.
 """
 
-import io
 import json
 import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
+from titan_mi100.files.templates import read_template, template_files
 from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
+from titan_mi100.wording import shortened
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
@@ -38,6 +41,8 @@ class Turn:
     answer: int  # start, or behind an empty think block that the template itself put there
     lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
     reasons: bool = False  # the text shows reasoning of the assistant's message
+    # the characters of it that the template marks with {% generation %}; None: it marks none of any conversation
+    marked: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,13 @@ class _Prompt:
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
-    def __init__(self, file: Path, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str]) -> None:
+        """`sources`: the template by the name "default", and maybe the one for conversations with tools, "tool_use"."""
         self._file = file
         self._special_tokens = special_tokens
-        self.is_dated = "strftime_now" in source
+        self.is_dated = any("strftime_now" in source for source in sources.values())
         try:
-            self._template = TracingEnvironment().from_string(source)
+            self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
         except Exception as error:  # Jinja's own, or Python's about code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -70,11 +76,12 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: str | Path, template: str | Path = "", eos_token: str = "") -> "ChatTemplate":
-        """Read `chat_template.jinja`, else the (default) `chat_template` of `tokenizer_config.json`.
+        """Read the templates of the folder's files `chat_template.jinja` and `additional_chat_templates/`, else those
+        in `tokenizer_config.json`.
 
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
-            template: a Jinja file to use instead.
+            template: a Jinja file to use instead, for all conversations.
             eos_token: of the tokenizer, in case `tokenizer_config.json` is missing or does not name it.
 
         Returns:
@@ -84,35 +91,38 @@ class ChatTemplate:
             UserError: a file is missing or malformed, or there is no template.
         """
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
-        config_file, jinja_file = folder / "tokenizer_config.json", Path(template or folder / "chat_template.jinja")
-        file = config_file
+        config_file = folder / "tokenizer_config.json"
+        # a link that the user names is the user's; one in a folder came with it
+        files = {"default": Path(os.path.realpath(template))} if template else template_files(folder)
         try:
             # Beside a tokenizer file there may be none; a folder's is part of it.
             needed = folder == Path(path) or config_file.is_file()
             config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
             refuse_code(config_file, config)
-            file = jinja_file if template or jinja_file.is_file() else config_file
-            source = config.get("chat_template")
-            if file is jinja_file:
-                # a link that the user names is the user's; one in a folder came with it
-                text = read_plain(Path(os.path.realpath(file)) if template else file, LARGEST_CONFIG).decode("utf-8")
-                source = io.StringIO(text, newline=None).read()  # line ends as `transformers` reads them
-            if isinstance(source, list):
-                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            sources = config.get("chat_template")
+            if isinstance(sources, list):
+                sources = {entry["name"]: entry["template"] for entry in sources}
+            elif not isinstance(sources, dict):
+                sources = {"default": sources}
             tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
             special_tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files") from error
-        if not isinstance(source, str):
+            raise UserError(
+                f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
+            ) from error
+        if files:
+            sources = {name: read_template(file) for name, file in files.items()}
+        used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
+        if "default" not in used or not all(isinstance(source, str) for source in used.values()):
             raise UserError(
                 f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
                 "Jinja file in model.chat_template"
             )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
-        return cls(file, source, special_tokens)
+        return cls(Path(template) if template else files.get("default", config_file), used, special_tokens)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **variables: Any
@@ -130,7 +140,7 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the conversation, or fails on it.
         """
-        return self._run(self._prepared(messages), add_generation_prompt, variables)
+        return str.__str__(self._run(self._prepared(messages), add_generation_prompt, variables))
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         """Render a conversation and say where each message stands in the text.
@@ -166,7 +176,24 @@ class ChatTemplate:
                     f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
                     f"use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        return Rendered(str.__str__(text), turns)
+        if self._template(variables).environment.has_marks:  # type: ignore[attr-defined]
+            turns = self._marked(turns, finder)
+        return Rendered(finder.text, turns)
+
+    def _marked(self, turns: list[Turn], finder: "_TurnFinder") -> list[Turn]:
+        """The assistant's turns with what the template marks of each."""
+        marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in turns if turn.role == "assistant"}
+        for start, stop, _ in finder.marks:
+            owners = {
+                turn.message for turn in turns if turn.message in marks and turn.start < stop and start < turn.stop
+            }
+            if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
+                raise UserError(
+                    f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is no "
+                    "single assistant message; use a template that marks each of them by itself"
+                )
+            marks[owners.pop()].append((start, stop))
+        return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
         """The prompt under these variables. It does not depend on the conversation, so a fixed one is asked, once; the
@@ -185,9 +212,9 @@ class ChatTemplate:
             return None
 
     def _prompt_behind(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
-        without = self._run(messages, False, variables)
-        opened = self._run(messages, True, variables)
-        unthinking = self._run(messages, True, {**variables, "enable_thinking": False})
+        without = self.render(messages, **variables)
+        opened = self.render(messages, add_generation_prompt=True, **variables)
+        unthinking = self.render(messages, add_generation_prompt=True, **{**variables, "enable_thinking": False})
         if not opened.startswith(without) or len(opened) == len(without):
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
         return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
@@ -206,11 +233,16 @@ class ChatTemplate:
             prepared.append(present)
         return prepared
 
+    def _template(self, variables: dict[str, Any]) -> jinja2.Template:
+        """The template that `transformers` takes."""
+        has_tools = variables.get("tools") is not None
+        return self._templates["tool_use" if has_tools and "tool_use" in self._templates else "default"]
+
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
         try:
-            return self._template.render(context)
+            return self._template(variables).render(context)
         except Exception as error:  # the template is data: whatever it does wrong is for its user to see
             reason = str(error) or type(error).__name__
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
@@ -259,13 +291,17 @@ class _TurnFinder:
     """Finds the turns of a rendered text, message after message, by where its characters came from."""
 
     def __init__(self, text: str, eos_token: str) -> None:
-        self._text, self.eos_token = str.__str__(text), eos_token
+        self.text, self.eos_token = str.__str__(text), eos_token
+        self.marks: list[tuple[int, int, int]] = []  # begin, end and number of what {% generation %} marks
         self._spans: list[tuple[int, int, Source]] = []  # of characters that came from messages, in order
         self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # begin, end, field
         end = 0
         for length, source in runs_of(text):
             begin, end = end, end + length
-            if source is not None:
+            if source is not None and source.mark:
+                last = self.marks.pop() if self.marks and self.marks[-1][1:] == (begin, source.mark) else (begin,)
+                self.marks.append((last[0], end, source.mark))
+            if source is not None and source.message >= 0:
                 self._spans.append((begin, end, source))
                 self._of_message[source.message].append((begin, end, source.field))
         self._begins = [begin for begin, _, _ in self._spans]
@@ -295,11 +331,11 @@ class _TurnFinder:
         if _says(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
             raise _Untraceable("the template drops or rewrites its tool_calls")
         last = max([answer, *(end for _, end, _ in spans)])
-        found = self._text.find(self.eos_token, last)
+        found = self.text.find(self.eos_token, last)
         if found < 0:
             raise _Untraceable(f"no {self.eos_token!r} ends the turn")
         stop = found + len(self.eos_token)
-        if any(source.message != index for source in self._sources_between(start, stop)):
+        if not self.messages_between(start, stop) <= {index}:
             raise _Untraceable("text of another message stands inside of its turn")
         reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
         lost = reasoned and not fields & {_REASONING, MIXED}
@@ -317,7 +353,7 @@ class _TurnFinder:
             lines = header[match.end() :].splitlines(keepends=True) or [""]
             readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
         for begin, end, field in spans:
-            if field == "role" and begin >= self._behind_assistant and self._text[begin:end] == role:
+            if field == "role" and begin >= self._behind_assistant and self.text[begin:end] == role:
                 for before, behind in readings:
                     if self._is_literal(begin - len(before), before) and self._is_literal(end, behind):
                         return end + len(behind)
@@ -326,9 +362,9 @@ class _TurnFinder:
     def _is_literal(self, position: int, expected: str) -> bool:
         """Whether the template itself wrote `expected` there."""
         stop = position + len(expected)
-        return position >= 0 and self._text[position:stop] == expected and not self._sources_between(position, stop)
+        return position >= 0 and self.text[position:stop] == expected and not self.messages_between(position, stop)
 
-    def _sources_between(self, start: int, stop: int) -> list[Source]:
-        """Of the characters in `[start, stop)` that came from messages."""
+    def messages_between(self, start: int, stop: int) -> set[int]:
+        """Those from which characters in `[start, stop)` came."""
         first, last = bisect_right(self._ends, start), bisect_left(self._begins, stop)
-        return [source for _, _, source in self._spans[first:last]]
+        return {source.message for _, _, source in self._spans[first:last]}

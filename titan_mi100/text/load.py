@@ -5,6 +5,7 @@ from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import plain_path, read_object, read_plain
+from titan_mi100.files.templates import template_files
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import read_bpe, read_definition
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, read_rank_file
@@ -47,15 +48,16 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     """The files whose content decides what `load_tokenizer(path)` and the chat template there do. None is read.
 
     Returns:
-        Those that exist: what defines the tokenizer first, then `tokenizer_config.json` and `chat_template.jinja`.
+        Those that exist: what defines the tokenizer first, then `tokenizer_config.json` and the templates' files.
 
     Raises:
         UserError: there is no tokenizer, or a file of it is a link out of the folder.
     """
     file = _definition_file(Path(path))
     merges = ["merges.txt"] if file.name == "vocab.json" else []
-    names = [file.name, *merges, "tokenizer_config.json", "chat_template.jinja"]
+    names = [file.name, *merges, "tokenizer_config.json"]
     found = [file.with_name(name) for name in names if file.with_name(name).is_file()]
+    found += template_files(file.parent).values()
     for file in found:
         plain_path(file)  # a link must not lead the hash of these files elsewhere
     return found

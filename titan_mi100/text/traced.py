@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import count
 from typing import Any, NamedTuple, SupportsIndex
 
 import jinja2
@@ -17,8 +18,9 @@ MIXED = "*"  # the field of a source where several fields of one message cannot 
 class Source(NamedTuple):
     """Where characters came from."""
 
-    message: int  # its index
+    message: int  # its index; -1: of none, but the template's own inside of a mark
     field: str  # its key in the message, or MIXED
+    mark: int = 0  # which `{% generation %}` block of the output it is in; 0: none
 
 
 Run = tuple[int, Source | None]  # so many characters; None: the template's own
@@ -134,7 +136,8 @@ def _whole(text: str, sources: set[Source | None]) -> str:
     first = next(iter(sources), None)
     if first is None or any(source is None or source.message != first.message for source in sources):
         return text
-    return Traced(text, [(len(text), first if len(sources) == 1 else Source(first.message, MIXED))])
+    mixed = Source(first.message, MIXED, max(source.mark for source in sources if source is not None))
+    return Traced(text, [(len(text), first if len(sources) == 1 else mixed)])
 
 
 def _concat(pieces: Iterable[str]) -> str:
@@ -183,13 +186,23 @@ def _raise_exception(message: str) -> None:
 
 
 class _GenerationTag(ext.Extension):
-    """Accepts `{% generation %} ... {% endgeneration %}`, a tag of `transformers`, as a plain scope."""
+    """`{% generation %} ... {% endgeneration %}`, a tag of `transformers`: it marks what the assistant generates. Each
+    block's output carries a number of its own."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
+        self.environment.has_marks = True  # type: ignore[attr-defined]
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        text, number = caller(), next(_MARKS)
+        return Traced(text, [(n, (source or Source(-1, ""))._replace(mark=number)) for n, source in runs_of(text)])
+
+
+_MARKS = count(1)
 
 
 class _TracingCodeGenerator(CodeGenerator):
@@ -208,6 +221,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = _TracingCodeGenerator
     concat = staticmethod(_concat)
+    has_marks = False
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols])

@@ -13,6 +13,7 @@ from titan_mi100.wording import some
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OLD_BUFFER = ".rotary_emb.inv_freq"  # follows from the config; folders of old programs hold one, or one per layer
 
 
 class Kind(NamedTuple):
@@ -58,7 +59,8 @@ class Weights(ABC):
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names, shapes and kinds with those of a model (HF names, a tied weight once).
 
-        Many tied folders hold the head as well; that is accepted when it is the same tensor.
+        Many tied folders hold the head as well; that is accepted when it is the same tensor. The rotary embedding's old
+        buffers are ignored, as transformers does.
 
         Raises:
             UserError: every tensor that is missing, unexpected or mis-shaped.
@@ -68,7 +70,7 @@ class Weights(ABC):
         problems = []
         if missing := sorted(wanted.keys() - self.kinds.keys()):
             problems.append(f"missing: {some(missing)}")
-        if unexpected := sorted(self.kinds.keys() - wanted.keys()):
+        if unexpected := sorted(n for n in self.kinds.keys() - wanted.keys() if not n.endswith(_OLD_BUFFER)):
             problems.append(f"not part of this model: {some(unexpected)}")
         for name in sorted(wanted.keys() & self.kinds.keys()):
             shape, dtype = self.kinds[name]
