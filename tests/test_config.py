@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100.config.load import _items, load_config, resolve_run_folder, to_toml
+from titan_mi100.config.load import _items, load_config, make_run_folder, to_toml
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 
@@ -224,13 +226,19 @@ def test_the_resolved_config_reads_back_to_the_same(tmp_path: Path) -> None:
 
 
 def test_run_folders_are_named_by_the_user_or_by_config_and_time(tmp_path: Path) -> None:
-    unnamed = resolve_run_folder(load(tmp_path, MINIMAL))
-    assert unnamed.parent == Path("outputs").resolve() and unnamed.name.startswith("my-20")
+    dump = ("--job.dump_folder", str(tmp_path / "out"))
+    unnamed = load(tmp_path, MINIMAL, *dump)
+    # in one second, at once: a sweep, a job array
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(make_run_folder, [unnamed] * 16))
+    assert len(set(folders)) == 16 and all(folder.is_dir() for folder in folders)
+    assert {folder.parent for folder in folders} == {tmp_path / "out"}
+    assert all(re.fullmatch(r"my-\d{8}-\d{6}(-\d+)?", folder.name) for folder in folders)
     named = tmp_path / "run"
-    assert resolve_run_folder(load(tmp_path, MINIMAL, "--job.run_folder", str(named))) == named
-    named.mkdir()
+    for _ in range(2):
+        assert make_run_folder(load(tmp_path, MINIMAL, "--job.run_folder", str(named))) == named
     fresh = load(tmp_path, MINIMAL, "--job.run_folder", str(named), "--checkpoint.fresh")
-    assert resolve_run_folder(fresh) == tmp_path / "run-2"
+    assert [make_run_folder(fresh) for _ in range(2)] == [tmp_path / "run-2", tmp_path / "run-3"]
 
 
 def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:

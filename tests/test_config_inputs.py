@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
-from titan_mi100.config.load import config_from_command_line, load_config, resolve_run_folder, to_toml
+from titan_mi100.config.load import RUN_FOLDER, config_from_command_line, load_config, make_run_folder, to_toml
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.errors import UserError
@@ -73,12 +73,13 @@ def test_a_single_value_given_twice_is_refused(file: Path, second: tuple[str, ..
     assert message == "command line: '2' is not an option; only a list takes several values"
 
 
-def test_run_train_may_add_the_run_folder_that_it_has_resolved(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    given = ["--job.run_folder", os.path.relpath(tmp_path / "run"), "--checkpoint.fresh"]
-    resolved = resolve_run_folder(load(file, *given))
-    assert resolved == tmp_path / "run-2"
-    assert resolve_run_folder(load(file, *given, "--job.run_folder", str(resolved))) == resolved
+def test_the_launchers_folder_is_the_runs_whatever_the_config_names(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run_folder(load(file, "--job.run_folder", str(tmp_path / "run"), "--checkpoint.fresh"))
+    monkeypatch.setenv(RUN_FOLDER, str(made))
+    config = load(file, "--job.run_folder", str(tmp_path / "run"), "--checkpoint.fresh")
+    assert (config.job.run_folder, make_run_folder(config)) == (str(made), made)
     other = refusal("--job.config_file", str(file), "--job.run_folder", "a", "--job.run_folder", "b")
     assert "--job.run_folder is given twice" in other
 
@@ -278,7 +279,7 @@ def test_any_other_error_is_one_line_with_the_traceback_in_a_file(
     with pytest.raises(SystemExit) as ended:
         config_from_command_line()
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith("unexpected error, KeyError: 'a bug\\x1b'; the traceback is in ")
+    assert ended.value.code == 1 and line.startswith("ERROR unexpected error, KeyError: 'a bug\\x1b'; the traceback is in ")
     log = Path(line.rpartition(" ")[2])
     assert "Traceback" in log.read_text() and "in fail" in log.read_text()
     log.unlink()

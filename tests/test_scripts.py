@@ -22,7 +22,7 @@ import json, os, runpy, signal, sys, time
 
 def log(kind, args):
     with open(os.environ["STUB_LOG"], "a") as file:
-        keep = ("WORLD_SIZE", "OMP_NUM_THREADS")
+        keep = ("WORLD_SIZE", "TITAN_RUN_FOLDER", "OMP_NUM_THREADS")
         print(json.dumps([kind, args, {{key: os.environ.get(key) for key in keep}}]), file=file)
 
 def run_state(code, state="stub"):
@@ -279,7 +279,9 @@ def test_the_arguments_go_unchanged_to_the_check_and_the_trainer_on_the_processe
     config = ["--training.steps", "4"]
     assert torchrun[-2:] == ["--nproc_per_node", "3"]
     assert torchrun[torchrun.index("--log-dir") + 1] == os.devnull  # else a folder for each run stays in TMPDIR
-    assert trainer == [*config, "--job.run_folder", str(checkout.run_folder)]
+    assert trainer == config
+    ((_, environ),) = checkout.calls("torchrun")
+    assert environ["TITAN_RUN_FOLDER"] == str(checkout.run_folder)
     ((arguments, environ),) = checkout.calls("config")
     assert arguments == config
     assert environ["WORLD_SIZE"] == "3"
@@ -297,7 +299,7 @@ def test_both_spellings_of_processes_and_config_file_are_understood(checkout: Ch
     assert checkout.train(*arguments, NGPU="7").returncode == 0
     torchrun, trainer = torchrun_arguments(checkout)
     assert torchrun[-2:] == ["--nproc_per_node", "5"]
-    assert trainer == [*(a for a in arguments if "nproc" not in a and a != "5"), "--job.run_folder", trainer[-1]]
+    assert trainer == [a for a in arguments if "nproc" not in a and a != "5"]
 
 
 def test_ngpu_sets_the_processes_and_a_given_thread_count_stays(checkout: Checkout) -> None:

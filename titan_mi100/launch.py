@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.config.hardware import default_process_count
+from titan_mi100.config.load import RUN_FOLDER
 from titan_mi100.config.scheduler import srun_tasks
 from titan_mi100.errors import UserError
 
@@ -50,13 +51,18 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             )
         processes, trainer = parse(arguments, environ.get("NGPU", ""))
         # checked once, before any process starts; prints the folder, so that all processes share it
+        os.environ.pop(RUN_FOLDER, None)  # of a run that has started this one
         check, size = (*_CONFIG, *trainer), str(processes)
         found = launcher.run_first("the check of the config", *check, stdout=subprocess.PIPE, WORLD_SIZE=size)
         folder = os.fsdecode(found).removesuffix("\n")
-        trainer += ["--job.run_folder", folder]
+        os.environ[RUN_FOLDER] = folder
         set_defaults(processes)
         # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
-        launcher.run_first("the preparation of the data", "-m", "titan_mi100.data.prepare", *trainer)
+        try:
+            launcher.run_first("the preparation of the data", "-m", "titan_mi100.data.prepare", *trainer)
+        finally:
+            with suppress(OSError):
+                os.rmdir(folder)  # unless there is something in it
         return launcher.train((*_TORCHRUN, "--nproc_per_node", size, *TRAINER, *trainer), folder)
     except UserError as error:
         say(error)

@@ -4,6 +4,7 @@
 """
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -30,6 +31,7 @@ else:
 
 _Name = tuple[str, str]  # section and key
 
+RUN_FOLDER = "TITAN_RUN_FOLDER"  # variable in which the launcher names the folder that it has made for the run
 _SHIPPED = Path(__file__).parents[2] / "train_configs"
 # What a command line names that is not about the model and the data of debug.toml.
 _OWN_MODEL_OR_DATA = (
@@ -102,6 +104,8 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
     built = {
         name: section(**{key.name: values[name, key.name] for key in _keys(section)}) for name, section in _sections()
     }
+    if made := os.environ.get(RUN_FOLDER):
+        built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes))
     named = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
     for error in check(config, world_size) if is_read else ():  # else what is missing may be in the file
@@ -151,18 +155,12 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
         elif is_list:
             items = [item for word in words for item in _items(word, known[name].metadata["path"])]
             found[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd(), True)
-        elif before and not (name == "job.run_folder" and _is_resolved(before.value, words[0])):
+        elif before:
             twice = f"{shown(before.value)} and {shown(words[0])}"
             errors.append(f"command line: --{name} is given twice, as {twice}; keep one of them")
         else:
             found[section, key] = _Setting(words[0], f"--{name}", Path.cwd(), True)
     return found
-
-
-def _is_resolved(folder: str, later: str) -> bool:
-    """Whether a second run folder is what resolve_run_folder makes of the first: run_train.sh appends that."""
-    resolved = re.escape(os.path.abspath(os.path.expanduser(folder)))
-    return not folder or re.fullmatch(resolved + r"(-\d+)?", later) is not None
 
 
 def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], chain: tuple[Path, ...]) -> bool:
@@ -277,16 +275,28 @@ def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
     return value
 
 
-def resolve_run_folder(config: Config) -> Path:
-    """The folder of this run: the named one; with checkpoint.fresh, one beside it; else a new one named by the time."""
-    if not config.job.run_folder:
+def make_run_folder(config: Config) -> Path:
+    """Make this run's folder and return it: the named one, which may be there; with checkpoint.fresh a new one beside
+    it; else a new one named by the time. Of two runs that start at once none gets the other's new folder.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if made := os.environ.get(RUN_FOLDER):
+        return Path(made)
+    base = config.job.run_folder
+    if not base:
         stem = Path(config.job.config_file).stem or "run"
-        return Path(config.job.dump_folder).resolve() / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = Path(config.job.run_folder), 1
-    while config.checkpoint.fresh and os.path.lexists(folder):
-        number += 1
-        folder = Path(f"{config.job.run_folder}-{number}")
-    return folder
+        base = str(Path(config.job.dump_folder).resolve() / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for number in itertools.count(1):
+        folder = Path(base if number == 1 else f"{base}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not config.job.run_folder or config.checkpoint.fresh:
+                continue
+        return folder
+    raise AssertionError
 
 
 def to_toml(config: Config) -> str:
@@ -350,4 +360,4 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 
 if __name__ == "__main__":
     checked = config_from_command_line()
-    print(resolve_run_folder(checked))
+    sys.exit(cli.exit_code(lambda: print(make_run_folder(checked))))

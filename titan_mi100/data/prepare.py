@@ -23,7 +23,7 @@ import numpy as np
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.assets import folder_of, has_tokenizer
-from titan_mi100.config.load import config_from_command_line, resolve_run_folder
+from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.cache import Stamp, content_hash, ready_folder
 from titan_mi100.data.encode import Chunk, Encoder, Source
@@ -391,8 +391,8 @@ def main() -> int:
 
 
 def _prepare(config: Config) -> None:
-    folder = resolve_run_folder(config)
-    lock = FolderLock(folder) if folder.is_dir() else None  # another run's ledger is not to be overwritten
+    folder = make_run_folder(config)
+    lock = FolderLock(folder)  # another run's ledger is not to be overwritten
     prepare_run(config, folder)
     del lock
 

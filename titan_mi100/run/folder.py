@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.config.load import resolve_run_folder
+from titan_mi100.config.load import make_run_folder
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
@@ -58,9 +58,10 @@ class RunFolder:
         write_run_state(self.path, state)
 
     def _take(self, config: Config) -> tuple[str, str]:
-        folder = resolve_run_folder(config)
-        checkpoints = folder / "checkpoint"
+        folder = Path(config.job.run_folder or config.job.dump_folder)
         try:
+            folder = make_run_folder(config)
+            checkpoints = folder / "checkpoint"
             checkpoints.mkdir(parents=True, exist_ok=True)
             sync(folder)
             with suppress(PermissionError):  # another user's folder that we may only pass through
