@@ -76,7 +76,7 @@ hf_folder() {
 follow_training() {
   local value
   [[ " ${arguments[*]+"${arguments[*]}"} " == *" --apply_chat_template"* ]] || return 0
-  [[ $model_args != *,enable_thinking=* ]] || return 0
+  [[ $model_args != *enable_thinking* ]] || return 0
   [[ $(cat "$1/titan_mi100.json" 2>/dev/null) =~ \"enable_thinking\":\ (true|false) ]] || return 0
   value=${BASH_REMATCH[1]}
   say "enable_thinking = $value, as the model was trained (titan_mi100.json); --model_args enable_thinking=... overrides"

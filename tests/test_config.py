@@ -165,6 +165,7 @@ mode = "some"
         ("seq_len = 5000", "[training] seq_len = 5000 is more than the model's max_position_embeddings = 4096"),
         ("steps = 3\n[lr_scheduler]\nwarmup_steps = 4", "[lr_scheduler] warmup_steps = 4 is more than"),
         ("[lr_scheduler]\ndecay_ratio = 1.5", "[lr_scheduler] decay_ratio = 1.5 must be at most 1"),
+        ("[data]\nmax_lost_share = 1.5", "[data] max_lost_share = 1.5 must be at most 1"),
         ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be less than 1"),
         ("[optimizer]\nlr = nan", "[optimizer] lr = nan must be a finite number of at least 0"),
         ("[optimizer]\neps = 0", "[optimizer] eps = 0 divides by zero"),

@@ -188,16 +188,14 @@ def open_prepared(folder: Path, cache: Path) -> Prepared:
     Raises:
         RefusedData: the folder only says why the data are refused.
         DamagedFolder: it is not there, or something of it is missing or has changed.
-        PermissionError: it is another user's.
+        OSError: it cannot be read, which says nothing of what it holds.
     """
     try:
         meta = _read_meta(folder)
         _checked(folder / "ledger.csv", meta, cache)
         if meta.facts is not None:
             return _opened(folder, meta.facts, lambda name: _checked(folder / name, meta, cache))
-    except PermissionError:
-        raise
-    except (OSError, ValueError, EOFError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, RecursionError) as error:
         raise DamagedFolder(f"{folder}: is damaged: {error}") from None
     raise RefusedData(meta.refused, folder / "ledger.csv")
 
