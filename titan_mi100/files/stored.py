@@ -74,7 +74,7 @@ class StoredTensors:
             array = np.ndarray(shape, _AS_INTEGERS[nbytes], mapped, begin, steps)
         except TypeError:
             raise UserError(f"{self.folder / file}: has become shorter while it was read; copy it again") from None
-        return torch.from_numpy(np.require(array[(*box, ...)], requirements="A")).view(_DTYPES[dtype])
+        return torch.from_numpy(np.require(array[box], requirements="A")).view(_DTYPES[dtype])
 
 
 def open_hf(folder: Path) -> StoredTensors:
