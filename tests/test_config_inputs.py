@@ -279,7 +279,9 @@ def test_any_other_error_is_one_line_with_the_traceback_in_a_file(
     with pytest.raises(SystemExit) as ended:
         config_from_command_line()
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith("ERROR unexpected error, KeyError: 'a bug\\x1b'; the traceback is in ")
+    assert ended.value.code == 1 and line.startswith(
+        "ERROR unexpected error, KeyError: 'a bug\\x1b'; the traceback is in "
+    )
     log = Path(line.rpartition(" ")[2])
     assert "Traceback" in log.read_text() and "in fail" in log.read_text()
     log.unlink()

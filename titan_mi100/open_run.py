@@ -13,7 +13,15 @@ from typing import Any, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint, open_checkpoint, set_later_aside
+from titan_mi100.checkpoint.resume import (
+    TRAINER,
+    Found,
+    check_is_a_runs,
+    check_same_run,
+    find_checkpoint,
+    open_checkpoint,
+    set_later_aside,
+)
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
@@ -24,6 +32,7 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
+from titan_mi100.files import child
 from titan_mi100.logging import log
 from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale_lr
 from titan_mi100.parallel import distributed
@@ -164,6 +173,7 @@ def open_run(
     data = data or _load_data(config, world, folder)
     found = _find(checkpoint, folder, world, config.checkpoint.load_step)
     if found is not None:
+        check_is_a_runs(found)
         config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     _log_layout(layout, batch, config.training.seq_len)
@@ -194,6 +204,7 @@ def open_run(
         observers += [reporter] if reporter else []
         observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    child.end()  # no more files from elsewhere are read
     trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags)
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
     return Run(*run, reporter, observers, wants_to_stop)
@@ -288,7 +299,7 @@ def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> P
     Args:
         plan: fingerprint of the rows to train and to validate on.
     """
-    progress = Progress() if found is None else Progress.of_trainer_state(found.trainer_state)
+    progress = Progress() if found is None else Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
     if found is not None:
         before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
         progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from chaos.case import Case, Outcome
 from chaos.hostile_pickles import SPEC, Build, Call, dcp_cases, moved_outside, piped, torch_cases
+from chaos.watch import SEEN, START, Watch
 from conftest import REPO, job_environment
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import (
-    TensorStorageMetadata,
-)
 
 from titan_mi100.config.model_spec import parameter_shapes, read_hf_config, to_hf_config
 from titan_mi100.errors import UserError
-from titan_mi100.files.safe_read import SafeReader, load_safely, read_torch_file
+from titan_mi100.files import child
+from titan_mi100.files.stored import StoredTensors, open_dcp, open_torch
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.weights.hf import HFWeights
@@ -246,23 +245,22 @@ def tokenizer_cases() -> dict[str, Build]:
 # ---- opening them
 
 
-def open_dcp(folder: Path) -> None:
-    reader = SafeReader(folder / "ck", {".metadata", *(f"__{n}_0.distcp" for n in range(4)), "link.distcp", "pipe"})
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-    }
-    load_safely(state, reader)
+def read_all(stored: StoredTensors) -> dict[str, torch.Tensor]:
+    return {name: stored.read(name, (0,) * len(shape), shape) for name, (shape, _) in stored.kinds.items()}
 
 
-def open_torch(folder: Path) -> None:
-    for tensor in read_torch_file(folder / "model.pt").values():
-        tensor.sum()
+def read_dcp(folder: Path) -> None:
+    stored = open_dcp(folder / "ck", {".metadata", *(f"__{n}_0.distcp" for n in range(4)), "link.distcp", "pipe"})
+    read_all(stored)
+    if stored.others != ["optim.param_groups.0.lr", "optim.param_groups.0.betas"]:
+        raise UserError(f"{folder}: has other entries than tensors")
 
 
-def open_hf(folder: Path) -> None:
+def read_torch(folder: Path) -> None:
+    read_all(open_torch(folder / "model.pt"))
+
+
+def read_hf(folder: Path) -> None:
     spec = read_hf_config(folder / "hf")
     HFWeights(folder / "hf").check(parameter_shapes(spec))
 
@@ -276,9 +274,9 @@ def open_tokenizer(folder: Path) -> None:
 
 
 _KINDS: dict[str, tuple[Callable[[], dict[str, Build]], Callable[[Path], None]]] = {
-    "dcp": (dcp_cases, open_dcp),
-    "torch file": (torch_cases, open_torch),
-    "hf": (hf_cases, open_hf),
+    "dcp": (dcp_cases, read_dcp),
+    "torch file": (torch_cases, read_torch),
+    "hf": (hf_cases, read_hf),
     "tokenizer": (tokenizer_cases, open_tokenizer),
 }
 
@@ -293,65 +291,22 @@ def hostile_cases() -> list[tuple[str, Build]]:
     return [(f"{kind}: {name}", build) for kind, (cases, _) in _KINDS.items() for name, build in made(cases).items()]
 
 
-class _Watch:
-    """An audit hook, of which a process cannot get rid: while `folder` is set, what happens outside of it is kept."""
-
-    HARM = (
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.spawn",
-        "subprocess.Popen",
-        "pty.spawn",
-    )
-    HARM += (
-        "socket.connect",
-        "ctypes.dlopen",
-        "os.remove",
-        "os.rename",
-        "os.mkdir",
-        "os.link",
-        "os.symlink",
-        "os.chmod",
-    )
-    HARM += ("pickle.find_class", "webbrowser.open")
-    ELSEWHERE = (sys.prefix, sys.base_prefix, str(REPO / "titan_mi100"), "/proc", "/sys", "/dev/null")
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        self.seen: list[str] = []
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.folder is None:
-            return
-        if event in self.HARM:
-            self.seen.append(f"{event} {arguments}"[:200])
-        elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
-            path = os.path.realpath(os.fsdecode(arguments[0]))
-            if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                self.seen.append(f"wrote {path}")
-            inside = path.startswith(f"{self.folder}/") and not path.startswith(f"{self.folder}/outside")
-            if not inside and not path.startswith(self.ELSEWHERE) and os.path.exists(path):
-                self.seen.append(f"opened {path}")
-
-
-def run_case(name: str, folder: Path, watch: _Watch | None = None) -> str:
+def run_case(name: str, folder: Path, watch: Watch | None = None) -> str:
     """Build a case in an empty folder and open it; "" when it was refused as it should be, else what went wrong."""
     kind, case = name.split(": ", 1)
     cases, opened = _KINDS[kind]
     folder = folder.resolve()
     made(cases)[case](folder)
     (folder / "canary").unlink(missing_ok=True)  # building some of them touches it
-    watch = watch or _Watch()
+    watch = watch or Watch()
     watch.seen, watch.folder = [], folder
+    child._START = START
     outcome = "was accepted"
     try:
         opened(folder)
     except UserError as error:
         outcome = "" if str(folder) in str(error) else f"the message names no file: {error}"
+        outcome += "".join(str(error).partition(SEEN)[1:])
     except BaseException as error:
         outcome = f"was not refused, but failed: {error!r}"[:300]
     finally:
@@ -380,7 +335,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def main() -> None:
-    folder, watch = Path(sys.argv[1]), _Watch()
+    folder, watch = Path(sys.argv[1]), Watch()
 
     def give_up(*_: Any) -> None:
         raise KeyboardInterrupt(f"took more than {TIME_LIMIT} s")  # which nobody takes for a file that cannot be read

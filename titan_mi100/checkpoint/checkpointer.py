@@ -16,6 +16,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -27,21 +28,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, rank_of, rank_prefix
-from titan_mi100.checkpoint.resume import TRAINER, read_json
+from titan_mi100.checkpoint.resume import REMEDY, TRAINER, open_checkpoint
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
-from titan_mi100.files.safe_read import SafeReader, load_safely
+from titan_mi100.files.plain import read_checked
+from titan_mi100.files.stored import StoredTensors, open_dcp
 from titan_mi100.logging import log
 from titan_mi100.optim.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
+from titan_mi100.parallel.distributed import World, fill_parameters, from_rank_zero, gather, raise_together
 
+Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 _PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
 
 
@@ -261,22 +263,22 @@ class Checkpointer:
         tensors = dict(everything)
         wanted = dict(ChainMap(*gather({name: (t.shape, t.dtype) for name, t in tensors.items()})))
         with raise_together():
-            trainer_state = read_json(path / TRAINER)
-            reader = SafeReader(path, sealed.read_manifest(path)["files"])
-            saved = _saved_tensors(path, reader)
+            _, manifest, trainer_state = open_checkpoint(path)
+            saved = open_dcp(path, manifest["files"])
             _check_names(path, saved, wanted)
-        extra = self._empty_extra_state(saved)
-        load_safely(tensors | extra, reader)
+            extra = self._empty_extra_state(saved.kinds)
+            fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
         for name, tensor in everything:
             if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
                 tensor.copy_(tensors[name])
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         self._model.restore_extra_state(
-            trainer_state["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
+            manifest["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
         )
-        rng = path / f"rng-{self.world.rank}.json"
-        if rng.exists():  # a rank that the saving run did not have finds none; dropout is seeded in every step anyway
-            _set_random_state(read_json(rng), self.world.device)
+        rng = f"rng-{self.world.rank}.json"
+        with raise_together():
+            if rng in manifest["files"]:  # else the saving run did not have this rank; dropout is seeded anyway
+                _set_random_state(path / rng, self.world.device)
         self._retention.note(path)
         self._newest = path if self.world.rank == 0 and path.parent == self.folder else None
         return trainer_state
@@ -292,15 +294,15 @@ class Checkpointer:
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         return {prefix + name: tensor for name, tensor in self._model.extra_state().items()}
 
-    def _empty_extra_state(self, saved: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    def _empty_extra_state(self, saved: Kinds) -> dict[str, Tensor]:
         """To load this rank's into; nothing unless the layout has such state and as many ranks as now saved theirs."""
         kind = self._model.extra_state_name
         saved_by = {owner[1] for owner in map(rank_of, saved) if owner and owner[0] == kind}
         if not kind or saved_by != set(range(self.world.size)):
             return {}
         return {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype, device=self.world.device)
-            for name, entry in saved.items()
+            name: torch.empty(shape, dtype=dtype, device=self.world.device)
+            for name, (shape, dtype) in saved.items()
             if name.startswith(rank_prefix(kind, self.world.rank))
         }
 
@@ -339,24 +341,19 @@ def _first_cause(error: CheckpointException) -> BaseException:
     return next(cause for cause, _ in error.failures.values())
 
 
-def _saved_tensors(path: Path, reader: SafeReader) -> dict[str, TensorStorageMetadata]:
-    saved = reader.read_metadata().state_dict_metadata
-    if others := sorted(name for name, entry in saved.items() if not isinstance(entry, TensorStorageMetadata)):
-        raise UserError(f"{path}: holds {len(others)} entries that are no tensors, the first {others[0]}; {_OTHER}")
-    return {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+_MT19937 = 624  # numbers of the generator's state
 _OTHER = "use another job.run_folder, or --checkpoint.fresh"
 
 
-def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Kinds) -> None:
-    """DCP would ignore extra tensors and cast dtypes in silence; names, shapes and dtypes must be exactly the run's,
-    over all ranks. Only what ranks keep for themselves may be there or not: another layout resumes without it.
+def _check_names(path: Path, saved: StoredTensors, wanted: Kinds) -> None:
+    """Names, shapes and dtypes must be exactly the run's, over all ranks. Only what ranks keep for themselves may be
+    there or not: another layout resumes without it.
     """
-    found: Kinds = {
-        name: (entry.size, entry.properties.dtype) for name, entry in saved.items() if rank_of(name) is None
-    }
+    if saved.others:
+        raise UserError(
+            f"{path}: holds {len(saved.others)} entries that are no tensors, as {saved.others[0]}; {_OTHER}"
+        )
+    found = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
     if found == wanted:
         return
     problems = []
@@ -374,6 +371,16 @@ def _check_names(path: Path, saved: dict[str, TensorStorageMetadata], wanted: Ki
     raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
 
 
+@dataclass(frozen=True)
+class _RandomState:
+    """What rng-R.json holds; the texts are base64."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: str
+    cuda: str = ""
+
+
 def _random_state(device: torch.device) -> dict[str, Any]:
     python = random.getstate()
     numpy = np.random.get_state(legacy=True)
@@ -387,14 +394,19 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state((state["numpy"][0], np.array(state["numpy"][1], dtype=np.uint32), *state["numpy"][2:]))
+def _set_random_state(file: Path, device: torch.device) -> None:
+    state = read_checked(file, _RandomState, REMEDY)
 
-    def tensor(key: str) -> Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(state[key])), dtype=torch.uint8)
+    def tensor(text: str) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
-    torch.set_rng_state(tensor("torch"))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(tensor("cuda"), device)
+    try:
+        if state.numpy[2] > _MT19937:  # numpy would read beyond the end
+            raise ValueError(f"numpy[2] = {state.numpy[2]}, of {_MT19937}")
+        random.setstate(state.python)
+        np.random.set_state((state.numpy[0], np.array(state.numpy[1], dtype=np.uint32), *state.numpy[2:]))
+        torch.set_rng_state(tensor(state.torch))
+        if device.type == "cuda" and state.cuda:
+            torch.cuda.set_rng_state(tensor(state.cuda), device)
+    except Exception as error:  # of three libraries
+        raise UserError(f"{file}: is no random state: {error}; {REMEDY}") from None

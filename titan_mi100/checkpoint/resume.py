@@ -14,6 +14,8 @@ from titan_mi100.wording import shortened
 
 NEWEST = -1
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
+REMEDY = "remove this checkpoint to resume from the one before"
+_OF_A_RUN = ("layout", "data", "rows", "fingerprints")  # what a manifest says of the run
 
 
 class Found(NamedTuple):
@@ -90,7 +92,15 @@ def set_later_aside(resumed: Path) -> None:
 
 def open_checkpoint(path: Path) -> Found:
     """A checkpoint that is known to be intact."""
-    return Found(path, sealed.read_manifest(path), read_json(path / TRAINER))
+    manifest = sealed.read_manifest(path)
+    return Found(path, manifest, plain.read_object(listed(path, TRAINER, manifest), REMEDY))
+
+
+def listed(path: Path, name: str, manifest: dict[str, Any]) -> Path:
+    """A file of a checkpoint that its manifest names; no other is read. Raises UserError: it names none."""
+    if name not in manifest["files"]:
+        raise UserError(f"{path / sealed.MANIFEST}: names no {name}; {REMEDY}")
+    return path / name
 
 
 def _problem(path: Path, share: int, shares: int) -> str:
@@ -108,6 +118,12 @@ def _problem(path: Path, share: int, shares: int) -> str:
 
 
 _AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
+
+
+def check_is_a_runs(found: Found) -> None:
+    """Refuse a checkpoint that a converter wrote, which says nothing of a run."""
+    if lacking := [key for key in _OF_A_RUN if key not in found.manifest]:
+        raise UserError(f"{found.path / sealed.MANIFEST}: lacks {', '.join(lacking)}: no run made it; {REMEDY}")
 
 
 def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
@@ -155,12 +171,3 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else shortened(text, 12) + (text[-40:] if "/" in text else "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    return plain.read_object(path, "remove this checkpoint to resume from the one before")

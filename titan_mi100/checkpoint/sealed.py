@@ -12,16 +12,58 @@ import re
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from titan_mi100.files.durable import sha256_of, sync, write_synced
+from titan_mi100.files.plain import LARGEST_CONFIG, is_plain_name, read_plain
+from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
+
+
+class _FileEntry(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Sealed(TypedDict):
+    format: int
+    step: int
+    files: dict[str, _FileEntry]
+
+
+class _Fingerprints(TypedDict, total=False):
+    model: dict[str, Any]
+    tokenizer: str
+    data: str
+    seed: int
+    global_batch_size: int
+    lora: dict[str, Any]
+    base: str
+
+
+class _Adapter(TypedDict):
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: list[str]
+    base: str
+
+
+class _Manifest(_Sealed, total=False):
+    """What a manifest may hold; a converter's lacks what is of a run."""
+
+    torch: str
+    processes: int
+    layout: dict[str, int]
+    data: dict[str, Any]
+    rows: int
+    fingerprints: _Fingerprints
+    lora: _Adapter
+
 
 FORMAT = 1
 BEST = "best"  # the name of a link to the checkpoint with the lowest validation loss
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
-_MOST_BYTES = 1 << 30  # of a manifest: more is not one
-
 _NAME = re.compile(r"step-\d+")
 Written = dict[str, tuple[int, str]]  # file -> size and SHA-256, as they were written
 
@@ -102,24 +144,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         DamagedError: it is not, or there is none.
         OSError: it may be, but it cannot be read.
     """
-    content = {}
-    for name in (MANIFEST, MANIFEST_HASH):
-        with _regular_file(path / name).open("rb") as stream:
-            content[name] = stream.read(_MOST_BYTES)
-    if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
-        raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
     try:
+        content = {name: read_plain(_regular_file(path / name), LARGEST_CONFIG) for name in (MANIFEST, MANIFEST_HASH)}
+        if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
+            raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
         manifest = json.loads(content[MANIFEST])
+        checked(manifest, _Manifest)
         # a run's checkpoint is called by its step; elsewhere, and what a converter wrote (step 0), may have any name
         expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
-        is_one = (manifest["format"], manifest["step"]) == (FORMAT, expected) and all(
-            Path(name).name == name and type(entry["bytes"]) is int and type(entry["sha256"]) is str
-            for name, entry in manifest["files"].items()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_one = False
-    if not is_one:
-        raise DamagedError(f"{path / MANIFEST}: is not the manifest of {path.name} in format {FORMAT}")
+        plain = all(map(is_plain_name, manifest["files"]))
+        if (manifest["format"], manifest["step"]) != (FORMAT, expected) or not plain:
+            raise ValueError("another step or format, or names of files elsewhere")
+    except (ValueError, RecursionError) as error:
+        problem = f"is not the manifest of {path.name} in format {FORMAT}: {error}"
+        raise DamagedError(f"{path / MANIFEST}: {problem}") from None
     return manifest
 
 

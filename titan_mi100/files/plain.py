@@ -8,9 +8,10 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.schema import checked
 
 MIB = 1 << 20
 LARGEST_CONFIG = 16 * MIB  # real ones: a tokenizer_config.json of 1 MiB
@@ -39,9 +40,14 @@ def plain_path(path: Path) -> Path:
     return path
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """A regular file, open; whatever else takes its place meanwhile is not waited for. Raises as `plain_path` does."""
+    return os.fdopen(os.open(plain_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
 def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:
     """The content of a regular file of at most `largest` bytes; raises as `plain_path` does."""
-    with plain_path(path).open("rb") as file:
+    with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise UserError(f"{path}: is larger than {largest:,} bytes, which no real one is; download it again")
@@ -87,3 +93,16 @@ def refuse_code(file: Path, config: Mapping[str, Any]) -> None:
     for key in _CODE_KEYS:
         if config.get(key):
             raise UserError(f"{file}: {key} asks for Python code, which is not run; use a folder that needs none")
+
+
+def read_checked(path: Path, kind: Any, remedy: str) -> Any:
+    """The JSON object in a regular file as `kind`, a dataclass or TypedDict; see schema.checked.
+
+    Raises:
+        UserError: as read_object; or a key is missing, unknown, or its value is not what it must be.
+    """
+    try:
+        return checked(read_object(path, remedy), kind)
+    except ValueError as error:
+        text = str(error)
+        raise UserError(text if isinstance(error, UserError) else f"{path}: {text}; {remedy}") from None

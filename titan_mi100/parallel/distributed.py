@@ -249,11 +249,11 @@ def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:
 
 
 @torch.no_grad()
-def fill_parameters(parameters: Iterable[tuple[str, nn.Parameter]], read: Read) -> None:
-    """Set every parameter, each rank its own part only.
+def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> None:
+    """Set every parameter or other tensor, each rank its own part only.
 
     Args:
-        parameters: with their HF names.
+        parameters: with their names.
         read: (name, whole shape, offset, size) -> that part of the parameter, on CPU, in any dtype.
     """
     for name, parameter in parameters:

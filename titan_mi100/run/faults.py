@@ -1,11 +1,13 @@
 """Steps whose loss or gradients are not finite: counted, recorded, traced to the rows of input."""
 
 import csv
+import io
 from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
 from titan_mi100.errors import NumericalError
+from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
 from titan_mi100.run.metrics import StepResult
@@ -26,7 +28,7 @@ class FaultWatch:
         self._rows: list[str] = []  # of the skipped steps in a row
         if world.rank == 0 and self._file.exists():
             with suppress(OSError):
-                with self._file.open(newline="", encoding="utf-8") as file:
+                with io.TextIOWrapper(open_plain(self._file), encoding="utf-8", newline="") as file:
                     kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
                 with self._file.open("w", newline="", encoding="utf-8") as file:
                     csv.writer(file).writerows(kept)

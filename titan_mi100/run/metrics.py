@@ -15,7 +15,12 @@ import torch
 from tqdm import tqdm
 
 from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import open_plain
+from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
+
+_LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 
 
 @dataclass(frozen=True)
@@ -158,16 +163,29 @@ class Reporter:
 
 
 def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
-    """Rewrite the file without what will be done again, and without a line that a kill cut off."""
-    if not path.exists():
+    """Rewrite the file without what will be done again, and without a line that a kill cut off.
+
+    Raises:
+        UserError: it is no regular file, or a line of it is none of ours.
+    """
+    if not os.path.lexists(path):
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):
-            entry = json.loads(line)
-            again = validation_due and "validation_loss" in entry and entry["step"] == last_step
-            if entry["step"] <= last_step and not again:
-                kept.append(line + "\n")
+    with open_plain(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+            with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+                entry = _entry(json.loads(line), f"{path}: line {number}")
+                again = validation_due and "validation_loss" in entry and entry["step"] == last_step
+                if entry["step"] <= last_step and not again:
+                    kept.append(line.rstrip(b"\n") + b"\n")
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
+
+
+def _entry(content: Any, where: str) -> dict[str, Any]:
+    try:
+        entry: dict[str, Any] = checked(content, dict[str, Any])
+        return {**entry, "step": checked(entry.get("step"), int, "step")}
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; remove it") from None

@@ -3,8 +3,12 @@
 import math
 import statistics
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
+from titan_mi100.checkpoint.resume import REMEDY
+from titan_mi100.errors import UserError
+from titan_mi100.files.schema import checked
 from titan_mi100.run.metrics import StepResult
 
 _REMEMBERED = 128  # losses of steps that a new one is compared with
@@ -56,5 +60,21 @@ class Progress:
         return {"step": self.step, "loader": {"rows_consumed": progress.pop("rows_consumed")}, "progress": progress}
 
     @classmethod
-    def of_trainer_state(cls, state: dict[str, Any]) -> "Progress":
-        return cls(**state["progress"], rows_consumed=state["loader"]["rows_consumed"])
+    def of_trainer_state(cls, state: dict[str, Any], file: Path) -> "Progress":
+        """Args: file: for messages. Raises UserError: it holds something else."""
+        try:
+            found = checked(state, _TrainerState)
+            progress = {**found["progress"], "rows_consumed": found["loader"]["rows_consumed"]}
+            return checked(progress, cls, "progress")
+        except ValueError as error:
+            raise UserError(f"{file}: {error}; {REMEDY}") from None
+
+
+class _Loader(TypedDict):
+    rows_consumed: int
+
+
+class _TrainerState(TypedDict):
+    step: int
+    loader: _Loader
+    progress: dict[str, Any]

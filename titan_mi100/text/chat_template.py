@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.child import ask
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
 from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
@@ -28,6 +29,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
 _REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
 _PROBE = ({"role": "user", "content": "Hello"},)
+_TRIED = ({"role": "system", "content": "Be brief."}, *_PROBE, {"role": "assistant", "content": "Hello!"}, *_PROBE)
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,14 @@ class ChatTemplate:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
 
         Raises:
-            UserError: a file is missing or malformed, or there is no template.
+            UserError: a file is missing or malformed, there is no template, or trying it takes memory or time without
+                end.
         """
+        ask("text.chat_template:try_template", Path(path), str(template), eos_token)
+        return cls._read(path, template, eos_token)
+
+    @classmethod
+    def _read(cls, path: str | Path, template: str | Path, eos_token: str) -> "ChatTemplate":
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         config_file = folder / "tokenizer_config.json"
         # a link that the user names is the user's; one in a folder came with it
@@ -246,6 +254,17 @@ class ChatTemplate:
         except Exception as error:  # the template is data: whatever it does wrong is for its user to see
             reason = str(error) or type(error).__name__
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
+
+
+def try_template(path: str, template: str, eos_token: str) -> None:
+    """In the child process, where time and memory are limited: render a conversation. What it refuses is its right."""
+    tried = ChatTemplate._read(path, template, eos_token)
+    for render in (tried.render, tried.render_turns):
+        try:
+            render(_TRIED)
+        except UserError as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise MemoryError from None
 
 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:

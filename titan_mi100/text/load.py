@@ -1,9 +1,11 @@
 """Which engine runs a tokenizer's files: tiktoken where it gives the same ids, else the files' own library."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.child import allow, ask
 from titan_mi100.files.plain import plain_path, read_object, read_plain
 from titan_mi100.files.templates import template_files
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
@@ -11,6 +13,7 @@ from titan_mi100.text.bpe import read_bpe, read_definition
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
+_TRIED = "Hello, this is a text of 1 line: 2 + 2 = 4.\n" * 400  # 18 kB: what takes quadratic time shows
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=*[ \t]+[0-9]+\s*(\n|\Z)")
 
 
@@ -25,7 +28,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         UserError: there is no such tokenizer, a file of it is malformed, or no engine here can run it.
     """
-    file = _definition_file(Path(path))
+    ask("text.load:try_tokenizer", Path(path))
+    return _load(Path(path))
+
+
+def try_tokenizer(path: str) -> None:
+    """In the child process, where time and memory are limited: load it and encode some text."""
+    allow(sum(file.stat().st_size for file in tokenizer_files(path)))
+    tokenizer = _load(Path(path))
+    with suppress(UserError):  # a vocabulary may lack these characters
+        tokenizer.encode(_TRIED)
+
+
+def _load(path: Path) -> Tokenizer:
+    file = _definition_file(path)
     config_file = file.with_name("tokenizer_config.json")
     needed = file.suffix not in _FILE_KINDS or config_file.is_file()
     content = read_object(config_file, "copy the checkpoint's tokenizer files there") if needed else {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.stored import StoredTensors
 from titan_mi100.wording import some
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -86,15 +87,22 @@ class Weights(ABC):
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
 
-class LoadedWeights(Weights):
-    """Tensors in memory or mapped from a file."""
+class StoredWeights(Weights):
+    """Tensors in files, which are mapped, not read."""
 
-    def __init__(self, source: Path, tensors: dict[str, Tensor]) -> None:
-        self.source, self.tensors = source, tensors
-        self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    def __init__(self, source: Path, stored: StoredTensors, names: Mapping[str, str] | None = None) -> None:
+        """`names`: the stored one of each tensor; None: all, by their own."""
+        self.source, self._stored = source, stored
+        self._names = {name: name for name in stored.kinds} if names is None else names
+        self.kinds = {name: Kind(*stored.kinds[own]) for name, own in self._names.items()}
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self.tensors[name].detach()[box(offset, size)]
+        return self._stored.read(self._names[name], offset, size)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """As of Weights; cast part by part, so that the whole of it is in memory in one dtype only."""
+        shape = self.kinds[name].shape
+        return self._stored.read(self._names[name], (0,) * len(shape), shape, dtype)
 
 
 def box(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from titan_mi100 import cli as tool
@@ -117,6 +118,8 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
         write_hf(aside, kinds, _originals(source, kinds, digests), SHARD_BYTES)
+        for file in aside.glob("*.safetensors"):
+            safe_open(file, framework="pt")  # what others read it by also finds it whole
         written = HFWeights(aside)
         _compare(written, digests, verify)
         if verify == "logits":

@@ -4,7 +4,6 @@ import pickle
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,91 +18,47 @@ from torch.distributed.checkpoint.metadata import (
 
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import is_weight
-from titan_mi100.errors import UserError
-from titan_mi100.files.safe_read import SafeReader, read_torch_file
-from titan_mi100.weights.base import EMBEDDING, Kind, LoadedWeights, Weights, box, raw_bytes
+from titan_mi100.files.stored import open_dcp, open_torch
+from titan_mi100.weights.base import EMBEDDING, StoredWeights, raw_bytes
 
 MODEL_FILE = "model.pt"
 _WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
-_STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
 
 
-def wrapper_prefix(names: Collection[str]) -> str:
-    """The prefix that other trainers put before the names of all weights; empty: none."""
-    return next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in names), "")
+def _without_wrapper(stored: Collection[str]) -> dict[str, str]:
+    """The stored names by those without the prefix that other trainers put before the names of all weights."""
+    prefix = next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in stored), "")
+    return {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
 
 
-class DCPWeights(Weights):
+class DCPWeights(StoredWeights):
     """The weights of a DCP folder, whoever wrote it. Entries that are no tensors are ignored."""
 
-    def __init__(self, folder: str | Path, only_weights: bool = True) -> None:
-        """Read the folder's metadata.
+    def __init__(self, folder: str | Path, only_weights: bool = True, files: Collection[str] | None = None) -> None:
+        """Look at the folder's metadata.
 
         Args:
             only_weights: leave out optimizer state and what ranks keep for themselves.
+            files: the only ones that are read, as of a manifest; None: any of the folder.
 
         Raises:
             UserError: it is no DCP folder, damaged, or holds anything that no DCP metadata needs.
         """
-        self.source = Path(folder)
-        self._reader = SafeReader(self.source)
-        entries = self._reader.read_metadata().state_dict_metadata
-        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        self.kinds = {}
-        self._prefix = wrapper_prefix(entries)
-        for stored, entry in entries.items():
-            name = stored.removeprefix(self._prefix)
-            if (
-                isinstance(entry, TensorStorageMetadata)
-                and stored.startswith(self._prefix)
-                and (is_weight(name) or not only_weights)
-            ):
-                self.kinds[name] = Kind(tuple(entry.size), entry.properties.dtype)
-                self._chunks[name] = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
-
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._assemble(name, offset, size, self.kinds[name].dtype)
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """As of Weights; cast chunk by chunk, so that the whole of it is in memory in one dtype only."""
-        shape, stored = self.kinds[name]
-        return self._assemble(name, (0,) * len(shape), shape, dtype or stored)
-
-    def _assemble(self, name: str, offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A box of a tensor, from the chunks that have a part in it."""
-        whole = torch.empty(size, dtype=dtype)
-        for chunk in self._chunks[name]:
-            # the intersection of the wanted box and the chunk
-            starts = [max(a, b) for a, b in zip(offset, chunk.offsets, strict=True)]
-            stops = [min(a + n, b + m) for a, n, b, m in zip(offset, size, chunk.offsets, chunk.sizes, strict=True)]
-            lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-            if any(length <= 0 for length in lengths):
-                continue
-            stored = self._reader.read_chunk(MetadataIndex(self._prefix + name, chunk.offsets))
-            part = stored[box((a - b for a, b in zip(starts, chunk.offsets, strict=True)), lengths)]
-            if part.shape == size:
-                return part.to(dtype)
-            whole[box((a - b for a, b in zip(starts, offset, strict=True)), lengths)] = part
-        return whole
+        stored = open_dcp(Path(folder), files)
+        names = _without_wrapper([*stored.kinds, *stored.others])
+        names = {name: own for name, own in names.items() if own in stored.kinds}
+        kept = {name: own for name, own in names.items() if is_weight(name) or not only_weights}
+        super().__init__(Path(folder), stored, kept)
 
 
-def read_torch_weights(path: Path) -> LoadedWeights:
+def read_torch_weights(path: Path) -> StoredWeights:
     """The weights of a file that `torch.save` wrote: a dict of tensors, alone or under one of the usual keys.
 
     Raises:
         UserError: it is damaged, asks for anything but tensors and plain values, or holds no such dict.
     """
-    content = read_torch_file(path)
-    found: dict[Any, Any] = next((content[key] for key in _STATE_DICTS if isinstance(content.get(key), dict)), content)
-    for name, tensor in found.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise UserError(
-                f"{path}: {name!r} is no tensor by its name but a {type(tensor).__name__}; name a file that holds a "
-                f"dict of tensors, alone or under {', '.join(_STATE_DICTS)}"
-            )
-    prefix = wrapper_prefix(found)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-    return LoadedWeights(path, tensors)
+    stored = open_torch(path)
+    return StoredWeights(path, stored, _without_wrapper(stored.kinds))
 
 
 def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -17,8 +17,8 @@ from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
-from titan_mi100.weights.base import LoadedWeights, Weights
-from titan_mi100.weights.hf import open_safetensors
+from titan_mi100.files.stored import open_safetensors
+from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,7 +70,7 @@ def base_of(folder: str | Path) -> str:
     return named if isinstance(named, str) else ""
 
 
-def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
+def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
     """An adapter's settings and its matrices by our names, whoever wrote the folder.
 
     Whether they are all there, with the rank of the settings, `Weights.check` says, which needs the model.
@@ -82,11 +82,10 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
     pickled = path.with_name("adapter_model.bin")
     if not os.path.lexists(path) and os.path.lexists(pickled):
         raise UserError(f"{pickled}: is pickled, which is not read; save it with save_pretrained of peft 0.8 or later")
-    handle = open_safetensors(path)
-    tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
-    if not tensors:
+    stored = open_safetensors(path)
+    if not stored.kinds:
         raise UserError(f"{path}: holds no tensors; copy it again")
-    found = {name: _NAME.fullmatch(name) for name in tensors}
+    found = {name: _NAME.fullmatch(name) for name in stored.kinds}
     if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
             f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
@@ -99,7 +98,7 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, LoadedWeights]:
         dropout=float(raw["lora_dropout"]),
         target_modules=tuple(name for name in LINEARS if name in named),
     )
-    return lora, LoadedWeights(path, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
+    return lora, StoredWeights(path, stored, {name.removeprefix(_PREFIX): name for name in stored.kinds})
 
 
 def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:

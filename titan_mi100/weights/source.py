@@ -12,6 +12,7 @@ from titan_mi100.config.assets import Assets
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
@@ -32,7 +33,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     if (path / ADAPTER_CONFIG).exists():
         raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
     if (path / ".metadata").exists():
-        return DCPWeights(path, only_weights)
+        return DCPWeights(path, only_weights, read_manifest(path).get("files"))
     if path.is_file() and path.suffix != ".safetensors":
         return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
@@ -114,7 +115,10 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
     has_config = (folder / asset_files.CONFIG).exists()
     trained = manifest.get("fingerprints", {}).get("model")
-    saved = ModelSpec(**trained) if trained else None
+    try:
+        saved = checked(trained, ModelSpec, "fingerprints.model") if trained else None
+    except ValueError as error:
+        raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
     spec = read_hf_config(folder) if has_config else saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
         raise UserError(

@@ -1,0 +1,226 @@
+"""What is read back is what was written, key by key; of something else the file and the key are named."""
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import pytest
+import torch
+
+from titan_mi100.checkpoint import checkpointer, sealed
+from titan_mi100.checkpoint.resume import check_is_a_runs, open_checkpoint
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import open_plain, read_checked
+from titan_mi100.files.schema import checked
+from titan_mi100.run.metrics import _drop_after
+from titan_mi100.run.progress import Progress
+
+
+class Place(TypedDict, total=False):
+    file: str
+    line: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    count: int
+    share: float
+    pair: tuple[int, str]
+    places: list[Place]
+    done: bool = False
+    more: dict[str, Any] | None = None
+
+
+GOOD = {"count": 3, "share": 1, "pair": [1, "a"], "places": [{"file": "x", "line": None}, {}]}
+
+
+def test_what_fits_is_built_and_a_whole_number_is_a_number() -> None:
+    assert checked(GOOD, Facts) == Facts(3, 1.0, (1, "a"), [{"file": "x", "line": None}, {}])
+    assert checked({**GOOD, "more": {"a": [1]}}, Facts).more == {"a": [1]}
+    assert checked([1, 2], tuple[int, ...]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": -1}, "count = -1 must be a whole number from 0 below 2^63"),
+        ({"count": 2**63}, f"count = {2**63} must be a whole"),
+        ({"count": True}, "count = True must be a whole"),
+        ({"count": 1.0}, "count = 1.0 must be a whole"),
+        ({"count": None}, "count = None must be"),
+        ({"share": float("nan")}, "share = nan must be a finite number"),
+        ({"share": 10**400}, "share = 1000"),
+        ({"share": "1"}, "share = '1' must be a finite number"),
+        ({"pair": [1]}, "pair must be a list of 2, not of 1"),
+        ({"pair": [1, 2]}, "pair[1] = 2 must be a text"),
+        ({"places": {}}, "places = {} must be a list"),
+        ({"places": [{"line": "2"}]}, "places[0].line = '2' must be"),
+        ({"places": [{"lines": 2}]}, "places[0] has the unknown key lines"),
+        ({"places": [{"file": "a" * 2**20 + "a"}]}, "places[0].file = 'aaa"),
+        ({"done": 1}, "done = 1 must be true or false"),
+        ({"more": []}, "more = [] must be an object"),
+        ({"other": 1}, "it has the unknown key other"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_its_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"must be|unknown") as caught:
+        checked({**GOOD, **change}, Facts)
+    assert str(caught.value).startswith(message) and len(str(caught.value)) < 200
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it lacks count, share"):
+        checked({"pair": [1, "a"], "places": []}, Facts)
+    (tmp_path / "a.json").write_text(json.dumps({**GOOD, "pair": 3}))
+    with pytest.raises(UserError, match=r"a.json: pair = 3 must be a list of at most 1,048,576; mend it"):
+        read_checked(tmp_path / "a.json", Facts, "mend it")
+
+
+# ---- a checkpoint's files
+
+
+PROGRESS = Progress(step=3, best_loss=1.5, best_step=2, plan="ab", rows_consumed=12)
+
+
+def checkpoint(folder: Path, texts: dict[str, str], **about: Any) -> Path:
+    aside = sealed.begin(folder, 3)
+    for name, text in texts.items():
+        (aside / name).write_text(text)
+    written = {name: (len(text), "0") for name, text in texts.items()}
+    return sealed.seal(aside, written, {"step": 3, **about})
+
+
+def test_progress_is_read_back_and_anything_else_is_refused(tmp_path: Path) -> None:
+    state, file = json.loads(json.dumps(PROGRESS.trainer_state())), tmp_path / "trainer.json"
+    assert Progress.of_trainer_state(state, file) == PROGRESS
+    for changed, message in (
+        ({**state, "step": "3"}, "step = '3' must be a whole number"),
+        ({**state, "loader": {}}, "loader lacks rows_consumed"),
+        ({**state, "loader": {"rows_consumed": -1}}, "loader.rows_consumed = -1 must"),
+        ({**state, "progress": []}, "progress = [] must be an object"),
+        ({**state, "progress": {**state["progress"], "best_loss": "low"}}, "progress.best_loss = 'low' must be"),
+        ({**state, "progress": {**state["progress"], "epoch": 1}}, "progress has the unknown key epoch"),
+        ({"step": 3}, "it lacks loader, progress"),
+        ({}, "it lacks loader, progress, step"),
+    ):
+        with pytest.raises(UserError, match=r"trainer.json: ") as caught:
+            Progress.of_trainer_state(changed, file)
+        assert f"trainer.json: {message}" in str(caught.value)
+
+
+def test_only_files_of_the_manifest_are_read(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, {"a.txt": "a"})
+    (path / "trainer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"step-3/manifest.json: names no trainer.json; remove this checkpoint"):
+        open_checkpoint(path)
+
+
+def test_a_converters_checkpoint_is_no_runs(tmp_path: Path) -> None:
+    found = open_checkpoint(checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8", rows=3))
+    with pytest.raises(UserError, match=r"manifest.json: lacks layout, data, fingerprints: no run made it"):
+        check_is_a_runs(found)
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"rows": "many"}, "rows = 'many' must be a whole number"),
+        ({"fingerprints": {"global_batch_size": 1.5}}, "fingerprints.global_batch_size = 1.5 must be"),
+        ({"fingerprints": {"colour": 1}}, "fingerprints has the unknown key colour"),
+        ({"layout": {"tp": None}}, "layout.tp = None must be"),
+        ({"lora": {"rank": 8}}, "lora lacks alpha, base, dropout, target_modules"),
+        (
+            {"lora": {"rank": 8, "alpha": 1, "dropout": 0, "base": "", "target_modules": 5}},
+            "lora.target_modules = 5 must",
+        ),
+    ],
+)
+def test_a_manifest_says_what_a_manifest_can_say(about: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, {}, **about)
+    with pytest.raises(sealed.DamagedError) as caught:
+        sealed.read_manifest(path)
+    assert f"manifest.json: is not the manifest of step-3 in format 1: {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"python": [3, [1, 2], None]}, "is no random state: "),
+        ({"python": [3, [1, -2], None]}, "python[1][1] = -2 must be a whole number"),
+        ({"numpy": ["MT19937", [1], 0, 0, 0.0]}, "is no random state: "),
+        ({"numpy": ["MT19937", [2**40] * 624, 0, 0, 0.0]}, "is no random state: "),
+        ({"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]}, "is no random state: numpy[2] = 1000000000, of 624"),
+        ({"torch": "AAAA"}, "is no random state: "),
+        ({"torch": "a"}, "is no random state: "),
+        ({"torch": 5}, "torch = 5 must be a text"),
+        ({"mps": ""}, "it has the unknown key mps"),
+    ],
+)
+def test_a_random_state_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    cpu, file = torch.device("cpu"), tmp_path / "rng-0.json"
+    state = json.loads(json.dumps(checkpointer._random_state(cpu)))
+    file.write_text(json.dumps(state))
+    checkpointer._set_random_state(file, cpu)
+    assert base64.b64decode(state["torch"]) == torch.get_rng_state().numpy().tobytes()
+    file.write_text(json.dumps({**state, **change}))
+    with pytest.raises(UserError, match=r"rng-0.json: ") as caught:
+        checkpointer._set_random_state(file, cpu)
+    assert f"rng-0.json: {message}" in str(caught.value) and "remove this checkpoint" in str(caught.value)
+
+
+# ---- what a run reads back of its own folder
+
+
+def piped(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def test_metrics_are_read_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3}]
+    file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 1, "lo')
+    _drop_after(file, 2, validation_due=True)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [lines[0], lines[2]]
+    for line, message in (
+        ("[]", "it = [] must be an object"),
+        ('{"step": "x"}', "step = 'x' must be"),
+        ("{}", "step = None"),
+    ):
+        file.write_text(f'{{"step": 1}}\n{line}\n')
+        with pytest.raises(UserError) as caught:
+            _drop_after(file, 2, validation_due=False)
+        assert f"metrics.jsonl: line 2: {message}" in str(caught.value)
+    file.write_text("[" * 60_000 + "\n" + '{"step": 1}')
+    _drop_after(file, 2, validation_due=False)
+    assert file.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "make", [piped, lambda file: file.symlink_to("/dev/zero"), lambda file: file.symlink_to("/etc/passwd")]
+)
+def test_what_is_no_regular_file_of_the_folder_is_not_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, {"trainer.json": "{}", "rng-0.json": "{}"}, torch="2.8")
+    for file, read in (
+        (tmp_path / "metrics.jsonl", lambda: _drop_after(tmp_path / "metrics.jsonl", 2, False)),
+        (path / "trainer.json", lambda: open_checkpoint(path)),
+        (path / "rng-0.json", lambda: checkpointer._set_random_state(path / "rng-0.json", torch.device("cpu"))),
+        (path / "manifest.json", lambda: sealed.read_manifest(path)),
+    ):
+        file.unlink(missing_ok=True)
+        make(file)
+        with pytest.raises((UserError, sealed.DamagedError), match=file.name):
+            read()
+
+
+def test_what_takes_a_files_place_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped(tmp_path / "a")
+    monkeypatch.setattr("titan_mi100.files.plain.plain_path", lambda path: path)
+    with open_plain(tmp_path / "a") as file:
+        assert not file.read()
+    (tmp_path / "b").symlink_to("/etc/passwd")
+    with pytest.raises(OSError, match=r"Too many levels|symbolic"):
+        open_plain(tmp_path / "b")

@@ -1,0 +1,74 @@
+"""One check for all JSON that is read back: every key, type and bound, against a dataclass or TypedDict. No torch."""
+
+import math
+import types
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from titan_mi100.wording import shortened, some
+
+_LONGEST = 1 << 20  # of texts, lists and objects
+_WORDS = {int: "a whole number from 0 below 2^63", float: "a finite number", bool: "true or false"}
+
+
+def checked(value: Any, kind: Any, where: str = "") -> Any:
+    """The value, which JSON gave, as `kind`.
+
+    Args:
+        kind: int (never negative), float, str, bool; `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X];
+            a dataclass, which is built, or a TypedDict, of such; Any: not looked into.
+        where: the value's key, for the message: `progress.step`.
+
+    Raises:
+        ValueError: `where = value must be ...`, or the keys that are missing or unknown.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        others = [option for option in arguments if option is not type(None)]
+        return None if value is None and others != [*arguments] else checked(value, others[0], where)
+    if is_dataclass(kind) or is_typeddict(kind):
+        return _with_keys(value, kind, where)
+    if origin is dict:
+        content = _sized(value, dict, "an object", where)
+        return {key: checked(item, arguments[1], _below(where, key)) for key, item in content.items()}
+    if origin in (list, tuple):
+        content = _sized(value, list, "a list", where)
+        if origin is list or arguments[-1] is ...:
+            return origin(checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(content))
+        if len(content) != len(arguments):
+            raise ValueError(f"{where} must be a list of {len(arguments)}, not of {len(content)}")
+        pairs = zip(content, arguments, strict=True)
+        return tuple(checked(item, own, f"{where}[{i}]") for i, (item, own) in enumerate(pairs))
+    if kind is str:
+        return _sized(value, str, "a text", where)
+    if kind is float and type(value) is int and abs(value) < 2**63:
+        value = float(value)
+    bad = type(value) is not kind or (kind is int and not 0 <= value < 2**63)
+    if bad or (kind is float and not math.isfinite(value)):
+        raise ValueError(f"{where} = {shortened(repr(value))} must be {_WORDS[kind]}")
+    return value
+
+
+def _with_keys(value: Any, kind: Any, where: str) -> Any:
+    content, hints = _sized(value, dict, "an object", where), get_type_hints(kind)
+    if is_typeddict(kind):
+        required = kind.__required_keys__
+    else:
+        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    for what, names in (("lacks", required - content.keys()), ("has the unknown key", content.keys() - hints.keys())):
+        if names:
+            raise ValueError(f"{where or 'it'} {what} {some(sorted(names))}")
+    found = {key: checked(item, hints[key], _below(where, key)) for key, item in content.items()}
+    return kind(**found)
+
+
+def _sized(value: Any, kind: Any, words: str, where: str) -> Any:
+    if type(value) is not kind or len(value) > _LONGEST:
+        raise ValueError(f"{where or 'it'} = {shortened(repr(value))} must be {words} of at most {_LONGEST:,}")
+    return value
+
+
+def _below(where: str, key: str) -> str:
+    return f"{where}.{shortened(key)}" if where else shortened(key)
