@@ -1,6 +1,7 @@
 """What a step costs in collectives, what it tells its observers, and how rows are read ahead."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_the_best_validation_is_the_first_of_equals_and_is_forgotten_with_its_ro
     assert not progress.after_validation(2.0) and progress.best_step == 4
     rows = SimpleNamespace(resume_at=lambda consumed, *_: consumed)
     manifest = {"rows": 8, "fingerprints": {"global_batch_size": 2}}
-    found = SimpleNamespace(trainer_state=progress.trainer_state(), manifest=manifest)
+    found = SimpleNamespace(trainer_state=progress.trainer_state(), manifest=manifest, path=Path("step-5"))
     for plan, best in (("rows", 2.0), ("others", None)):
         restored = _restore_progress(found, rows, plan)  # type: ignore[arg-type]
         assert (restored.best_loss, restored.plan, restored.rows_consumed) == (best, plan, 8)
