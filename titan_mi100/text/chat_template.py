@@ -43,7 +43,7 @@ class Turn:
     answer: int  # start, or behind an empty think block that the template itself put there
     lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
     reasons: bool = False  # the text shows reasoning of the assistant's message
-    # the characters of it that the template marks with {% generation %}; None: it marks none of any conversation
+    # the characters of it that the template marks with {% generation %}; None: the template has no such marks
     marked: tuple[tuple[int, int], ...] | None = None
 
 
