@@ -94,7 +94,7 @@ import torch
 from titan_mi100 import open_run, train, trainer
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import sealed
-from titan_mi100.data.loader import ShuffledEpochs
+from titan_mi100.data.loader import RowStream
 from titan_mi100.files import durable
 from titan_mi100.model.qwen3 import Block
 from titan_mi100.parallel.distributed import Gradients
@@ -124,6 +124,10 @@ def observe(chaos: Chaos) -> None:
     def events(before: str, after: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda *_, **__: chaos.event(before), lambda *_, **__: chaos.event(after)
 
+    def rows_of_a_step(stream: RowStream, first_row: int) -> None:
+        for number in stream.row_numbers(first_row, range(stream.batch.gradient_accumulation_steps)):
+            chaos.event("row", number)
+
     around(open_run, "build_model", *events("build", "built"))
     around(open_run, "validation_loss", *events("validate", "validated"))
     around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
@@ -131,7 +135,7 @@ def observe(chaos: Chaos) -> None:
     around(checkpoint.Checkpointer, "_write_files", *events("write", "written"))
     around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
     around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
-    around(ShuffledEpochs, "row", lambda _, number: chaos.event("row", number))
+    around(RowStream, "step", rows_of_a_step)
     whole_step, steps = Trainer.step, Counter[str]()
 
     def step(self: Trainer) -> StepResult:

@@ -147,18 +147,19 @@ def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:
     """Bytes and ids of all tokens that BPE can make, single bytes first and then in merge order; None: not exact."""
     tokens = list(BYTE_OF.values())
     number = {character: byte for byte, character in enumerate(BYTE_OF)}
-    sides = []
+    lefts, rights = list[int](), list[int]()
     for merge in merges:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
-        if first not in number or second not in number or first + second in number:
+        left, right, product = number.get(first), number.get(second), first + second
+        if left is None or right is None or product in number:
             return None  # it joins what is not made yet, or makes what is
-        left, right = number[first], number[second]
-        sides.append((left, right))
-        number[first + second] = len(tokens)
+        lefts.append(left)
+        rights.append(right)
+        number[product] = len(tokens)
         tokens.append(tokens[left] + tokens[right])
     ids = [vocab.get(token, -1) for token in number]
     fit = {*map(type, ids)} == {int} and sorted(ids) == [*range(len(vocab))] and ids[256:] == sorted(ids[256:])
-    exact = fit and merges_are_exact(*np.array(sides, dtype=np.int64).reshape(-1, 2).T)
+    exact = fit and merges_are_exact(np.array(lefts, dtype=np.int64), np.array(rights, dtype=np.int64))
     return dict(zip(tokens, ids, strict=True)) if exact else None
 
 
