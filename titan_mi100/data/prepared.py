@@ -12,10 +12,9 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from titan_mi100.data.packing import Packing
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace, sha256_of
 from titan_mi100.files.plain import parse_object, plain_path, read_plain
+from titan_mi100.files.schema import checked
 
 PADDING_ROW = -1  # the index of a row without documents, which fills up a step
 PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
@@ -192,28 +192,28 @@ def open_prepared(folder: Path, cache: Path) -> Prepared:
     """
     try:
         meta = _read_meta(folder)
-        _checked(folder / "ledger.csv", meta, cache)
+        _unchanged(folder / "ledger.csv", meta, cache)
         if meta.facts is not None:
-            return _opened(folder, meta.facts, lambda name: _checked(folder / name, meta, cache))
+            return _opened(folder, meta.facts, lambda name: _unchanged(folder / name, meta, cache))
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, RecursionError) as error:
         raise DamagedFolder(f"{folder}: is damaged: {error}") from None
     raise RefusedData(meta.refused, folder / "ledger.csv")
 
 
-def _opened(folder: Path, facts: Facts, checked: Callable[[str], Path]) -> Prepared:
+def _opened(folder: Path, facts: Facts, unchanged: Callable[[str], Path]) -> Prepared:
     def load(name: str) -> np.ndarray:
-        return np.load(checked(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
+        return np.load(unchanged(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
 
     def packed(name: str) -> PackedDataset:
         packing = Packing(load(f"{name}_starts"), load(f"{name}_documents"))
         return PackedDataset(documents, packing, facts.seq_len, facts.pad_id)
 
-    values = np.memmap(checked("tokens.bin"), np.uint32, mode="r")
+    values = np.memmap(unchanged("tokens.bin"), np.uint32, mode="r")
     documents = Documents(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
     return Prepared(folder, packed("train"), packed("validation") if facts.validation else None, facts)
 
 
-def _checked(path: Path, meta: _Meta, cache: Path) -> Path:
+def _unchanged(path: Path, meta: _Meta, cache: Path) -> Path:
     """The file, which is what was written. Raises OSError, ValueError: it is not."""
     if content_hash(plain_path(path), cache)[0] != meta.files.get(path.name):
         raise ValueError(f"{path.name} has changed")
@@ -225,7 +225,7 @@ def _read_meta(folder: Path) -> _Meta:
     meta = parse_object(read_plain(folder / _META), _META, "")
     if meta.pop("sha256", "") != _digest(meta) or meta.get("key") != folder.name:
         raise ValueError(f"{_META} has changed")
-    read = _typed(_Meta, meta, _META)
+    read: _Meta = checked(meta, _Meta, _META)
     if (read.facts is None) != bool(read.refused):
         raise ValueError(f"{_META} has facts and a refusal, or neither")
     return read
@@ -233,18 +233,3 @@ def _read_meta(folder: Path) -> _Meta:
 
 def _digest(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """The JSON value, if it is of this type; of an object the dataclass. Raises ValueError."""
-    if get_origin(kind) is UnionType:  # with None
-        return None if value is None else _typed(get_args(kind)[0], value, where)
-    if is_dataclass(kind):
-        if isinstance(value, dict) and value.keys() == {field.name for field in fields(kind)}:
-            return kind(**{field.name: _typed(field.type, value[field.name], field.name) for field in fields(kind)})
-    elif type(value) is (get_origin(kind) or kind):
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        is_text = str in get_args(kind)[-1:]
-        if not (is_text and any(type(item) is not str for item in items)) and (kind is not int or 0 <= value < 2**63):
-            return value
-    raise ValueError(f"{_META}: {where} must be {kind}")
