@@ -2,6 +2,7 @@
 
 import errno
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Pa
 @pytest.mark.parametrize(
     ("row", "name"),
     [
-        pytest.param("kills", "FSDP2 x2, async_mode async", marks=pytest.mark.full),
         pytest.param("signals", "FSDP2 x2: TERM to every rank in step", marks=pytest.mark.full),
         ("signals", "FSDP2 x2: USR1 to script in warm-up"),
         pytest.param("nans", "PP2 1F1B: activation", marks=pytest.mark.full),
@@ -71,6 +71,13 @@ def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: P
     (case,) = [case for quick in (True, False) for case in getattr(runs, row)(quick) if case.name.endswith(name)][:1]
     outcome = case.run(tmp_path, ())
     assert outcome.count >= 1 and not outcome.wrong
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Once; row 1 of tests/chaos/run.py kills in all phases."""
+    outcome = runs.case("killed", runs.killed, "FSDP2 x2", "async", 1, random.Random(110)).run(tmp_path, ())
+    assert outcome.count == 1 and not outcome.wrong
 
 
 def test_the_table_says_what_its_file_holds_and_an_ended_case_is_not_tried_again(tmp_path: Path) -> None:

@@ -565,7 +565,7 @@ def random_conversation(chance: random.Random) -> tuple[list[dict[str, Any]], An
 
 def test_random_conversations_agree_with_the_reference(pair: Pair, full: bool) -> None:
     chance, modes = random.Random(20261121), itertools.cycle(MODES)
-    for number in range(2_000 if full else 100):
+    for number in range(1_000 if full else 100):
         messages, tools = random_conversation(chance)
         assert not pair.texts_differ(messages, tools, all_variables=False), (number, messages, tools)
         differ = pair.modes_that_differ(messages, tools, [next(modes)])
