@@ -15,6 +15,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.checkpoint.keys import is_weight
 from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import Layout
+from titan_mi100.logging import setup_logging
 from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 from titan_mi100.wording import printable
@@ -28,8 +29,9 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="another one, to be compared with")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
     parser.add_argument("--json", action="store_true", help="for a program to read")
-    options = parser.parse_args()
-    tool.run(lambda: diff(options) if options.other else show(options))
+    options = tool.parse(parser)
+    setup_logging(0)
+    sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
 
 
 def show(options: argparse.Namespace) -> None:

@@ -179,6 +179,7 @@ mode = "some"
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
         ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),
+        ("[lora]\nrank = 1_000_000", "[lora] rank = 1000000 is more than hidden_size = "),
     ],
 )
 def test_impossible_combinations_are_refused(tmp_path: Path, text: str, expected: str) -> None:

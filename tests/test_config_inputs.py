@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
-from titan_mi100.config.load import RUN_FOLDER, config_from_command_line, load_config, make_run_folder, to_toml
+from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder, to_toml
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
+from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.patterns import matching_files
 
 DATA, TOKENIZER = str(ASSETS / "arithmetic.jsonl"), str(ASSETS / "tokenizer")
 MINIMAL = f"""
@@ -162,6 +164,7 @@ def test_a_setting_that_another_one_makes_idle_is_refused(name: str, file: Path)
         ("--training.steps=" + "9" * 5000, "must be a whole number"),
         ("--training.seed=-1", "must be at least 0"),
         ("--data.workers=1000000", "must be at most 4096"),
+        ("--training.gradient_accumulation_steps=1000000", "must be at most 65536"),
         ("--parallelism.tensor_parallel_degree=1000000000", "does not divide num_attention_heads = 4"),
         ("--parallelism.pipeline_parallel_degree=1000000000", "makes 1000000000 stages of 4 layers; lower it"),
         ("--optimizer.lr=1e999", "must be a finite number of at least 0"),
@@ -211,8 +214,8 @@ def test_a_config_that_is_no_regular_file_is_refused_before_it_is_read(tmp_path:
                 assert words in message and len(message.splitlines()) == 1, message
     os.close(reading)
     (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20) + b"\n")
-    assert "is larger than 1,048,576 bytes" in refusal("--job.config_file", str(tmp_path / "large.toml"))
-    for content in (b"\xff\xfe", b"a = [" + b"[" * 50_000, b"\xef\xbb\xbf[training]\n"):
+    assert "is larger than 32,768 bytes" in refusal("--job.config_file", str(tmp_path / "large.toml"))
+    for content in (b"\xff\xfe", b"a = [" + b"[" * 30_000, b"\xef\xbb\xbf" * 2):
         (tmp_path / "bad.toml").write_bytes(content)
         assert "bad.toml: cannot be read as TOML: " in refusal("--job.config_file", str(tmp_path / "bad.toml"))
 
@@ -292,3 +295,92 @@ def test_no_mutated_config_or_command_line_gives_a_traceback(full: bool) -> None
     ends, failures = run(cases, seed=0)
     assert not failures, failures[0]
     assert ends["accepted"] >= cases // 25 and ends["refused"] >= cases // 2, ends
+
+
+# --- paths
+
+
+def test_an_empty_item_of_a_list_is_not_dropped(file: Path, tmp_path: Path) -> None:
+    """An unset variable in quotes."""
+    (tmp_path / "x.toml").write_text(f'base = "{file}"\n[data]\nvalidation_path = ["{DATA}", ""]\n')
+    assert "[data] validation_path = " in refusal("--job.config_file", str(tmp_path / "x.toml"))
+    for words in (["--data.path", "", DATA], ["--data.path=", "--data.path", DATA], ["--data.path", f"{DATA},"]):
+        assert "has an empty item; leave it out" in refusal("--job.config_file", str(file), *words)
+    assert load(file, "--data.validation_path", "").data.validation_path == ()
+
+
+def test_a_glob_in_a_folder_with_brackets_finds_that_folder_s_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run[1]", "run1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path / "run[1]")
+    (tmp_path / "run[1]" / "x.toml").write_text(f'base = "{file}"\n[data]\npath = "*.jsonl"\n')
+    for config in (load(file, "--data.path", "*.jsonl"), load(tmp_path / "run[1]" / "x.toml")):
+        [pattern] = config.data.path
+        assert matching_files(pattern)[0] == [str(tmp_path / "run[1]" / "x.jsonl")]
+    assert load(file, "--data.path", "x.jsonl").data.path == (str(tmp_path / "run[1]" / "x.jsonl"),)
+
+
+def test_two_dots_after_a_link_lead_where_the_system_says(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/sub")
+    for folder, steps in ((tmp_path, 1), (tmp_path / "real", 2)):
+        (folder / "x.jsonl").write_text("{}")
+        (folder / "base.toml").write_text(f'base = "{file}"\n[training]\nsteps = {steps}\n')
+    (tmp_path / "link" / "x.toml").write_text('base = "../base.toml"\n[data]\npath = "../x.jsonl"\n')
+    config = load(tmp_path / "link" / "x.toml")
+    assert (config.training.steps, config.data.path) == (2, (str(tmp_path / "real" / "x.jsonl"),))
+
+
+# --- TOML
+
+
+def test_a_byte_order_mark_is_none_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("\ufeff" + MINIMAL.replace("256", "128"), encoding="utf-8")
+    assert load(tmp_path / "x.toml").training.seq_len == 128
+
+
+def test_a_chain_of_bases_has_an_end(file: Path, tmp_path: Path) -> None:
+    for number in range(2000):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    assert "20.toml: is one `base` too many" in refusal("--job.config_file", str(tmp_path / "0.toml"))
+    (tmp_path / "20.toml").write_text(MINIMAL)
+    assert "`base` too many" in refusal("--job.config_file", str(tmp_path / "0.toml"))
+    assert load(tmp_path / "1.toml").training.seq_len == 256
+
+
+@pytest.mark.parametrize("text", [".".join(["a"] * 16_000) + " = 1\n", f"[{'.'.join('a' * 8000)}]\n" * 2])
+def test_toml_that_takes_too_long_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with at_most(8):
+        said = refusal("--job.config_file", str(tmp_path / "x.toml"))
+    assert said.startswith(f"{tmp_path / 'x.toml'}: ") and len(said) < 1000
+
+
+# --- run folders
+
+
+@pytest.mark.parametrize("fresh", [(), ("--checkpoint.fresh",)])
+def test_a_run_folder_that_cannot_be_made_is_said_at_once(file: Path, tmp_path: Path, fresh: tuple[str, ...]) -> None:
+    (tmp_path / "gone").symlink_to("nowhere")  # such as a disk that is not mounted
+    for folder in ("gone/run", "file/run"):
+        (tmp_path / "file").touch()
+        with at_most(5), pytest.raises(UserError, match=r"cannot be made \(.*set job.run_folder or job.dump_folder"):
+            make_run_folder(load(file, "--job.run_folder", str(tmp_path / folder), *fresh))
+    with pytest.raises(UserError, match=r"file/below/.*: cannot be made"):
+        make_run_folder(load(file, "--job.dump_folder", str(tmp_path / "file" / "below")))
+
+
+@pytest.mark.parametrize("name", ["train.log", "config.toml", "ledger.csv", ".lock"])
+def test_a_run_writes_through_no_link_and_waits_for_no_pipe(file: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "shared").write_text("not the run's")
+    for number, put in enumerate((lambda path: path.symlink_to(tmp_path / "shared"), os.mkfifo, os.mkdir)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        put(folder / name)
+        with pytest.raises(UserError, match=f"{name}: is a link, a folder or a pipe, .*another job.run_folder"):
+            make_run_folder(load(file, "--job.run_folder", str(folder)))
+    with pytest.raises(UserError, match="shared: is there already, and no folder"):
+        make_run_folder(load(file, "--job.run_folder", str(tmp_path / "shared")))

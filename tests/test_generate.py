@@ -420,6 +420,7 @@ def test_an_interrupted_output_goes_on_where_it_was(
 BAD = {
     "no model": (["--model", "{tmp}/none", "--prompt", "x"], "none: no such folder"),
     "negative temperature": (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0 must be 0"),
+    "temperature near 0": (["--prompt", "x", "--temperature", "1e-40"], "must be 0 (greedy) or at least 1e-6"),
     "temperature nan": (["--prompt", "x", "--temperature", "nan"], "temperature = nan must be 0"),
     "top_p 0": (["--prompt", "x", "--temperature", "1", "--top_p", "0"], "top_p = 0.0 must be above 0"),
     "top_p 2": (["--prompt", "x", "--temperature", "1", "--top_p", "2"], "top_p = 2.0 must be above 0"),

@@ -16,14 +16,14 @@ from titan_mi100.run import folder as run_folder
 from titan_mi100.run.folder import RunState, write_run_state
 
 
-@pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80"])
+@pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80", "100"])
 def test_a_senseless_number_of_processes_is_refused(processes: str) -> None:
     for arguments, ngpu in (
         (["--nproc_per_node", processes], "2"),
         ([f"--nproc-per-node={processes}"], ""),
         ([], processes),
     ):
-        with pytest.raises(UserError, match="the number of processes must be 1 to 9999, not"):
+        with pytest.raises(UserError, match="the number of processes must be 1 to 99, not"):
             launch.parse(arguments, ngpu)
 
 
@@ -38,6 +38,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
     assert launch.parse(["--nproc_per_node=", *given], "")[0] == 5
     with pytest.raises(UserError, match="--nproc_per_node needs a number"):
         launch.parse([*given, "--nproc_per_node"])
+    with pytest.raises(UserError, match="--nproc_per_node is given twice, as '2' and '2'"):
+        launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])
@@ -61,9 +63,14 @@ def test_several_copies_of_the_launcher_are_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(launch.Launcher, "__init__", lambda _: None)  # it blocks signals
     assert launch.main([], {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}) == 2
-    assert capfd.readouterr().err.startswith("run_train: srun has started 2 run_train.sh, and each would train")
+    assert capfd.readouterr().err.startswith(
+        "run_train: srun, or WORLD_SIZE, says that 2 processes were started, and each run_train.sh"
+    )
     assert launch.main([], {"OMPI_COMM_WORLD_SIZE": "2"}) == 2
     assert "OMPI_COMM_WORLD_SIZE = 2, but RANK is not set" in capfd.readouterr().err
+    for rank in ({}, {"RANK": "1"}):
+        assert launch.main([], {"WORLD_SIZE": "2", **rank}) == 2
+        assert "says that 2 processes were started, and each run_train.sh" in capfd.readouterr().err
 
 
 def test_on_a_full_disk_the_state_is_written_over_the_one_before(

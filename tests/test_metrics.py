@@ -8,9 +8,10 @@ import pytest
 
 from titan_mi100.config.costs import train_flops
 from titan_mi100.config.model_spec import PRESETS
-from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig, TrainingConfig
 from titan_mi100.run import metrics
 from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.record import _write_explanation
 
 RESULT = StepResult(
     first_row=0,
@@ -84,3 +85,16 @@ def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
     for step in (1, 2):
         reporter.after_step(step, RESULT)
     assert caplog.text.count("cannot be written to: No space left on device") == 1
+
+
+def test_a_config_that_is_not_this_start_s_is_kept(tmp_path: Path) -> None:
+    """A user's own config.toml in the run's folder; then the settings that made a checkpoint, not those that failed."""
+    own, kept = tmp_path / "config.toml", [tmp_path / f"config-until-step-{step}.toml" for step in (0, 5)]
+    own.write_bytes(b"# my own, caf\xe9\n")
+    back = CheckpointConfig(load_step=5, fresh=True)
+    for steps, last_step in ((1, 0), (2, 0), (3, 5), (4, 5)):
+        _write_explanation(tmp_path, Config(training=TrainingConfig(steps=steps), checkpoint=back), last_step, {})
+        assert f"steps = {steps} " in own.read_text()
+    assert kept[0].read_bytes() == b"# my own, caf\xe9\n"
+    assert "steps = 2 " in kept[1].read_text()
+    assert "load_step = -1 " in own.read_text() and "fresh = false " in own.read_text()  # for the next start

@@ -63,6 +63,13 @@ def test_a_process_whose_launcher_is_gone_is_told_and_ends_and_clears_up_after_i
     assert ("did not come to its next step" in errors) == bool(linger)
 
 
+@pytest.mark.parametrize("launcher", ["one", "-1", "9" * 30, ""])
+def test_what_is_no_process_is_no_launcher(launcher: str) -> None:
+    process = start(0, TITAN_LAUNCHER_PID=launcher)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("SIGTERM\n", "")
+
+
 def test_a_shell_that_ends_is_no_launcher() -> None:
     script = f'{sys.executable} -c "$0" 0 & echo $!; sleep 0.5'
     process = subprocess.Popen(

@@ -114,6 +114,9 @@ def test_load_step_goes_back_and_sets_later_ones_aside(world: World, tmp_path: P
     before = json.loads((tmp_path / "checkpoint" / "step-3" / "manifest.json").read_text())["files"]
     with pytest.raises(UserError, match=r"load_step = 7: .* holds no step-7; there is step-1, step-2, step-3, step-4"):
         opened(world, tmp_path, 5, load_step=7)
+    (tmp_path / "checkpoint" / "step-1" / "trainer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"damaged checkpoint: (.|\n)*name another step in checkpoint.load_step"):
+        opened(world, tmp_path, 5, load_step=1)
     trained(world, tmp_path, 3, load_step=2, keep_latest_k=0)
     names = there(tmp_path)
     assert [name.rsplit("-", 1)[0] for name in names[:2]] == ["later-step-3", "later-step-4"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, job_environment
 
-from titan_mi100.config.scheduler import srun_ranks, srun_tasks
+from titan_mi100.config.scheduler import check_place, srun_ranks, srun_tasks
 from titan_mi100.errors import UserError
 
 STEP = {
@@ -132,3 +132,33 @@ def test_two_processes_of_srun_train_one_model(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
     assert os.listdir(tmp_path / "run" / "checkpoint") == ["step-2"]
+
+
+MEETING = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu003", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, MEETING, {**MEETING, **RANKS}, {"WORLD_SIZE": "4"}, {**MEETING, "LOCAL_RANK": "1"}]
+)
+def test_a_place_among_processes_is_taken_as_it_is(environ: dict[str, str]) -> None:
+    check_place(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": ""}, "RANK = '' is no number"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK = 'one' is no number"),
+        ({"WORLD_SIZE": "1e3"}, "WORLD_SIZE = '1e3' is no number"),
+        ({**MEETING, "MASTER_PORT": "http"}, "MASTER_PORT = 'http' is no number"),
+        ({"WORLD_SIZE": "0"}, "RANK = 0 needs a WORLD_SIZE above it"),
+        ({**MEETING, "RANK": "2"}, "RANK = 2 needs a WORLD_SIZE above it"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK = 1 needs a LOCAL_WORLD_SIZE above it"),
+        ({**MEETING, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK = 0 needs a LOCAL_WORLD_SIZE above it"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set, but not MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match="set RANK, WORLD_SIZE, LOCAL_RANK") as refused:
+        check_place(environ)
+    assert str(refused.value).startswith(said)

@@ -185,6 +185,9 @@ def test_what_a_killed_writer_left_is_removed_and_what_one_at_work_has_is_not(
             assert aside.exists()
         final.rename(tmp_path / "first")
     assert (final / "a").read_text() == "a" and synced[-2:] == [aside, tmp_path]  # the folder before its name
+    with durable.atomic_output_folder(tmp_path / "**[x"):  # no pattern
+        pass
+    (tmp_path / "**[x").rmdir()
     with pytest.raises(OSError, match="the disk"), durable.atomic_output_folder(tmp_path / "third"):
         raise OSError("the disk is full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "out"]

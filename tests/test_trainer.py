@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_mi100 import trainer
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     CheckpointConfig,
@@ -22,7 +23,8 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _restore_progress, open_run
+from titan_mi100.logging import setup_logging
+from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, _restore_progress, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
@@ -93,6 +95,18 @@ def test_a_step_counts_its_own_rows_though_the_next_are_read_before_it_ends(
     for result in results:
         labels = [microbatch["labels"] for microbatch in plain(run.stream, result.first_row)]
         assert result.supervised == sum(int((part >= 0).sum()) for part in labels) > 0
+
+
+@pytest.mark.parametrize(("target", "warned"), [(60, True), (70, False), (0, False)])
+def test_a_step_far_from_the_token_target_is_warned_of(
+    target: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0)
+    training = TrainingConfig(seq_len=10, target_tokens_per_step=target)
+    _log_layout(Layout(), Batch(10, 1, 1), training)
+    assert (
+        f"target_tokens_per_step = {target}: one forward on all ranks has more" in capsys.readouterr().err
+    ) == warned
 
 
 def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(world: World) -> None:

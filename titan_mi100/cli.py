@@ -6,28 +6,51 @@ import signal
 import sys
 import tempfile
 import traceback
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
+from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import shortened, with_level
 
 
-def exit_code(program: Callable[[], object]) -> int:
+def say(message: object) -> None:
+    with suppress(OSError):  # its reader is gone, or its disk is full
+        print(with_level("ERROR", message), file=sys.stderr, flush=True)
+
+
+def exit_code(program: Callable[[], object], say: Callable[[object], None] = say) -> int:
     """Run a command whose output is what it prints; returns the code that it returns, if any.
 
     What a user caused is one message and code 2, all else one line and code 1.
     """
+    open_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
-        return _code_of(program, _say)
+        code = _code_of(program, say)
+    except SystemExit as ended:  # argparse has printed its help, or what is wrong
+        code = int(ended.code or 0)
     except OSError as error:
-        _say(f"{error.filename or 'standard output'}: {error.strerror}")
-        return 2
+        unnamed = "the current folder" if error.errno == errno.ENOENT else "standard output"
+        say(f"{error.filename or unnamed}: {error.strerror}")
+        code = 2
     except Exception as error:
-        _say(message_of(error))
-        return 1
+        say(message_of(error))
+        code = 1
+    if (problem := flush_output()) and not code:
+        say(problem)
+        code = 2
+    return code
+
+
+def parse(parser: ArgumentParser) -> Namespace:
+    """The options of the command line; exits after the help, and if they are wrong."""
+    options: list[Namespace] = []
+    code = exit_code(lambda: options.append(parser.parse_args()))
+    return options[0] if options else sys.exit(code)
 
 
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
@@ -36,6 +59,7 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
     Args:
         afterwards: how things stand when it has failed.
     """
+    open_streams()
     setup_logging(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
     try:
@@ -48,6 +72,7 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
     except Exception as error:
         log.error(message_of(error))
         code = 1
+    flush_output()
     if code:
         sys.exit(code)
 
@@ -71,12 +96,9 @@ def message_of(error: Exception, file: Path | None = None) -> str:
     return f"unexpected error, {what}; the traceback is in {name}"
 
 
-def _say(message: object) -> None:
-    print(with_level("ERROR", message), file=sys.stderr)
-
-
 def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:
     try:
+        os.getcwd()
         code = program()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -86,9 +108,8 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
     except KeyboardInterrupt:
         say("interrupted")
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not raise at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    except BrokenPipeError:  # `| head` has seen enough
+        return 0
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -14,18 +14,20 @@ from pathlib import Path
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.load import help_text, load_config
+from titan_mi100.errors import UserError
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
 from titan_mi100.logging import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, rest = _parser().parse_known_args(argv)
-    setup_logging(0)
-    return tool.exit_code(lambda: _show(options, rest))
+    return tool.exit_code(lambda: _show(*_parser().parse_known_args(argv)))
 
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    setup_logging(0)
+    if os.path.isfile(options.html) and not Path(options.html).read_bytes().startswith(b"<!DOCTYPE html>"):
+        raise UserError(f"--html {options.html}: is there already, and no page; name another file")
     with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
         report = make_report(load_config(settings, world_size=None), options)
     lines = report_lines(report, options.table)

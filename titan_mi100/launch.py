@@ -5,7 +5,6 @@ Imports little and no torch, to start fast. Signals are blocked and waited for, 
 else, and none is lost. run_train.sh blocks them before it starts Python.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -18,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.config.hardware import default_process_count
-from titan_mi100.config.load import RUN_FOLDER
-from titan_mi100.config.scheduler import srun_tasks
+from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
+from titan_mi100.streams import open_streams
 
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
@@ -29,7 +28,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
 _MEANING = {
     2: "the config or the input is wrong",
-    3: "stopped early and saved; with --job.run_folder '{}' and without --checkpoint.fresh it goes on",
+    3: "stopped early and saved; with --job.run_folder '{}' and without --checkpoint.fresh and load_step it goes on",
     4: "stopped because of the numbers (loss or gradients)",
     5: "a process hung",
 }
@@ -40,18 +39,20 @@ PassOn = Callable[[Process], None]  # a signal that has come
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Launch a run; its exit code."""
     launcher = Launcher()
-    open_outputs()
+    open_streams()
     try:
         if {"-h", "--help"} & set(arguments):
             return len(launcher.run_first("the help", *_CONFIG, "--help"))  # 0: it is printed
-        if (copies := srun_tasks(environ)) > 1:
+        if (copies := environ.get("WORLD_SIZE") or str(srun_tasks(environ))) != "1":
             raise UserError(
-                f"srun has started {copies} run_train.sh, and each would train a model of its own; start one (srun "
-                "--ntasks=1, or none), or without it: srun python -m titan_mi100.train ..."
+                f"srun, or WORLD_SIZE, says that {copies} processes were started, and each run_train.sh would train a "
+                "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
+                "srun python -m titan_mi100.train ..."
             )
         processes, trainer = parse(arguments, environ.get("NGPU", ""))
+        for name in (*PLACE, RUN_FOLDER):
+            os.environ.pop(name, None)  # of a job that has started this one
         # checked once, before any process starts; prints the folder, so that all processes share it
-        os.environ.pop(RUN_FOLDER, None)  # of a run that has started this one
         check, size = (*_CONFIG, *trainer), str(processes)
         found = launcher.run_first("the check of the config", *check, stdout=subprocess.PIPE, WORLD_SIZE=size)
         folder = os.fsdecode(found).removesuffix("\n")
@@ -81,18 +82,21 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str]]:
     Raises:
         UserError: there is no such number.
     """
-    rest, trainer = list(arguments), list[str]()
+    rest, trainer, given = list(arguments), list[str](), list[str]()
     while rest:
         name, has_value, value = rest[0].partition("=")
         argument = rest.pop(0)
         if name not in ("--nproc_per_node", "--nproc-per-node"):
             trainer.append(argument)
         elif has_value or rest:
-            ngpu = value if has_value else rest.pop(0)
+            given.append(value if has_value else rest.pop(0))
         else:
             raise UserError(f"{name} needs a number, e.g. --nproc_per_node 2")
-    if not re.fullmatch("[1-9][0-9]{0,3}", ngpu or "1", re.ASCII):
-        raise UserError(f"the number of processes must be 1 to 9999, not {ngpu!r} (--nproc_per_node, NGPU)")
+    if len(given) > 1:
+        raise UserError(f"--nproc_per_node is given twice, as {given[0]!r} and {given[1]!r}; keep one of them")
+    ngpu = given[0] if given else ngpu
+    if not re.fullmatch("[1-9][0-9]?", ngpu or "1", re.ASCII):
+        raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
     return int(ngpu or default_process_count()), trainer
 
 
@@ -103,15 +107,6 @@ def set_defaults(processes: int) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(cores // processes, 1))
     if os.path.exists("/dev/kfd"):  # peer access over PCIe between MI100s needs it
         os.environ["HSA_FORCE_FINE_GRAIN_PCIE"] = os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") or "1"
-
-
-def open_outputs() -> None:
-    """Let closed outputs (`>&-`) lead nowhere: whatever writes to them would fail."""
-    for output in (1, 2):
-        with suppress(OSError):
-            if fcntl.fcntl(output, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:  # a shell may have its script there
-                continue
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 def say(words: object) -> None:

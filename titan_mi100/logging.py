@@ -1,9 +1,9 @@
 """Where the run's words go: rank 0 to the terminal (below the progress bar's reach) and to the run folder's log."""
 
 import logging
-import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,12 +17,11 @@ class _TerminalHandler(logging.Handler):
     """Prints a line above a progress bar, if there is one, instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with suppress(
+            OSError
+        ):  # no reader, a full disk, a terminal that is gone: train.log has it too
             tqdm.write(self.format(record), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr)
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has seen enough; the run goes on, and its log is in the run folder
-            log.removeHandler(self)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _LineFormatter(logging.Formatter):
@@ -73,6 +72,7 @@ def setup_logging(rank: int) -> None:
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.propagate = False
+    logging.raiseExceptions = False  # a file on a full disk: no reason for a traceback
 
 
 def log_to_file(path: Path) -> None:

@@ -27,7 +27,7 @@ from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, lora_identity
+from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
@@ -47,6 +47,7 @@ from titan_mi100.run.record import open_record
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
+_FAR_OFF = 1.5  # times the token target: rounding alone does not lead there
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
@@ -176,7 +177,7 @@ def open_run(
         check_is_a_runs(found)
         config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
-    _log_layout(layout, batch, config.training.seq_len)
+    _log_layout(layout, batch, config.training)
     about = _about(config, spec, data, layout, batch)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
@@ -263,12 +264,15 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
     return config
 
 
-def _log_layout(layout: Layout, batch: Batch, seq_len: int) -> None:
+def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
+    tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
     log.info(
         f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
         f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
-        f"{batch.global_batch_size * seq_len:,} tokens"
+        f"{tokens:,} tokens"
     )
+    if 0 < _FAR_OFF * target < tokens:
+        log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
 

@@ -4,12 +4,10 @@
 """
 
 from titan_mi100.config.load import config_from_command_line
-from titan_mi100.config.scheduler import adopt_srun_ranks
 from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
     preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
-    adopt_srun_ranks()
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
 
 import os
@@ -40,7 +38,7 @@ def main(config: Config, preemption: Preemption) -> None:
     try:
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
-        again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh"
+        again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh and load_step"
         train(open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason)), preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:

@@ -55,7 +55,8 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
         if not problem:
             raise UserError(f"{problems[0]}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
-            raise UserError(f"damaged checkpoint: {problem}\n{folder}: holds no other; {_AGAIN}")
+            more = "holds no other" if step == NEWEST else "name another step in checkpoint.load_step"
+            raise UserError(f"damaged checkpoint: {problem}\n{folder}: {more}; {_AGAIN}")
         aside = from_rank_zero(partial(sealed.set_aside, newest, "damaged"))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
 

@@ -70,6 +70,8 @@ def check(config: Config, world_size: int | None) -> list[str]:
     try:
         spec = config.spec()
         errors += _check_model_split(config, spec)
+        if config.lora.rank > spec.hidden_size:
+            errors.append(f"[lora] rank = {config.lora.rank} is more than hidden_size = {spec.hidden_size}; lower it")
         if training.seq_len > spec.max_position_embeddings:
             errors.append(
                 f"[training] seq_len = {training.seq_len} is more than the model's max_position_embeddings = "

@@ -56,7 +56,3 @@ def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
 def default_process_count() -> int:
     """One process per GPU, or two on CPU, so that a trial on a laptop runs the same code as two cards."""
     return count_gpus() or 2
-
-
-if __name__ == "__main__":
-    print(default_process_count())

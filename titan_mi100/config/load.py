@@ -4,6 +4,7 @@
 """
 
 import errno
+import glob
 import itertools
 import json
 import os
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100 import cli
 from titan_mi100.config.check import check
+from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import MIB
-from titan_mi100.wording import has_control_characters, is_utf8, shortened, shown, with_level
+from titan_mi100.wording import has_control_characters, is_utf8, shortened, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,7 +33,6 @@ else:
 
 _Name = tuple[str, str]  # section and key
 
-RUN_FOLDER = "TITAN_RUN_FOLDER"  # variable in which the launcher names the folder that it has made for the run
 _SHIPPED = Path(__file__).parents[2] / "train_configs"
 # What a command line names that is not about the model and the data of debug.toml.
 _OWN_MODEL_OR_DATA = (
@@ -45,7 +46,10 @@ _ALTERNATIVES = (
     (("data", "weights"), ("data", "repeats")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
-_LARGEST_FILE = MIB  # bytes of a TOML file; the time to parse one can grow with its square
+_LARGEST_FILE = MIB >> 5  # bytes of a TOML file; the time to parse one can grow with the cube of it
+_LONGEST_CHAIN = 20  # files, each the `base` of the one before
+_PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
+_OURS = ("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock")
 
 
 class _Setting(NamedTuple):
@@ -172,16 +176,18 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     document: dict[str, Any] = {}
     if not problem and (real := path.resolve()) in chain:
         problem = f"`base` forms a cycle: {' -> '.join(map(str, chain))}"
+    if not problem and len(chain) == _LONGEST_CHAIN:
+        problem = f"is one `base` too many: {_LONGEST_CHAIN} files already inherit from another"
     if not problem:
         try:
             with path.open("rb") as file:
                 content = file.read(_LARGEST_FILE + 1)
             if len(content) > _LARGEST_FILE:
-                problem = f"is larger than {_LARGEST_FILE:,} bytes, which no config is; name a TOML file"
+                problem = f"is larger than {_LARGEST_FILE:,} bytes; name data files by globs"
             else:
-                document = tomllib.loads(content.decode("utf-8"))
+                document = tomllib.loads(content.decode("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
-            problem = f"cannot be read as TOML: {error}"
+            problem = f"cannot be read as TOML: {shortened(str(error), 300)}"
     if problem:
         errors.append(f"{path}: {problem}")
         return False
@@ -224,16 +230,30 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     is_list = get_origin(key.type) is tuple
     kind = get_args(key.type)[0] if is_list else key.type
     given = value if is_list and isinstance(value, list | tuple) else [value]
-    values = [_as_kind(item, kind, setting.is_text) for item in given if not is_list or item != ""]
+    if is_list and len(given) > 1 and "" in given:
+        return key.default, "has an empty item; leave it out"
+    may_be_empty = is_list and (setting.is_text or kind is str)
+    values = [_as_kind(item, kind, setting.is_text) for item in given if not may_be_empty or item != ""]
     if any(type(item) is not kind for item in values):
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}"
     if rules["choices"] and value not in rules["choices"]:
         return key.default, f"must be one of: {', '.join(rules['choices'])}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
-        values = [os.path.abspath(setting.folder / os.path.expanduser(item)) if item else item for item in values]
-        problems = [problem for item in values if (problem := _refused(item, rules))]
+        values = [_absolute(item, setting.folder, is_list) if item else item for item in values]
+        problems = [f"stands for {shown(item)}, which {why}" for item in values if (why := _refused(item, rules))]
     return (key.default, problems[0]) if problems else (tuple(values) if is_list else values[0], "")
+
+
+def _absolute(path: str, folder: Path, is_glob: bool) -> str:
+    """A path that no longer depends on `folder`. What `..` means after a link is for the system to say."""
+    path = os.path.expanduser(path)
+    found = os.path.join(folder, path)
+    if ".." in Path(path).parts:
+        found = os.path.join(os.path.realpath(os.path.dirname(found)), os.path.basename(found))
+    elif is_glob and not os.path.isabs(path) and glob.has_magic(path) and not os.path.lexists(found):
+        found = os.path.join(glob.escape(os.path.abspath(folder)), path)
+    return os.path.abspath(found)
 
 
 def _refused(value: Any, rules: Any) -> str:
@@ -280,23 +300,37 @@ def make_run_folder(config: Config) -> Path:
     it; else a new one named by the time. Of two runs that start at once none gets the other's new folder.
 
     Raises:
-        OSError: it cannot be made.
+        UserError: it cannot be made, or holds something that is in the way of the run's files.
     """
     if made := os.environ.get(RUN_FOLDER):
         return Path(made)
     base = config.job.run_folder
     if not base:
         stem = Path(config.job.config_file).stem or "run"
-        base = str(Path(config.job.dump_folder).resolve() / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        base = os.path.join(os.path.realpath(config.job.dump_folder), f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     for number in itertools.count(1):
         folder = Path(base if number == 1 else f"{base}-{number}")
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:
+        except OSError as error:
+            if not os.path.lexists(folder):  # the error may be about a folder above it
+                where = f"{error.filename or folder}: cannot be made ({error.strerror})"
+                raise UserError(f"{where}; set job.run_folder or job.dump_folder") from None
             if not config.job.run_folder or config.checkpoint.fresh:
                 continue
+        _check_ours(folder)
         return folder
     raise AssertionError
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse what a run would wait for, or write through, in the place of a file of its own."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is there already, and no folder; move it away, or name another job.run_folder")
+    for path in (folder / name for name in _OURS):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            what = "is a link, a folder or a pipe, where the run writes a file of its own"
+            raise UserError(f"{path}: {what}; move it away, or name another job.run_folder")
 
 
 def to_toml(config: Config) -> str:
@@ -340,24 +374,35 @@ def help_text() -> str:
 def config_from_command_line(for_this_job: bool = True) -> Config:
     """`load_config` for a program's start: prints the help and exits 0, or prints what is wrong and exits 2.
 
-    One process of each node prints, since all of a node find the same. The world size comes from the launcher.
+    One process of each node prints, since all of a node find the same. The world size comes from the launcher; srun's
+    variables become those that torchrun sets.
 
     Args:
         for_this_job: the layout must fit the processes that were started; else it is of a job to come.
     """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        if first:
+    is_help, found = bool({"-h", "--help"} & set(sys.argv[1:])), list[Config]()
+
+    def is_first() -> bool:
+        place = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
+        return not re.fullmatch("0*[1-9][0-9]*", place, re.ASCII)
+
+    def answer() -> None:
+        if for_this_job:
+            os.environ.update(srun_ranks(os.environ))
+            check_place(os.environ)
+        if not is_help:
+            found.append(load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None))
+        elif is_first():
             print(help_text())
-        sys.exit(0)
-    try:
-        return load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
-    except Exception as error:
-        if first:
-            print(with_level("ERROR", cli.message_of(error)), file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+
+    code = cli.exit_code(answer, lambda message: cli.say(message) if is_first() else None)
+    return found[0] if found else sys.exit(code)
+
+
+def _print_run_folder(config: Config) -> None:
+    sys.stdout.buffer.write(os.fsencode(make_run_folder(config)) + b"\n")  # whatever encoding the terminal has
 
 
 if __name__ == "__main__":
     checked = config_from_command_line()
-    sys.exit(cli.exit_code(lambda: print(make_run_folder(checked))))
+    sys.exit(cli.exit_code(lambda: _print_run_folder(checked)))

@@ -1,12 +1,12 @@
 """Ranks of processes that torchrun has not started: srun's variables have all that is needed, mpirun's are refused."""
 
-import os
 import re
-import sys
 from collections.abc import Mapping
 
 from titan_mi100.errors import UserError
 
+RUN_FOLDER = "TITAN_RUN_FOLDER"  # variable in which the launcher names the folder that it has made for the run
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 _REMEDY = (
     "start with torchrun, srun or one ./run_train.sh, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
@@ -58,14 +58,16 @@ def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def adopt_srun_ranks() -> None:
-    """Set `srun_ranks` in this process's environment, before anything reads it; exits 2 if that cannot be."""
-    try:
-        os.environ.update(srun_ranks(os.environ))
-    except UserError as error:
-        if os.environ.get("SLURM_PROCID", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
-            print(error, file=sys.stderr)
-        sys.exit(2)
+def check_place(environ: Mapping[str, str]) -> None:
+    """Refuse variables of a launcher that are half of what is needed, or contradict each other. Raises UserError."""
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1", **environ}
+    given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
+    _number(given, "MASTER_PORT")
+    for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if _number(given, name) >= _number(given, limit):
+            raise UserError(f"{name} = {given[name]} needs a {limit} above it; {_REMEDY}")
+    if "RANK" in environ and (missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - environ.keys()):
+        raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}; {_REMEDY}")
 
 
 def _check_size(environ: Mapping[str, str], name: str, tasks: int) -> None:
@@ -75,7 +77,7 @@ def _check_size(environ: Mapping[str, str], name: str, tasks: int) -> None:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch("[0-9]{1,10}", value := environ.get(name, ""), re.ASCII):
-        raise UserError(f"srun has started several processes, but {name} = {value!r} is no number; {_REMEDY}")
+        raise UserError(f"{name} = {value!r} is no number; {_REMEDY}")
     return int(value)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -143,7 +144,7 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{final.name}.{socket.gethostname()}."  # a lock may not reach other nodes
-        for left in final.parent.glob(f"{prefix}*{_INCOMPLETE}"):
+        for left in final.parent.glob(f"{glob.escape(prefix)}*{_INCOMPLETE}"):
             _remove_if_left(left)
         if (free := shutil.disk_usage(final.parent).free) < nbytes:
             raise OSError(errno.ENOSPC, f"needs {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")

@@ -94,7 +94,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 def _numbers(text: str, rows: int) -> list[int]:
     numbers: list[int] = []
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if text else ():
         if not (match := re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)):
             raise UserError(f"--row {text}: {part!r} is not a row's number or a range such as 3-5")
         first, last = int(match[1]), int(match[2] or match[1])

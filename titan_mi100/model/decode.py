@@ -34,9 +34,10 @@ class Sampling:
     top_p: float = 1.0  # only the most probable tokens whose probabilities sum to this
 
     def __post_init__(self) -> None:
-        greedy_with_filters = self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0)
+        t = self.temperature
+        greedy_with_filters = t == 0 and (self.top_k, self.top_p) != (0, 1.0)
         rules = {
-            f"temperature = {self.temperature} must be 0 (greedy) or a positive number": 0 <= self.temperature < inf,
+            f"temperature = {t} must be 0 (greedy) or at least 1e-6": t == 0 or 1e-6 <= t < inf,
             f"top_k = {self.top_k} must be 0 (off) or more": self.top_k >= 0,
             f"top_p = {self.top_p} must be above 0 and at most 1 (off)": 0 < self.top_p <= 1,
             "top_k and top_p change nothing at temperature 0; set a temperature, such as 0.7": not greedy_with_filters,

@@ -4,6 +4,7 @@ Imports no torch: it must listen before torch is imported, which takes seconds.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,8 +28,9 @@ class Preemption:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._told)
         watched = {os.getppid()} if "TORCHELASTIC_RUN_ID" in os.environ else set()  # else: nohup may outlive its shell
-        if launcher := os.environ.get("TITAN_LAUNCHER_PID"):
+        if re.fullmatch("[0-9]{1,9}", launcher := os.environ.pop("TITAN_LAUNCHER_PID", ""), re.ASCII):
             watched.add(int(launcher))
+            os.environ["TITAN_LAUNCHER_PID"] = launcher
         if watched:
             threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 

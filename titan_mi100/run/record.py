@@ -4,6 +4,7 @@ import json
 import math
 import platform
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -79,11 +80,14 @@ def open_record(
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
     """What a reader of the folder needs to know: the resolved config, versions, hardware, what really runs.
 
-    Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`.
+    Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`; of
+    several starts at a step those of the first, which made it. So is a config.toml that is not the run's.
     """
-    path, text = folder / "config.toml", to_toml(config)
-    if last_step and path.exists() and path.read_text(encoding="utf-8") != text:
-        path.rename(folder / f"config-until-step-{last_step}.toml")
+    of_every_start = replace(config.checkpoint, fresh=False, load_step=-1)  # who starts with the file goes on
+    path, text = folder / "config.toml", to_toml(replace(config, checkpoint=of_every_start))
+    aside = folder / f"config-until-step-{last_step}.toml"
+    if path.exists() and path.read_bytes() != text.encode() and not aside.exists():
+        path.rename(aside)
     path.write_text(text, encoding="utf-8")
     record = {
         **ran,

@@ -1,0 +1,100 @@
+"""Standard streams that are closed, without a reader or on a full disk: a command works, or says what is lost."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ASSETS, REPO, job_environment
+
+from titan_mi100.logging import log, log_to_file, setup_logging
+
+GOOD = f"--model.tokenizer_path {ASSETS}/tokenizer --data.path {ASSETS}/arithmetic.jsonl --model.flavor debug"
+FULL = "standard output: No space left on device"
+
+
+def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**job_environment(), "PYTHON": sys.executable, **environment}
+    command = ["bash", "-o", "pipefail", "-c", script]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "streams", "code", "said"),
+    [
+        ("config.load --help", ">/dev/full", 2, FULL),
+        ("config.load --help", "| head -n 1", 0, ""),
+        ("config.load --help", "<&- >&- 2>&-", 0, ""),
+        (f"config.load {GOOD} --job.run_folder run", ">/dev/full", 2, FULL),
+        ("config.load --nope", "2>/dev/full", 2, ""),
+        ("config.load --nope", "2>&-", 2, ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("inspect_data --help", ">/dev/full", 2, FULL),
+                (f"inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
+                (f"inspect_data {GOOD}", ">&- 2>&-", 0, ""),
+                ("generate --help", ">/dev/full", 2, FULL),
+                ("generate --model nowhere", "<&-", 2, "a chat needs a terminal"),
+                ("launch --help", ">/dev/full", 2, FULL),
+            )
+        ),
+    ],
+)
+def test_a_command_says_what_cannot_be_printed_and_nothing_else(
+    command: str, streams: str, code: int, said: str, tmp_path: Path
+) -> None:
+    done = bash(f'"$PYTHON" -m titan_mi100.{command} {streams}', tmp_path)
+    assert (done.returncode, done.stderr.count(said) == 1 if said else done.stderr) == (code, True if said else "")
+    assert "Exception" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_converter_s_help_that_cannot_be_printed_is_one_message(tmp_path: Path) -> None:
+    done = bash(f'"$PYTHON" "{REPO}/checkpoint_tools/hf_to_dcp.py" --help >/dev/full', tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"ERROR {FULL}\n")
+
+
+@pytest.mark.full
+def test_closed_streams_are_open_for_what_a_command_starts(tmp_path: Path) -> None:
+    """The next files that a worker opens would have their numbers."""
+    code = "import subprocess, sys; from titan_mi100.streams import open_streams; open_streams(); print('x'); "
+    code += "sys.exit(subprocess.run([sys.executable, '-c', 'import sys; sys.exit(None in (sys.stdin, sys.stdout))'])"
+    done = bash(f'"$PYTHON" -c "{code}.returncode)" <&- >&-', tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_name_of_a_run_folder_passes_through_any_encoding(tmp_path: Path) -> None:
+    script = f'"$PYTHON" -m titan_mi100.config.load {GOOD} --job.run_folder café'
+    assert bash(script, tmp_path, PYTHONIOENCODING="ascii").stdout == f"{tmp_path}/café\n"
+    assert os.listdir(tmp_path) == ["café"]
+
+
+def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+    done = bash(f'mkdir gone; cd gone; rmdir ../gone; "$PYTHON" -m titan_mi100.config.load {GOOD}', tmp_path)
+    said = "ERROR the current folder: No such file or directory\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = log.handlers
+    try:
+        setup_logging(0)
+        (tmp_path / "full.log").symlink_to("/dev/full")
+        log_to_file(tmp_path / "full.log")
+        log.info("to a full disk")  # logging itself would print a traceback
+        assert capsys.readouterr().err == ""
+
+        class Gone(io.StringIO):
+            def write(self, _: Any) -> int:
+                raise OSError(5, "Input/output error")  # a terminal that is gone
+
+        monkeypatch.setattr(sys, "stdout", Gone())
+        log.info("into the void")
+    finally:
+        log.handlers = handlers
