@@ -6,8 +6,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tqdm import tqdm
-
 from titan_mi100.wording import printable
 
 log = logging.getLogger("titan_mi100")
@@ -17,9 +15,9 @@ class _TerminalHandler(logging.Handler):
     """Prints a line above a progress bar, if there is one, instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(
-            OSError
-        ):  # no reader, a full disk, a terminal that is gone: train.log has it too
+        from tqdm import tqdm  # here: the launcher and the check of a config start without it
+
+        with suppress(OSError):  # no reader, a full disk, a terminal that is gone: train.log has it too
             tqdm.write(self.format(record), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr)
             sys.stdout.flush()
 
@@ -42,6 +40,8 @@ class ByteProgress:
     """A bar on a terminal; in a log a line every 10 seconds, with the time that is left."""
 
     def __init__(self, what: str, total: int) -> None:
+        from tqdm import tqdm
+
         self._what, self._total, self._done = what, total, 0
         self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty())
         self._started = self._said = time.monotonic()
