@@ -34,7 +34,6 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("inspect_data --help", ">/dev/full", 2, FULL),
                 (f"inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
                 (f"inspect_data {GOOD}", ">&- 2>&-", 0, ""),
                 ("generate --help", ">/dev/full", 2, FULL),
