@@ -1,5 +1,6 @@
 """Warnings and errors carry their level in every line that is printed or logged; information stays as it is."""
 
+import io
 import logging
 import re
 import sys
@@ -55,3 +56,22 @@ def test_what_commands_print_themselves(capsys: pytest.CaptureFixture[str], monk
         config_from_command_line()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2 and all(line.startswith("ERROR ") for line in lines)
+
+
+class Gone(io.StringIO):
+    """A terminal that is gone."""
+
+    def write(self, _: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0)
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    log_to_file(tmp_path / "full.log")
+    log.info("to a full disk")  # logging itself would print a traceback
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stdout", Gone())
+    log.info("into the void")
