@@ -351,11 +351,12 @@ def test_weights_from_an_hf_folder_are_loaded_and_wrong_ones_refused(config: Pat
 
 def test_an_unexpected_error_is_a_crash_in_the_run_state_and_the_log(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    (folder / "metrics.jsonl").mkdir(parents=True)
+    folder.mkdir()
+    (folder / "tensorboard").touch()
     result = train(config, folder, processes=1, check=False)
     state = json.loads((folder / "run_state.json").read_text())
     assert (result.returncode, state["state"], state["exit_code"]) == (1, "crashed", 1)
-    assert "IsADirectoryError" in state["message"] and "Traceback" in (folder / "train.log").read_text()
+    assert "FileExistsError" in state["message"] and "Traceback" in (folder / "train.log").read_text()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_code_4_and_keeps_the_checkpoints(
