@@ -337,10 +337,9 @@ def read_torch(file: str) -> Table:
         table: Table = {}
         for name, made in found.items():
             if type(name) is not str or not type(made).__name__.startswith("_rebuild_"):
-                raise UserError(
-                    f"{path}: {name!r} is no tensor by its name but a {type(made).__name__}; name a file that holds a "
-                    f"dict of tensors, alone or under {', '.join(STATE_DICTS)}"
-                )
+                what = f"{shown(name)} is no tensor by its name but a {type(made).__name__}"
+                where = f"a dict of tensors, alone or under {', '.join(STATE_DICTS)}"
+                raise UserError(f"{path}: {what}; name a file that holds {where}")
             dtype, shape, strides, begin = _tensor(made, records)
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, begin, strides]]]
     return table

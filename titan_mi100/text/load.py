@@ -86,7 +86,7 @@ def _definition_file(path: Path) -> Path:
     if path.is_file() and path.suffix in _FILE_KINDS:
         return path
     found = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
-    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS)
+    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS and not file.is_dir())
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "no tokenizer"
         what = f"has {names}" if path.exists() else "no such file or folder"
