@@ -1,8 +1,10 @@
 """Files from strangers take little memory and time, whatever they hold: they are looked into by a limited process."""
 
 import io
+import json
 import os
 import pickle
+import shutil
 import signal
 import struct
 import time
@@ -19,6 +21,7 @@ from titan_mi100.files import child
 from titan_mi100.files.child import TOO_MUCH
 from titan_mi100.files.stored import open_dcp, open_safetensors, open_torch
 from titan_mi100.text.chat_template import ChatTemplate
+from titan_mi100.text.load import load_tokenizer
 
 ASSETS = REPO / "tests" / "assets" / "tokenizer"
 
@@ -109,7 +112,55 @@ def template(source: str) -> Callable[[Path], object]:
 
 
 DOUBLE = "{% macro d(x, n) %}{{ d(x + x, n - 1) if n else x }}{% endmacro %}{{ d('aaaaaaaa', 40) }}"
+
+
+def many_slow_parts(folder: Path) -> object:
+    """A pickle of 200 bytes that takes a second: here the hash of a tuple that is doubled 24 times."""
+    whole = pickles.saved(pickles.torch.zeros(3))
+    slow = b"\x80\x02})" + b"2\x86" * 24 + b"Ns0" + pickles.zip_pickle(whole)[2:]
+    metadata = pickles.Metadata({}, {}, {})
+    (folder / "ck").mkdir()
+    with (folder / "ck" / "a").open("wb") as file:
+        for number in range(30):
+            begin, offset = file.tell(), pickles.torch.Size([0])
+            file.write(pickles.with_pickle(whole, slow))
+            place = pickles._StorageInfo("a", begin, file.tell() - begin)
+            metadata.storage_data[pickles.MetadataIndex(f"t{number}", offset)] = place
+            metadata.state_dict_metadata[f"t{number}"] = pickles.TensorStorageMetadata(
+                pickles.TensorProperties(dtype=pickles.torch.float32),
+                pickles.torch.Size([3]),
+                [pickles.ChunkStorageMetadata(offset, pickles.torch.Size([3]))],
+            )
+    (folder / "ck" / ".metadata").write_bytes(pickle.dumps(metadata))
+    stored = open_dcp(folder / "ck")
+    return [stored.read(name, (0,), (3,)) for name in stored.kinds]
+
+
+def sparse_template(folder: Path) -> object:
+    """A file that is not read must not raise the limits for those that are."""
+    shutil.copytree(ASSETS, folder / "tok")
+    definition = json.loads((ASSETS / "tokenizer.json").read_text())
+    double = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    definition["normalizer"] = {"type": "Sequence", "normalizers": [double] * 40}
+    (folder / "tok" / "tokenizer.json").unlink()
+    (folder / "tok" / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "tok" / "additional_chat_templates").mkdir()
+    (folder / "tok" / "additional_chat_templates" / "a.jinja").touch()
+    os.truncate(folder / "tok" / "additional_chat_templates" / "a.jinja", 1 << 40)
+    return load_tokenizer(folder / "tok")
+
+
+def prompted(condition: str) -> Callable[[Path], object]:
+    """A template that is harmless when it is tried."""
+    source = "{% if " + condition + " %}{{ 'a' * 4000000000 }}{% endif %}"
+    return lambda folder: template(source)(folder).render_prompt([{"role": "user", "content": "zebra"}], tools=None)
+
+
 HUNGRY = {
+    "a text of 4 GB before an answer": prompted("add_generation_prompt"),
+    "a text of 4 GB at a word": prompted("'zebra' in messages[0].content"),
+    "a text of 4 MB of a few words": template("{{ 'a' * 4000000 }}"),
+    "a tokenizer beside a template of a terabyte": sparse_template,
     "a pickle with a memo of four billion": torch_memo,
     "a bytearray of 4 GB": torch_bytearray,
     "a text of 4 GB": template("{{ 'a' * 4000000000 }}"),
@@ -117,6 +168,7 @@ HUNGRY = {
     "a text that a macro doubles": template(DOUBLE),
 }
 SLOW = {
+    "parts that take a second each": many_slow_parts,
     "a key whose hash never ends": torch_hash,
     "loops in loops": template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
 }
@@ -158,7 +210,7 @@ def test_a_small_file_that_takes_long_is_refused(name: str, tmp_path: Path, full
         if name in LARGE:
             pytest.skip("makes a large file; with --full")
         impatient = child._START.replace(
-            "; serve()", "; from titan_mi100.files import child; child._SECONDS = 1; serve()"
+            "; serve()", "; from titan_mi100.files import child; child.SECONDS = 1; serve()"
         )
         monkeypatch.setattr(child, "_START", impatient)
     check((SLOW | LARGE)[name], tmp_path, seconds=10)

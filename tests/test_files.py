@@ -54,9 +54,20 @@ def test_gzip_is_read_with_all_its_members_and_padding(
 
 
 def test_gzip_that_unpacks_to_far_more_than_it_is_comes_out_whole(tmp_path: Path) -> None:
-    line = b'{"a": "%s"}' % (b"b" * 5_000_000)
+    line = b'{"a": "%s"}' % (b"b" * 1_500_000)
     path = write(tmp_path / "rows.gz", gzip.compress(line + b"\n" + line))
     assert [record.raw == line for record in read_records(path)] == [True, True]
+
+
+@pytest.mark.parametrize("members", [1, 4])
+def test_gzip_that_unpacks_without_end_is_refused(members: int, tmp_path: Path) -> None:
+    content = gzip.compress(b"{}\n" * ((4 << 20) // members)) * members
+    assert len(content) < 1 << 17
+    with pytest.raises(
+        UserError, match=r"rows.gz: the gzip data .* \(over 100 times its size; if that is right, unpack"
+    ):
+        for record in read_records(write(tmp_path / "rows.gz", content)):
+            assert record.number < 1 << 21
 
 
 def test_rows_before_the_damage_of_a_gzip_file_are_read(tmp_path: Path) -> None:

@@ -404,6 +404,11 @@ def test_an_interrupted_output_goes_on_where_it_was(
     ):
         assert generate.main([*arguments, "--output", str(whole), *changed]) == 2
         assert expected in capsys.readouterr().err
+    first = json.loads(lines_there[0])
+    for change in ({"output": 5}, {"tokens": "x"}, {"finish": [1]}, {"more": 1}, {"settings": []}):
+        output.write_text(json.dumps({**first, **change}) + "\n")
+        assert generate.main([*arguments, "--output", str(output)]) == 2
+        assert "wanted.jsonl:1: was" in capsys.readouterr().err.replace(output.name, "wanted.jsonl")
     prompts.write_text(prompts.read_text().splitlines(True)[0])
     assert generate.main([*arguments, "--output", str(whole)]) == 2
     assert "whole.jsonl:2: answers another prompt" in capsys.readouterr().err

@@ -45,6 +45,18 @@ def test_the_log(rank: int, prefix: str, tmp_path: Path, capsys: pytest.CaptureF
     assert logging.getLogger("titan_mi100") is log
 
 
+def test_a_message_that_UTF8_cannot_hold_or_of_megabytes_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0)
+    log_to_file(tmp_path / "train.log")
+    log.error("a tensor named \ud800")
+    log.error(str(UserError(f"a: {'x' * 10**7}; remove it")))
+    kept = (tmp_path / "train.log").read_text()
+    assert "a tensor named \\ud800" in kept and "Traceback" not in capsys.readouterr().err
+    assert len(kept) < 30_000 and kept.endswith("x; remove it\n")
+
+
 def test_what_commands_print_themselves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.exit_code(bad) == 2
     assert capsys.readouterr().err == "ERROR file:1: wrong\nERROR file:2: wrong\n"

@@ -34,6 +34,7 @@ from titan_mi100.data import prepared as prepared_module
 from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
+from titan_mi100.files import child
 from titan_mi100.files.durable import sha256_of
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -896,3 +897,28 @@ def test_documents_and_rows_name_their_lines(tmp_path: Path) -> None:
     array.write_text(json.dumps([qa("q", "a"), qa("r", "b")]))
     twice = load(array, repeats=(2.0,), seq_len=1024).train
     assert [sorted(twice.where(index)) for index in (0, -1)] == [[f"{array}:1[1]", f"{array}:1[2]"], []]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("{{ 'a' * 4000000000 }}", "d.jsonl:2: the chat template refuses it"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "was killed: memory was full, or the chat template or the tokenizer took too much of it or too long",
+        ),
+    ],
+)
+def test_a_template_that_does_harm_with_one_row_only_is_refused(
+    harm: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "SECONDS", 1)
+    (template := tmp_path / "x.jinja").write_text(
+        "{% if 'zebra' in messages[0].content %}" + harm + "{% endif %}{% for message in messages %}<|im_start|>"
+        "{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    data = write(tmp_path / "d.jsonl", qa("a horse?", "yes"), qa("a zebra?", "no"))
+    config = DataConfig(path=(str(data),), cache_folder=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)

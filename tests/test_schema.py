@@ -13,9 +13,12 @@ import torch
 
 from titan_mi100.checkpoint import checkpointer, sealed
 from titan_mi100.checkpoint.resume import check_is_a_runs, open_checkpoint
+from titan_mi100.config.layout import Batch, accumulation_for
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
 from titan_mi100.files.schema import checked
+from titan_mi100.parallel.distributed import World
+from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.metrics import _drop_after
 from titan_mi100.run.progress import Progress
 
@@ -87,6 +90,7 @@ PROGRESS = Progress(step=3, best_loss=1.5, best_step=2, plan="ab", rows_consumed
 
 
 def checkpoint(folder: Path, texts: dict[str, str], **about: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     aside = sealed.begin(folder, 3)
     for name, text in texts.items():
         (aside / name).write_text(text)
@@ -104,6 +108,7 @@ def test_progress_is_read_back_and_anything_else_is_refused(tmp_path: Path) -> N
         ({**state, "progress": []}, "progress = [] must be an object"),
         ({**state, "progress": {**state["progress"], "best_loss": "low"}}, "progress.best_loss = 'low' must be"),
         ({**state, "progress": {**state["progress"], "epoch": 1}}, "progress has the unknown key epoch"),
+        ({**state, "step": 4}, "progress.step = 3 is not step = 4"),
         ({"step": 3}, "it lacks loader, progress"),
         ({}, "it lacks loader, progress, step"),
     ):
@@ -123,6 +128,29 @@ def test_a_converters_checkpoint_is_no_runs(tmp_path: Path) -> None:
     found = open_checkpoint(checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8", rows=3))
     with pytest.raises(UserError, match=r"manifest.json: lacks layout, data, fingerprints: no run made it"):
         check_is_a_runs(found)
+
+
+def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
+    layout = {"local_batch_size": 1, "gradient_accumulation_steps": 2, "dp_degree": 2}
+    good = {"layout": layout, "data": {}, "rows": 5, "fingerprints": {"global_batch_size": 4}}
+    for number, (change, message) in enumerate(
+        (
+            ({}, ""),
+            ({"rows": 0}, "rows must be there, and above 0"),
+            ({"layout": {}}, "local_batch_size, gradient_accumulation_steps, dp_degree must be there"),
+            ({"layout": {**layout, "dp_degree": 0}}, "dp_degree must be there"),
+            ({"fingerprints": {}}, "global_batch_size must be there"),
+        )
+    ):
+        found = open_checkpoint(checkpoint(tmp_path / str(number), {"trainer.json": '{"step": 3}'}, **good | change))
+        if not message:
+            check_is_a_runs(found)
+            found = found._replace(trainer_state={"step": 2})
+            message = "its step = 3 is not that of trainer.json"
+        with pytest.raises(UserError, match=rf"step-3/manifest.json: {message}"):
+            check_is_a_runs(found)
+    with pytest.raises(ValueError, match="does not divide this run's steps of 4611686018427387905 rows"):
+        accumulation_for(2**62 + 1, Batch(2, 1, 2), Batch(1, 1, 1))  # in no time
 
 
 @pytest.mark.parametrize(
@@ -197,6 +225,18 @@ def test_metrics_are_read_line_by_line(tmp_path: Path) -> None:
     file.write_text("[" * 60_000 + "\n" + '{"step": 1}')
     _drop_after(file, 2, validation_due=False)
     assert file.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("content", ["one,a.jsonl,5\n", "9" * 5000, "\udcff", '1,"a', "1," + "a" * 200_000])
+def test_rows_of_steps_that_were_not_finite_are_a_runs_or_refused(world: World, content: str, tmp_path: Path) -> None:
+    file = tmp_path / "nonfinite_rows.csv"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    if content == '1,"a':  # csv takes it
+        FaultWatch(None, tmp_path, world, Progress(step=1), 3)
+        return
+    with pytest.raises(UserError, match=r"nonfinite_rows.csv: is not what a run wrote: .*; remove it"):
+        FaultWatch(None, tmp_path, world, Progress(step=1), 3)
+    assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,23 @@ def test_a_lock_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None
         durable.FolderLock(tmp_path)
 
 
+def test_nothing_is_written_through_a_link_in_somebody_elses_run_folder(tmp_path: Path) -> None:
+    (victim := tmp_path / "victim").write_text("precious")
+    (tmp_path / "roomy").mkdir()
+    (run := tmp_path / "run").mkdir()
+    (run / "checkpoint").symlink_to("../roomy")
+    for name in (".lock", "train.log", "ledger.csv", "anything"):
+        (run / name).symlink_to(victim)
+        with pytest.raises(UserError, match=rf"run/{name}: is a link or no regular file, and would be written to"):
+            durable.FolderLock(run)
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(UserError, match=rf"run/{name}: is a link or no regular file"):
+            durable.FolderLock(run)
+        (run / name).unlink()
+    assert victim.read_text() == "precious" and durable.FolderLock(run)
+
+
 def test_a_mark_that_a_kill_cut_off_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / f".{sealed.BEST}.tmp").symlink_to("step-1")
     sealed.mark_best(seal(tmp_path, 2))

@@ -3,9 +3,15 @@
 import difflib
 from collections.abc import Iterable
 
+_BEGINNING, _END = 20_000, 2_000  # characters of a message that are shown
+
 
 class UserError(ValueError):
     """A mistake in the config or the input. The message names file, line or key, what is wrong, and the remedy."""
+
+    def __str__(self) -> str:
+        text = super().__str__()  # a name in a file can have megabytes
+        return text if len(text) <= _BEGINNING + _END else f"{text[:_BEGINNING]} ... {text[-_END:]}"
 
 
 class SaveError(RuntimeError):

@@ -77,6 +77,6 @@ def setup_logging(rank: int) -> None:
 
 def log_to_file(path: Path) -> None:
     """Also append to this file, with the date."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_LineFormatter("", of_info="INFO "))
     log.addHandler(handler)

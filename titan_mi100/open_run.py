@@ -203,7 +203,8 @@ def open_run(
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
-        observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+        with raise_together():
+            observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     child.end()  # no more files from elsewhere are read
     trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags)

@@ -32,7 +32,7 @@ def shown(value: object) -> str:
 
 def some(names: Iterable[object], most: int = 8) -> str:
     """The first of the names, and how many more there are: "a, b and 3 more"."""
-    shown = list(map(str, names))
+    shown = [shortened(str(name), 500) for name in names]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most:,} more" if len(shown) > most else "")
 
 

@@ -77,6 +77,23 @@ def shard_named(name: str) -> Build:
     return build
 
 
+def shard_of(value: Any, file: str) -> Build:
+    """The index has `value` for half of the tensors, which are in a file of that name."""
+
+    def build(folder: Path) -> None:
+        hf = hf_folder(folder, shards=2)
+        (hf / "model-1.safetensors").rename(hf / file)
+        index = hf / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace('"model-1.safetensors"', json.dumps(value)))
+
+    return build
+
+
+def dangling(file: Path, folder: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to("nowhere")
+
+
 def replaced(name: str, do: Callable[[Path, Path], Any], shards: int = 2) -> Build:
     """`do` with a file of a sound HF folder, and the case's folder."""
     return lambda folder: do(hf_folder(folder, shards) / name, folder)
@@ -88,7 +105,7 @@ def header(content: bytes, length: int | None = None, data: bytes = b"") -> Call
     return lambda file, folder: file.write_bytes(struct.pack("<Q", claimed) + content + data)
 
 
-def tensors(count: int, shape: tuple[int, ...] = (0,), end: int = 0, start: int = 0) -> bytes:
+def tensors(count: int, shape: tuple[int, ...] = (0,), end: float = 0, start: float = 0) -> bytes:
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     return json.dumps({f"tensor-{number}": entry for number in range(count)}).encode()
 
@@ -144,6 +161,15 @@ def hf_cases() -> dict[str, Build]:
         "tensor beyond the file": replaced(one, header(tensors(1, (1 << 20,), 4 << 20), data=bytes(64)), 1),
         "tensor of more than its bytes": replaced(one, header(tensors(1, (1 << 20,), 64), data=bytes(64)), 1),
         "tensor of an overflowing size": replaced(one, header(tensors(1, (1 << 62, 4), 64), data=bytes(64)), 1),
+        "offsets that are floats": replaced(one, header(tensors(1, (16,), 64.0, 0.0), data=bytes(64)), 1),
+        "an offset that is false": replaced(one, header(tensors(1, (16,), 64, False), data=bytes(64)), 1),
+        "33 dimensions": replaced(one, header(tensors(1, (1,) * 33, 4), data=bytes(4)), 1),
+        "no value of impossible sizes": replaced(one, header(tensors(1, (1 << 62, 0))), 1),
+        "header in UTF-16": replaced(one, header(tensors(1, (16,), 64).decode().encode("utf-16"), data=bytes(64)), 1),
+        "a name of 10 MB": replaced(one, header(json.dumps({"x" * (10 << 20): {"dtype": "I8"}}).encode()), 1),
+        "shard that is null": shard_of(None, "None"),
+        "shard that is a number": shard_of(5, "5"),
+        "config is a link to nowhere": replaced("config.json", dangling),
         "pickle for weights": replaced(
             one, lambda file, f: file.write_bytes(pickle.dumps(Call(os.system, f"touch {f / 'canary'}"))), 1
         ),
@@ -175,6 +201,12 @@ def template(source: str) -> Build:
     return tokenizer_file(
         "chat_template.jinja", lambda file, f: file.write_text(source.replace("CANARY", str(f / "canary")))
     )
+
+
+def templates_elsewhere(folder: Path) -> None:
+    (folder / "outside").mkdir()
+    (folder / "outside" / "tool_use.jinja").write_text("secret")
+    (tokenizer_folder(folder) / "additional_chat_templates").symlink_to(folder / "outside")
 
 
 def alone(name: str, content: bytes) -> Build:
@@ -219,6 +251,10 @@ def tokenizer_cases() -> dict[str, Build]:
         "ranks of no tokens": alone("x.tiktoken", b"\xff\xfe\0\0"),
         "ranks as large as an integer goes": alone("x.tiktoken", b"YQ== 9999999999\n"),
         "template is a link": tokenizer_file("chat_template.jinja", moved_outside),
+        "template is a link to nowhere": tokenizer_file("chat_template.jinja", dangling),
+        "template is a folder": tokenizer_file("chat_template.jinja", lambda file, _: (file.unlink(), file.mkdir())),
+        "templates in a linked folder": templates_elsewhere,
+        "definition is a link to nowhere": tokenizer_file("tokenizer.json", dangling),
         "template of a gigabyte": tokenizer_file("chat_template.jinja", lambda file, _: os.truncate(file, 1 << 30)),
     }
     for name, source in {

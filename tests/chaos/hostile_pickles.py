@@ -317,6 +317,22 @@ def claiming_record(content: bytes, name: str) -> bytes:
     return content[: at + 20] + struct.pack("<II", 0x7FFFFFFF, 0x7FFFFFFF) + content[at + 28 :]
 
 
+def commented(content: bytes, comment: bytes) -> bytes:
+    return content[:-2] + struct.pack("<H", len(comment)) + comment
+
+
+def renamed(content: bytes, name: bytes, new: bytes) -> bytes:
+    """Another name of the same length."""
+    assert len(name) == len(new) and content.count(name) == 2
+    return content.replace(name, new)
+
+
+def set_again(payload: bytes) -> bytes:
+    """The pickle of {"a": tensor}, whose tensor then gets a state: for torch.load another shape."""
+    assert payload.endswith(b"s.")
+    return payload[:-2] + b"}b" + b"s."
+
+
 def grow(metadata: Metadata, sizes: tuple[int, ...]) -> None:
     entry = tensor_of(metadata)
     entry.size = entry.chunks[0].sizes = torch.Size(sizes)
@@ -456,6 +472,19 @@ def torch_cases() -> dict[str, Build]:
     cases = {f"calls {name}": torch_file(lambda f, name=name: saved({"a": calls(f)[name]})) for name in names}
     for name in ("GLOBAL posix.system", "INST", "OBJ", "dotted name behind torch", "BUILD with a __setstate__", "EXT1"):
         cases[name] = raw(name)
+    one, other, all_but = saved({"a": torch.zeros(12)}), saved({"a": torch.ones(12)}), {"byteorder": b"big"}
+    cases |= {  # torch.load reads another tensor of each, or none
+        "a zip behind another": torch_file(lambda f: one + other),
+        "a zip in the comment": torch_file(lambda f: commented(one, other)),
+        "bytes before the zip": torch_file(lambda f: b"PK\3\4" + one),
+        "a byte order in capitals": torch_file(lambda f: rezipped(one, all_but).replace(b"byteorder", b"ByteOrder")),
+        "a name that differs in case": torch_file(lambda f: rezipped(one, {}, more={"archive/DATA/0": b"1" * 48})),
+        "a name with NUL": torch_file(lambda f: renamed(one, b"archive/data/0", b"archive/data\0/")),
+        "two folders": torch_file(lambda f: rezipped(one, {}, more={"other/data/1": b"1"})),
+        "a tensor that is set again": torch_file(lambda f: with_pickle(one, set_again(zip_pickle(one)))),
+        "a dimension more than numpy has": torch_file(lambda f: saved({"a": torch.zeros((1,) * 33)})),
+        "an empty tensor of impossible sizes": torch_file(lambda f: saved({"a": torch.zeros(1, 0).expand(1 << 60, 0)})),
+    }
     legacy = {"_use_new_zipfile_serialization": False}
     return cases | {
         "of the old format": torch_file(lambda f: saved({"a": system(f)}, **legacy)),

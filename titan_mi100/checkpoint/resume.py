@@ -10,12 +10,13 @@ from titan_mi100.errors import UserError
 from titan_mi100.files import plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
-from titan_mi100.wording import shortened
+from titan_mi100.wording import shortened, some
 
 NEWEST = -1
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
 REMEDY = "remove this checkpoint to resume from the one before"
 _OF_A_RUN = ("layout", "data", "rows", "fingerprints")  # what a manifest says of the run
+_COUNTS = ("rows", "global_batch_size", "local_batch_size", "gradient_accumulation_steps", "dp_degree")  # in these
 
 
 class Found(NamedTuple):
@@ -123,8 +124,14 @@ _AGAIN = "put back a copy, or start over beside it with --checkpoint.fresh"
 
 def check_is_a_runs(found: Found) -> None:
     """Refuse a checkpoint that a converter wrote, which says nothing of a run."""
-    if lacking := [key for key in _OF_A_RUN if key not in found.manifest]:
-        raise UserError(f"{found.path / sealed.MANIFEST}: lacks {', '.join(lacking)}: no run made it; {REMEDY}")
+    said, file = found.manifest, found.path / sealed.MANIFEST
+    if lacking := [key for key in _OF_A_RUN if key not in said]:
+        raise UserError(f"{file}: lacks {', '.join(lacking)}: no run made it; {REMEDY}")
+    counts = {**said, **said["layout"], **said["fingerprints"]}
+    if wrong := [key for key in _COUNTS if not counts.get(key)]:
+        raise UserError(f"{file}: {', '.join(wrong)} must be there, and above 0; {REMEDY}")
+    if said["step"] != found.trainer_state.get("step"):
+        raise UserError(f"{file}: its step = {said['step']} is not that of {TRAINER}; {REMEDY}")
 
 
 def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
@@ -143,10 +150,10 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
         more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
         (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
     if permitted:
-        log.warning(f"checkpoint.allow_changed: the run resumes with another {', '.join(permitted)}")
+        log.warning(f"checkpoint.allow_changed: the run resumes with another {some(permitted, 30)}")
     if refused:
         raise UserError(
-            f"{found.path}: was made with another {', '.join(refused)}; resume with what it was made with, name what "
+            f"{found.path}: was made with another {some(refused, 30)}; resume with what it was made with, name what "
             "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
         )
 

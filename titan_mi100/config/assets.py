@@ -13,6 +13,7 @@ from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
+from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
@@ -118,8 +119,8 @@ def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
     """The stop tokens that generation_config.json names. Raises UserError, about `file`: they are no token ids."""
     named = parse_object(assets.get(GENERATION, b"{}"), file, _REMEDY).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token_id) is int for token_id in ids):
-        raise UserError(f"{file}: eos_token_id = {named!r} must be a token id or a list of such; {_REMEDY}")
+    if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+        raise UserError(f"{file}: eos_token_id = {shown(named)} must be a token id or a list of such; {_REMEDY}")
     return ids
 
 

@@ -178,7 +178,8 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
             '["global_batch_size"]'
         )
     if global_batch_size % rows:
-        fit = [str(n) for n in range(1, global_batch_size + 1) if not global_batch_size % (n * batch.dp_degree)]
+        few = range(1, min(global_batch_size, 4096) + 1)  # what a manifest says can be any number
+        fit = [str(n) for n in few if not global_batch_size % (n * batch.dp_degree)]
         remedy = f"use local_batch_size {', '.join(fit)}" if fit else "start with a number of processes that does"
         raise ValueError(
             f"[training] local_batch_size = {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not "

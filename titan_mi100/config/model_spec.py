@@ -140,7 +140,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     """What of a config.json this model does not do, or is not known here."""
     if raw.get("model_type") != "qwen3":
-        return [f"model_type = {raw.get('model_type')!r}; only 'qwen3' (dense) is supported"]
+        return [f"model_type = {shown(raw.get('model_type'))}; only 'qwen3' (dense) is supported"]
     own = (field.name for field in fields(ModelSpec))
     found = _unknown(raw, {*own, *_ONLY, *_WITHOUT_EFFECT, *_ROPES, "layer_types", "quantization_config"})
     if raw.get("quantization_config") is not None:
@@ -160,7 +160,7 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
         if not isinstance(rope, dict):
             found.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
         elif kinds := [rope[name] for name in ("rope_type", "type") if rope.get(name, "default") != "default"]:
-            found.append(f"{key}: rope type {kinds[0]!r} is not supported; only 'default'")
+            found.append(f"{key}: rope type {shown(kinds[0])} is not supported; only 'default'")
         else:
             found += [f"{key}: {problem}" for problem in _unknown(rope, {"rope_type", "type", "rope_theta"})]
             if "rope_theta" in rope and rope["rope_theta"] != raw.get("rope_theta", rope["rope_theta"]):
@@ -170,7 +170,7 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     return [
-        f"{key} = {shortened(repr(given[key]))} is not known here; remove it if the model is the same without it"
+        f"{shortened(key)} = {shown(given[key])} is not known here; remove it if the model is the same without it"
         for key in sorted(given.keys() - known)
         if given[key] is not None
     ]

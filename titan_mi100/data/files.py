@@ -19,6 +19,7 @@ LONGEST_LINE = 64 * 2**20  # bytes of one record; a longer one is passed over un
 CHUNK = 2**20  # bytes read at a time
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
 _PARQUET_BATCH = 256  # rows unpacked at a time
+_BOMB, _MOST_UNPACKED = 2**22, 100  # bytes from which on gzip may not unpack so many times what it reads
 _BOM = b"\xef\xbb\xbf"
 
 # What exports contain, and reading passes over and counts.
@@ -234,6 +235,8 @@ class _Gunzip(gzip.GzipFile):
 
     def readinto(self, buffer: Any) -> int:
         data = self.read1(len(buffer))
+        if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):
+            raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
         buffer[: len(data)] = data
         return len(data)
 

@@ -14,9 +14,11 @@ from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
+from titan_mi100.files.child import allow, limit
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024
-_ALONE_BYTES = 1 << 20  # less than this is not worth starting processes for
+_ALONE_BYTES = 1 << 20  # less than this is not worth starting more than one process for
+_ALLOWED = 64  # times as much memory and time for a record as for a file that is only looked into
 
 
 def tokenise(
@@ -25,16 +27,14 @@ def tokenise(
     """All records of all sources, in order.
 
     Args:
-        workers: processes that tokenise.
+        workers: processes that tokenise, with limits on memory and time: template and tokenizer are somebody else's.
         progress: called with the bytes that were read since the last call.
 
     Raises:
         UserError: a file cannot be read, or a process was killed.
     """
     chunks = _read(sources, progress)
-    if workers == 1 or sum(source.bytes for source in sources) < _ALONE_BYTES:
-        yield from (encode_records(encoder, sources[file].format, file, records) for file, records in chunks)
-        return
+    workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
     # Forked, so that all share the tokenizer's tables. They run no torch code, only Python and the tokenizer's.
     context = multiprocessing.get_context("fork")
     state = (encoder, [source.format for source in sources], os.getpid())
@@ -56,7 +56,8 @@ def tokenise(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a process that tokenised was killed, maybe for want of memory; start again with fewer data.workers"
+            "a process that tokenised was killed: memory was full, or the chat template or the tokenizer took too much "
+            "of it or too long; start again with fewer data.workers, or with a sound tokenizer folder"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -97,4 +98,6 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
 
 def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
+    limit()
+    allow(_ALLOWED * sum(len(record.raw) for record in records))
     return encode_records(encoder, formats[file], file, records)

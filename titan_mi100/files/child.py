@@ -24,14 +24,15 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # each takes memory
 _PATIENCE = 300  # seconds for an answer: the limit on CPU time does not count a file system that hangs
 _MEMORY, _MEMORY_PER_BYTE = 1 << 30, 16  # of a .metadata of 19 MB: 0.2 GB
-_SECONDS, _BYTES_PER_SECOND = 5, 1 << 20  # of CPU time
+SECONDS, _BYTES_PER_SECOND = 5, 1 << 20  # of CPU time
 _LARGEST_ANSWER = 1 << 27  # bytes
 TOO_MUCH = "needs more memory or time than a real file of its size"
 _HARM = "it is damaged, or was made to do harm"
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
-_serving = False  # this process is the child
+_limited = False  # this process is the child, or another one that `limit` was called in
+_granted, _began, _held = 0, 0, 0  # since `limit`: bytes that were allowed for; and CPU seconds and memory then
 
 
 def ask(function: str, path: Path, *arguments: Any) -> Any:
@@ -114,8 +115,6 @@ os.register_at_fork(after_in_child=_forget)
 
 def serve() -> None:
     """Answer questions: what the child process does."""
-    global _serving
-    _serving = True
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -126,7 +125,7 @@ def serve() -> None:
 
 
 def _answer(function: str, path: str, *arguments: Any) -> str:
-    allow(0)
+    limit()
     found, refused = None, ""
     module, name = function.split(":")
     try:
@@ -137,17 +136,30 @@ def _answer(function: str, path: str, *arguments: Any) -> str:
         refused = f"{path}: {TOO_MUCH}; {_HARM}"
     except Exception as error:
         refused = f"{path}: cannot be read: {error!r}; {_HARM}"
-    kept = 0
-    with suppress(OSError):  # not Linux. (ru_maxrss would begin with the parent's.)
-        kept = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "kept": {kept}}}'
+    return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "kept": {_memory(1)}}}'
+
+
+def _memory(field: int) -> int:
+    """Of this process, in bytes; 1: what is resident (ru_maxrss would begin with the parent's), 5: its data."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
+    return 0  # not Linux
+
+
+def limit() -> None:
+    """In a process that looks into files: from now on it may take little memory and time, and what `allow` adds."""
+    global _limited, _granted, _began, _held
+    _limited, _granted, _began, _held = True, 0, int(time.process_time()), _memory(5)
+    allow(0)
 
 
 def allow(size: int) -> None:
-    """In the child: set its limits to what reading a file of so many bytes may take."""
-    if not _serving:
+    """Raise the limits, if there are any, by what so many bytes may take."""
+    global _granted
+    if not _limited:
         return
-    seconds = int(time.process_time()) + _SECONDS + size // _BYTES_PER_SECOND
-    for kind, most in ((resource.RLIMIT_DATA, _MEMORY + _MEMORY_PER_BYTE * size), (resource.RLIMIT_CPU, seconds)):
+    _granted += size
+    memory, seconds = _MEMORY + _MEMORY_PER_BYTE * _granted, SECONDS + _granted // _BYTES_PER_SECOND
+    for kind, most in ((resource.RLIMIT_DATA, _held + memory), (resource.RLIMIT_CPU, _began + seconds)):
         with suppress(ValueError, OSError):  # the system's own limit is lower
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))

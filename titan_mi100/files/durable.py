@@ -195,11 +195,14 @@ class FolderLock:
             patience: seconds to wait for its holder, who may be about to end.
 
         Raises:
-            UserError: another process has it, or the folder cannot be written to.
+            UserError: another process has it, or the folder cannot be written to, or not without writing elsewhere.
         """
         self.nonce = uuid.uuid4().hex
         record = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": self.nonce}
         try:
+            for path in folder.iterdir():  # a folder may be a link to where there is room
+                if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+                    raise UserError(f"{path}: is a link or no regular file, and would be written to; remove it")
             self._file = (folder / LOCK).open("a+", encoding="utf-8")  # held open for as long as this object lives
             self._take(folder, patience)
             self._file.truncate(0)

@@ -34,6 +34,8 @@ def plain_path(path: Path) -> Path:
         target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
         if not any(up.name == "snapshots" and target.parent == up.parent / "blobs" for up in folder.parents):
             raise UserError(f"{path}: is a link to {target}, outside of its folder; copy the file itself there (cp -L)")
+        if not target.exists():
+            raise UserError(f"{path}: is a link to {target}, which is not there; download it again")
         path = target
     if not stat.S_ISREG(path.stat(follow_symlinks=False).st_mode):
         raise UserError(f"{path}: is not a regular file; put the file itself there")

@@ -4,8 +4,10 @@ No other reader sees the files: what is read here are the bytes of values, at pl
 the files say can run code, leave their folder or take memory.
 """
 
+import math
 import mmap
 from collections.abc import Iterable, Sequence
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,12 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import ask
+from titan_mi100.files.child import SECONDS, TOO_MUCH, ask
 from titan_mi100.files.plain import open_plain
 from titan_mi100.files.tables import BYTES, Table
 
 _DTYPES = {name: getattr(torch, name) for name in BYTES}
+_USUAL = 0.01  # seconds for a part; on our machines it takes a twentieth of that
 _AS_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}  # numpy lacks bfloat16
 
 
@@ -32,7 +35,7 @@ class StoredTensors:
     def __init__(self, folder: Path, table: Table, others: Iterable[str] = (), zipped: bool = False) -> None:
         """`zipped`: parts are zips, of a DCP folder."""
         self.folder, self.others = folder, list(others)
-        self._table, self._zipped = table, zipped
+        self._table, self._zipped, self._seconds = table, zipped, 0.0
         self.kinds = {name: (tuple(shape), _DTYPES[dtype]) for name, (dtype, shape, _) in table.items()}
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -51,7 +54,10 @@ class StoredTensors:
         places = [[begin, about] for (_, _, _, begin, about), _, _ in wanted]
         if self._zipped and wanted:
             zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in wanted]
-            places = ask("files.tables:read_parts", self.folder, zips)
+            places, seconds = ask("files.tables:read_parts", self.folder, zips)
+            self._seconds += seconds - len(zips) * _USUAL
+            if self._seconds > SECONDS:  # each may stay below the limits
+                raise UserError(f"{self.folder}: {TOO_MUCH}; get it again from a source that you trust")
         whole = torch.empty(tuple(size), dtype=dtype or _DTYPES[stored]) if len(wanted) != 1 else None
         for ((at, shape, file, _, _), starts, stops), (begin, strides) in zip(wanted, places, strict=True):
             box = tuple(slice(a - b, c - b) for a, b, c in zip(starts, at, stops, strict=True))
@@ -65,15 +71,17 @@ class StoredTensors:
     def _values(
         self, file: str, begin: int, dtype: str, shape: list[int], strides: list[int] | None, box: tuple[slice, ...]
     ) -> Tensor:
+        nbytes, before = BYTES[dtype], begin % mmap.ALLOCATIONGRANULARITY
+        reach = math.prod(shape) if strides is None else 1 + sum(map(mul, (n - 1 for n in shape), strides))
         # opened for each read: pages of a map stay in memory until it is closed, and what is read lives as long as it
         with open_plain(self.folder / file) as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        nbytes = BYTES[dtype]
-        try:
-            steps = None if strides is None else [stride * nbytes for stride in strides]
-            array = np.ndarray(shape, _AS_INTEGERS[nbytes], mapped, begin, steps)
-        except TypeError:
-            raise UserError(f"{self.folder / file}: has become shorter while it was read; copy it again") from None
+            try:
+                length = before + reach * nbytes
+                mapped = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY, offset=begin - before)
+            except ValueError:
+                raise UserError(f"{self.folder / file}: has become shorter while it was read; copy it again") from None
+        steps = None if strides is None else [stride * nbytes for stride in strides]
+        array = np.ndarray(shape, _AS_INTEGERS[nbytes], mapped, before, steps)
         return torch.from_numpy(np.require(array[box], requirements="A")).view(_DTYPES[dtype])
 
 

@@ -10,9 +10,11 @@ the last is its strides (None: contiguous) or, for DCP, the bytes of a zip to be
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +24,14 @@ from typing import IO, Any
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import TOO_MUCH, allow
 from titan_mi100.files.plain import MIB, is_plain_name, open_plain, read_object
-from titan_mi100.wording import shortened, some
+from titan_mi100.wording import shortened, shown, some
 
 Table = dict[str, list[Any]]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
 _LARGEST = 128 * MIB  # of what says where tensors are; 2,100 tensors in 64 shards each take 19
+_MOST_DIMS = 32  # of a tensor; numpy 1 has no more
 
 BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -66,10 +69,10 @@ def read_hf(folder: str) -> Table:
     table: Table = {}
     promised: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        promised.setdefault(str(file), set()).add(name)
-    for file, names in promised.items():
         if not is_plain_name(file):
-            raise UserError(f"{index}: file name {file!r} is not inside the folder; download it again")
+            raise UserError(f"{index}: file name {shown(file)} is not inside the folder; download it again")
+        promised.setdefault(file, set()).add(name)
+    for file, names in promised.items():
         held = read_safetensors(str(root / file))
         if odd := sorted(names ^ held.keys()):
             raise UserError(f"{root / file}: holds other tensors than {INDEX} says: {some(odd)}; correct it")
@@ -81,15 +84,17 @@ def read_safetensors(file: str) -> Table:
     """The tensors of one file, which must fill it without a gap, as the format wants it."""
     path = Path(file)
     with _refusing(path, "not a whole safetensors file", "download it again"), open_plain(path) as opened:
-        length, size = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno()).st_size
-        header = json.loads(_taken(opened, 8, length, size), object_pairs_hook=_unique)
+        length, size = _little(opened.read(8)), os.fstat(opened.fileno()).st_size
+        header = json.loads(_taken(opened, 8, length, size).decode(), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         end, table = 8 + length, {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            shape, (begin, stop) = entry["shape"], entry["data_offsets"]
+            shape, (begin, stop) = _shape(entry["shape"]), entry["data_offsets"]
             if (dtype := HF_DTYPES.get(entry["dtype"])) is None:
-                raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which cannot be trained; use bfloat16")
-            if not _natural(*shape) or 8 + length + begin != end or stop - begin != math.prod(shape) * BYTES[dtype]:
+                what = f"{shortened(name)} has dtype {shown(entry['dtype'])}, which cannot be trained"
+                raise UserError(f"{path}: {what}; use bfloat16")
+            fits = 8 + length + begin == end and stop - begin == math.prod(shape) * BYTES[dtype]
+            if not _natural(begin, stop) or not fits:
                 raise ValueError(f"{name} has other bytes than its shape needs, or not where the one before ends")
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, end, None]]]
             end += stop - begin
@@ -183,7 +188,7 @@ def _state(made: Any, kind: str) -> Any:
 
 def _called(made: Any, *names: str) -> tuple[Any, ...]:
     """The arguments of a call of one of those names."""
-    if not isinstance(made, _Object) or type(made).__name__ not in names:
+    if not isinstance(made, _Object) or type(made).__name__ not in names or made.state is not None:
         raise TypeError(f"holds a {type(made).__name__} where {' or '.join(names)} belongs")
     return made.arguments
 
@@ -191,9 +196,7 @@ def _called(made: Any, *names: str) -> tuple[Any, ...]:
 def _size(made: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
     (numbers,) = _called(made, "Size")
-    if type(numbers) is not tuple or not _natural(*numbers):
-        raise TypeError("has an impossible size")
-    return numbers
+    return tuple(_shape(numbers))
 
 
 def _dtype(kind: Any) -> str:
@@ -202,8 +205,20 @@ def _dtype(kind: Any) -> str:
     return kind.__name__
 
 
+def _little(content: bytes) -> int:
+    return int.from_bytes(content, "little")
+
+
 def _natural(*numbers: Any) -> bool:
     return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+
+
+def _shape(numbers: Any) -> list[int]:
+    """The numbers, which must be a shape that numpy and torch can have."""
+    fits = type(numbers) in (list, tuple) and len(numbers) <= _MOST_DIMS and _natural(*numbers)
+    if not fits or math.prod(number or 1 for number in numbers) >= 2**59:  # of elements of 8 bytes
+        raise ValueError("has an impossible size")
+    return list(numbers)
 
 
 # ---- DCP folders
@@ -288,22 +303,23 @@ def _fill(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]
     return True
 
 
-def read_parts(folder: str, wanted: list[list[Any]]) -> list[list[Any]]:
-    """First byte and strides of the values of parts of a DCP folder.
+def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], float]:
+    """First byte and strides of the values of parts of a DCP folder; and the seconds that it took to look.
 
     Args:
         wanted: file, first byte and bytes of the zip of each, and the dtype and shape that must be in it.
     """
-    found = []
+    found, started = [], time.process_time()
     for file, begin, length, dtype, shape in wanted:
         path = Path(folder) / file
         with _refusing(path), open_plain(path) as opened:
-            content, records = _saved(io.BufferedReader(_Part(opened, begin, length)))
-            *kind, strides, first = _tensor(content, records)
+            before = begin % mmap.ALLOCATIONGRANULARITY
+            with mmap.mmap(opened.fileno(), before + length, access=mmap.ACCESS_READ, offset=begin - before) as part:
+                *kind, strides, first = _tensor(*_saved(part, before))
             if kind != [dtype, shape]:
                 raise ValueError(f"holds a {kind} where the metadata says {[dtype, shape]}")
-            found.append([begin + first, strides])
-    return found
+            found.append([begin - before + first, strides])
+    return found, time.process_time() - started
 
 
 # ---- what torch.save wrote
@@ -313,58 +329,74 @@ def read_torch(file: str) -> Table:
     """The tensors of a file of `torch.save`: a dict of tensors, alone or under one of the usual keys."""
     path = Path(file)
     with _refusing(path), open_plain(path) as opened:
-        content, records = _saved(opened)
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            content, records = _saved(mapped)
         if not isinstance(content, dict):
             raise TypeError(f"holds a {type(content).__name__}, not a dict of tensors")
         found = next((content[key] for key in STATE_DICTS if isinstance(content.get(key), dict)), content)
         table: Table = {}
         for name, made in found.items():
             if type(name) is not str or not type(made).__name__.startswith("_rebuild_"):
-                raise UserError(
-                    f"{path}: {name!r} is no tensor by its name but a {type(made).__name__}; name a file that holds a "
-                    f"dict of tensors, alone or under {', '.join(STATE_DICTS)}"
-                )
+                what = f"{shown(name)} is no tensor by its name but a {type(made).__name__}"
+                where = f"a dict of tensors, alone or under {', '.join(STATE_DICTS)}"
+                raise UserError(f"{path}: {what}; name a file that holds {where}")
             dtype, shape, strides, begin = _tensor(made, records)
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, begin, strides]]]
     return table
 
 
-def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[int], list[int], int]:
-    """dtype, shape, strides and first byte of what torch rebuilds as a tensor."""
+def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[int], list[int] | None, int]:
+    """dtype, shape, strides (None: it is empty) and first byte of what torch rebuilds as a tensor."""
     if type(made).__name__ == "_rebuild_parameter":
         made = _called(made, "_rebuild_parameter")[0]
     storage, offset, shape, strides, _, _, *more = _called(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
     ((_, kind, key, *_),) = _called(storage, "_Object")
     dtype = _STORAGES.get(kind.__name__.removesuffix("Storage")) or _dtype(more.pop(0))
     shape, strides = (list(_size(numbers) if isinstance(numbers, _Object) else numbers) for numbers in (shape, strides))
-    if any(more) or not _natural(offset, *shape, *strides) or len(shape) != len(strides):
+    if any(more) or not _natural(offset, *_shape(shape), *strides) or len(shape) != len(strides):
         raise ValueError("holds a tensor of a kind that no checkpoint needs")
     begin, length = records[key]
-    count = math.prod(shape)
-    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if count else 0
-    if max(count, (last + 1) if count else 0) * BYTES[dtype] > length:
+    if not (count := math.prod(shape)):
+        return dtype, shape, None, begin
+    # of a dimension of 1 any stride will do, also one beyond all numbers
+    strides = [min(stride, count) if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if max(count, last + 1) * BYTES[dtype] > length:
         raise ValueError(f"holds a tensor of shape {tuple(shape)} without storing its values")
     return dtype, shape, strides, begin + offset * BYTES[dtype]
 
 
-def _saved(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The pickle of what `torch.save` wrote, loaded, and first byte and length of each storage."""
-    if file.read(4) != b"PK\x03\x04":
+def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The pickle of what `torch.save` wrote, loaded, and first byte and length of each storage.
+
+    Args:
+        file: ends where the zip ends.
+        start: where it begins.
+
+    Whatever torch.load might understand otherwise than Python's zipfile is refused.
+    """
+    if file[start : start + 4] != b"PK\x03\x04":
         raise ValueError("is not in the format (zip) that torch.save has written since torch 1.6")
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]  # has all that is used of a file
         entries = archive.infolist()
-    size, records = file.seek(0, os.SEEK_END), {}
+    size, tail, records, folders = len(file), file[-98:], {}, set()
+    directory, moved = _little(tail[-6:-2]), False  # in the 22 bytes that a zip without comment ends with
+    if tail[-42:-38] == b"PK\x06\x07":  # before them numbers of 64 bits, and where these are
+        directory, moved = _little(tail[-50:-42]), _little(tail[-34:-26]) != size - 98 - start
+    if archive.comment or moved or start + directory != archive.start_dir:
+        raise ValueError("is a zip that torch.save did not write")
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise ValueError("is compressed, which torch.save never does")
         file.seek(entry.header_offset)
         header = file.read(30)  # the entry's own, which ends with the lengths of its name and of more
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
-        begin = entry.header_offset + len(header) + lengths
+        begin = entry.header_offset + len(header) + _little(header[26:28]) + _little(header[28:])
         if begin + entry.file_size > size:
             raise ValueError("claims more bytes than it has")
-        records[entry.filename.partition("/")[2]] = begin, entry.file_size
-    if len(records) != len(entries):
+        folder, _, name = entry.orig_filename.partition("/")  # before Python cuts it at a NUL, or takes another
+        folders.add(folder)
+        records[name.lower()] = begin, entry.file_size  # torch.load looks for names whatever their case
+    if len(records) != len(entries) or len(folders) != 1:
         raise ValueError("is a zip that torch.save did not write")
     if "byteorder" in records and _taken(file, *records["byteorder"], size) != sys.byteorder.encode():
         raise ValueError("was written on a machine of the other byte order")
@@ -372,31 +404,7 @@ def _saved(file: IO[bytes]) -> tuple[Any, dict[str, tuple[int, int]]]:
     return unpickler.load(), {name[5:]: place for name, place in records.items() if name.startswith("data/")}
 
 
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        content = self._file.read(min(len(buffer), max(0, self._length - self._at)))
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
-
-
-def _taken(file: IO[bytes], begin: int, length: int, size: int) -> bytes:
+def _taken(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> bytes:
     """Bytes that are to be parsed, by which the limits of this process are set."""
     if length > _LARGEST or begin + length > size:
         raise ValueError(f"claims a header of {length:,} bytes, which no real one has")

@@ -11,17 +11,19 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from titan_mi100.data.files import RecordReader, label
+from titan_mi100.data.files import LONGEST_LINE, RecordReader, label
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_plain
+from titan_mi100.files.plain import open_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
 from titan_mi100.weights.base import dtype_name
+from titan_mi100.wording import some
 
-_LARGEST_OUTPUT = 1 << 34  # bytes
 _ROW_BEGINS = b'{"prompt": "'
+_ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # what every row has, besides settings
+_FINISH = ("length", "stop")  # why an answer ended; the second: with a stop token
 T = TypeVar("T")
 Row = dict[str, Any]
 
@@ -109,7 +111,8 @@ def answer_all(
         paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
         found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
         settings = {**found, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
-        rows = _finished_rows(options.output, requests, settings) if os.path.lexists(options.output) else []
+        if os.path.lexists(options.output):
+            rows = _finished_rows(options.output, requests, settings, judge)
         _append(options.output, [])  # what is wrong with the path is reported now
     if len(rows) == len(requests):
         return rows
@@ -122,7 +125,7 @@ def answer_all(
             for index, answer in zip(indices, answers, strict=True):
                 output = model.tokenizer.decode(answer.ids)
                 row = {"prompt": requests[index].text, "output": output, "tokens": len(answer.ids)}
-                row |= {"finish": "stop" if answer.stopped else "length", **judge(index, output), "settings": settings}
+                row |= {"finish": _FINISH[answer.stopped], **judge(index, output), "settings": settings}
                 rows.append(row)
             if options.output:
                 _append(options.output, rows[indices.start :])
@@ -130,30 +133,34 @@ def answer_all(
     return rows
 
 
-def _finished_rows(path: str, requests: Sequence[Request], settings: Row) -> list[Row]:
+def _finished_rows(
+    path: str, requests: Sequence[Request], settings: Row, judge: Callable[[int, str], Row]
+) -> list[Row]:
     """The rows of an output file. A last line that a kill or a full disk left incomplete is removed from the file."""
-    content = read_plain(Path(path), _LARGEST_OUTPUT)
-    *lines, incomplete = content.split(b"\n")
-    if incomplete[: len(_ROW_BEGINS)] != _ROW_BEGINS[: len(incomplete)]:
-        lines.append(incomplete)  # not the beginning of a row, so another program's file
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse(line)
-        except BadRecord:
-            row = {}
-        made_with, problem = row.get("settings"), ""
-        if not isinstance(made_with, dict) or not {"prompt", "output", "finish"} <= row.keys():
-            problem = "was not written by this command"
-        elif differing := [k for k in sorted({*made_with, *settings}) if made_with.get(k) != settings.get(k)]:
-            problem = f"was made with another {', '.join(differing)}"
-        elif number > len(requests) or row["prompt"] != requests[number - 1].text:
-            problem = "answers another prompt than this input's"
-        if problem:
-            raise UserError(f"{path}:{number}: {problem}; name another --output")
-        rows.append(row)
-    if incomplete:
-        os.truncate(path, len(content) - len(incomplete))
+    rows = list[Row]()
+    with open_plain(Path(path)) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+            if not line.endswith(b"\n") and line[: len(_ROW_BEGINS)] == _ROW_BEGINS[: len(line)] and not file.read(1):
+                os.truncate(path, file.tell() - len(line))
+                break
+            try:
+                row = parse(line.removesuffix(b"\n"))
+            except BadRecord:
+                row = {}
+            made_with, problem = row.get("settings"), ""
+            if not isinstance(made_with, dict) or {key: type(row.get(key)) for key in _ROW} != _ROW:
+                problem = "was not written by this command"
+            elif differing := [k for k in sorted({*made_with, *settings}) if made_with.get(k) != settings.get(k)]:
+                problem = f"was made with another {some(differing)}"
+            elif number > len(requests) or row["prompt"] != requests[number - 1].text:
+                problem = "answers another prompt than this input's"
+            elif row.keys() != {*_ROW, "settings", *(judged := judge(number - 1, row["output"]))}:
+                problem = "was not written by this command"
+            elif row != {**row, **judged} or row["finish"] not in _FINISH:
+                problem = "would be judged otherwise now"
+            if problem:
+                raise UserError(f"{path}:{number}: {problem}; name another --output")
+            rows.append(row)
     return rows
 
 

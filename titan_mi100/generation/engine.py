@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os.path import lexists
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class Model:
         self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
-        settings = read_object(config, "copy it from the model that you started from") if config.is_file() else {}
+        settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
         if settings.get("chat_template") or template_files(config.parent):
             self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
 
@@ -121,7 +122,7 @@ class PromptBuilder:
             if messages[0]["role"] != "system":
                 messages = self._system + messages
             try:
-                given = self.template.render(messages, add_generation_prompt=True, tools=tools, **self._variables)
+                given = self.template.render_prompt(messages, tools=tools, **self._variables)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
         if not isinstance(given, str):

@@ -2,11 +2,10 @@
 
 import csv
 import io
-from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
-from titan_mi100.errors import NumericalError
+from titan_mi100.errors import NumericalError, UserError
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
@@ -27,11 +26,15 @@ class FaultWatch:
         self._progress, self._most_in_a_row, last_step = progress, most_in_a_row, progress.step
         self._rows: list[str] = []  # of the skipped steps in a row
         if world.rank == 0 and self._file.exists():
-            with suppress(OSError):
+            try:
                 with io.TextIOWrapper(open_plain(self._file), encoding="utf-8", newline="") as file:
                     kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
                 with self._file.open("w", newline="", encoding="utf-8") as file:
                     csv.writer(file).writerows(kept)
+            except (ValueError, csv.Error) as error:
+                raise UserError(f"{self._file}: is not what a run wrote: {error}; remove it") from None
+            except OSError as error:
+                log.warning(f"{self._file}: cannot be written to: {error.strerror}")
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log a step that was skipped, with the input it saw. A collective for a skipped step.

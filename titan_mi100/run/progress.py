@@ -65,7 +65,10 @@ class Progress:
         try:
             found = checked(state, _TrainerState)
             progress = {**found["progress"], "rows_consumed": found["loader"]["rows_consumed"]}
-            return checked(progress, cls, "progress")
+            read: Progress = checked(progress, cls, "progress")
+            if read.step != found["step"]:
+                raise ValueError(f"progress.step = {read.step} is not step = {found['step']}")
+            return read
         except ValueError as error:
             raise UserError(f"{file}: {error}; {REMEDY}") from None
 

@@ -9,9 +9,9 @@ import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
 _REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
 _PROBE = ({"role": "user", "content": "Hello"},)
+_MOST_TRIED = 1 << 20  # characters that a template may make of the next line
 _TRIED = ({"role": "system", "content": "Be brief."}, *_PROBE, {"role": "assistant", "content": "Hello!"}, *_PROBE)
 
 
@@ -64,6 +65,8 @@ class _Prompt:
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
+    _asked: Callable[..., str]  # of the child process
+
     def __init__(self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str]) -> None:
         """`sources`: the template by the name "default", and maybe the one for conversations with tools, "tool_use"."""
         self._file = file
@@ -94,7 +97,9 @@ class ChatTemplate:
                 end.
         """
         ask("text.chat_template:try_template", Path(path), str(template), eos_token)
-        return cls._read(path, template, eos_token)
+        made = cls._read(path, template, eos_token)
+        made._asked = partial(ask, "text.chat_template:render_apart", Path(path), str(template), eos_token)
+        return made
 
     @classmethod
     def _read(cls, path: str | Path, template: str | Path, eos_token: str) -> "ChatTemplate":
@@ -104,7 +109,7 @@ class ChatTemplate:
         files = {"default": Path(os.path.realpath(template))} if template else template_files(folder)
         try:
             # Beside a tokenizer file there may be none; a folder's is part of it.
-            needed = folder == Path(path) or config_file.is_file()
+            needed = folder == Path(path) or os.path.lexists(config_file)
             config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
             refuse_code(config_file, config)
             sources = config.get("chat_template")
@@ -149,6 +154,10 @@ class ChatTemplate:
             UserError: the template refuses the conversation, or fails on it.
         """
         return str.__str__(self._run(self._prepared(messages), add_generation_prompt, variables))
+
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """`render`, ending with the header of an answer, in the child process, whose memory and time are limited."""
+        return self._asked(messages, variables)
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         """Render a conversation and say where each message stands in the text.
@@ -259,12 +268,22 @@ class ChatTemplate:
 def try_template(path: str, template: str, eos_token: str) -> None:
     """In the child process, where time and memory are limited: render a conversation. What it refuses is its right."""
     tried = ChatTemplate._read(path, template, eos_token)
-    for render in (tried.render, tried.render_turns):
+    prompted = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
+    for render in (tried.render, tried.render_turns, prompted):
         try:
-            render(_TRIED)
+            if len(str(render(_TRIED))) > _MOST_TRIED:
+                raise MemoryError
         except UserError as error:
             if isinstance(error.__cause__, MemoryError):
                 raise MemoryError from None
+
+
+_read_once = lru_cache(ChatTemplate._read)
+
+
+def render_apart(path: str, template: str, eos_token: str, messages: list[Any], variables: dict[str, Any]) -> str:
+    """In the child process, for render_prompt."""
+    return _read_once(path, template, eos_token).render(messages, add_generation_prompt=True, **variables)
 
 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Which engine runs a tokenizer's files: tiktoken where it gives the same ids, else the files' own library."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import allow, ask
-from titan_mi100.files.plain import plain_path, read_object, read_plain
+from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object, read_plain
 from titan_mi100.files.templates import template_files
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import read_bpe, read_definition
@@ -34,7 +35,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def try_tokenizer(path: str) -> None:
     """In the child process, where time and memory are limited: load it and encode some text."""
-    allow(sum(file.stat().st_size for file in tokenizer_files(path)))
+    files = (file for file in tokenizer_files(path) if file.suffix != ".jinja")
+    allow(sum(min(file.stat().st_size, LARGEST_TABLE) for file in files))
     tokenizer = _load(Path(path))
     with suppress(UserError):  # a vocabulary may lack these characters
         tokenizer.encode(_TRIED)
@@ -43,7 +45,7 @@ def try_tokenizer(path: str) -> None:
 def _load(path: Path) -> Tokenizer:
     file = _definition_file(path)
     config_file = file.with_name("tokenizer_config.json")
-    needed = file.suffix not in _FILE_KINDS or config_file.is_file()
+    needed = file.suffix not in _FILE_KINDS or os.path.lexists(config_file)
     content = read_object(config_file, "copy the checkpoint's tokenizer files there") if needed else {}
     config = TokenizerConfig(config_file, content)
     try:
@@ -72,7 +74,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     file = _definition_file(Path(path))
     merges = ["merges.txt"] if file.name == "vocab.json" else []
     names = [file.name, *merges, "tokenizer_config.json"]
-    found = [file.with_name(name) for name in names if file.with_name(name).is_file()]
+    found = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
     found += template_files(file.parent).values()
     for file in found:
         plain_path(file)  # a link must not lead the hash of these files elsewhere
@@ -83,8 +85,8 @@ def _definition_file(path: Path) -> Path:
     """tokenizer.json, else vocab.json, else the only rank file or model of a folder; a rank file or model itself."""
     if path.is_file() and path.suffix in _FILE_KINDS:
         return path
-    found = [path / name for name in ("tokenizer.json", "vocab.json") if (path / name).is_file()][:1]
-    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS and file.is_file())
+    found = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
+    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS and not file.is_dir())
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "no tokenizer"
         what = f"has {names}" if path.exists() else "no such file or folder"

@@ -1,6 +1,7 @@
 """A LoRA adapter on its base: found in a PEFT folder or a run's checkpoint, and merged as the weights are read."""
 
 from dataclasses import replace
+from os.path import lexists
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
 
 def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights]:
     """An adapter's settings and matrices. A run's is refused on other weights than it was trained on."""
-    if (path / peft_io.CONFIG).exists():
+    if lexists(path / peft_io.CONFIG):
         named = peft_io.base_of(path)
         if named and Path(named).is_dir() and not base.path.samefile(named):
             log.warning(f"{path}: was trained on {named}, and is merged into {base.path}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         UserError: there are none, or their form cannot be read safely.
     """
     path = Path(path)
-    if (path / ADAPTER_CONFIG).exists():
+    if lexists(path / ADAPTER_CONFIG):
         raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
-    if (path / ".metadata").exists():
+    if lexists(path / ".metadata"):
         return DCPWeights(path, only_weights, read_manifest(path).get("files"))
     if path.is_file() and path.suffix != ".safetensors":
         return read_torch_weights(path)
@@ -54,7 +55,7 @@ def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.re
     Raises:
         UserError: it is damaged.
     """
-    if not all((path / name).exists() for name in (".metadata", sealed.MANIFEST)):
+    if not all(lexists(path / name) for name in (".metadata", sealed.MANIFEST)):
         return {}
     try:
         return read(path)
@@ -72,7 +73,7 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
         UserError: a file is not what was written.
     """
     manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
-    if not manifest and (path / ".metadata").exists():
+    if not manifest and lexists(path / ".metadata"):
         log.warning(f"{path}: has no {sealed.MANIFEST}, so nobody knows whether it is what was written")
 
 
@@ -113,7 +114,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     if assets_folder and not Path(assets_folder).is_dir():
         raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
-    has_config = (folder / asset_files.CONFIG).exists()
+    has_config = lexists(folder / asset_files.CONFIG)
     trained = manifest.get("fingerprints", {}).get("model")
     try:
         saved = checked(trained, ModelSpec, "fingerprints.model") if trained else None
