@@ -54,9 +54,10 @@ def _load(path: Path) -> Tokenizer:
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
         exact = read_bpe(definition, config)
+        tokenizer = exact or HfTokenizer(file, definition, config)
         as_qwen2 = splits_as_qwen2(definition) and bool(exact or not definition["model"].get("ignore_merges"))
         check_agreement(config, definition, as_qwen2)
-        return exact or HfTokenizer(file, definition, config)
+        return tokenizer
     except UserError:
         raise
     except Exception as error:  # the libraries raise no class of their own
