@@ -318,6 +318,8 @@ def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
 def test_invalid_jinja_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not valid Jinja"):
         template(tmp_path, "{% for %}")
+    with pytest.raises(UserError, match="No filter named 'random'"):
+        template(tmp_path, "{{ [1, 2] | random }}")
 
 
 # -- several templates, and marks: as transformers --
@@ -475,6 +477,22 @@ def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str
         template(tmp_path, source).render_turns(ASKED)
 
 
+@pytest.mark.parametrize(
+    "body", ["{{ [text, 'x'] | join }}", "{{ text | title }}", "x"], ids=["joined", "title", "gone"]
+)
+def test_marks_that_get_lost_are_refused(body: str, tmp_path: Path) -> None:
+    source = marking("HEAD{% set text %}<<{{ m.content }}>>{% endset %}" + body + "{{ m.content }}<|im_end|>{{ '\n' }}")
+    with pytest.raises(UserError, match=r"rewrites or drops what \{% generation %\} marks"):
+        template(tmp_path, source).render_turns(ASKED)
+
+
+def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: Path) -> None:
+    macro = "{% macro show(m) %}HEADx<<a<<{{ m.content }}>>b>>{% endmacro %}"
+    chat = template(tmp_path, marking("{{ show(m) }}<|im_end|>{{ '\n' }}", before=macro))
+    learned = [r.text[a:b] for r, spans in supervise(chat, ASKED) for a, b in spans]
+    assert learned == ["aoneb", "atwo\nb"]
+
+
 # -- errors of a template --
 
 
@@ -488,6 +506,7 @@ def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str
         ("{{ missing.attribute }}", "'missing' is undefined"),
         ("{{ 1 + 'a' }}", "unsupported operand"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ lipsum() }}", "lipsum draws a text at random"),
         ("{{ [1] | tojson(indent=messages) }}", "list"),
     ],
 )

@@ -97,6 +97,16 @@ def test_a_tied_folder_may_hold_the_head_as_well(tmp_path: Path) -> None:
     open_checked(folder, spec)
 
 
+def test_a_tied_head_in_another_dtype_is_compared_by_its_values(tmp_path: Path) -> None:
+    spec, embedding = SPECS["tied"], "model.embed_tokens.weight"
+    folder = folder_of(tmp_path, spec)
+    edit(folder, lambda t: t.update({"lm_head.weight": t[embedding].half()}))
+    with pytest.raises(UserError, match=r"but lm_head.weight is not model.embed_tokens.weight"):
+        open_checked(folder, spec)
+    edit(folder, lambda t: t.update({embedding: t["lm_head.weight"].float()}))
+    open_checked(folder, spec)
+
+
 OLD_BUFFERS = ["model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3))]
 
 

@@ -263,6 +263,10 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said({**USER, "train": False}, ASSISTANT), "unknown key: message 1: train in a message; known"),
         (said(USER, ASSISTANT, images=["a.png"]), "unknown key: images in a row of format messages; delete it, or"),
         (said(USER, ASSISTANT, system="be kind", tools=[TOOL]), "unknown key: system in a row of format messages"),
+        (said(USER, ASSISTANT, enable_thinking=False), "unknown key: enable_thinking in a row of format messages"),
+        (said(USER, ASSISTANT, rejected_messages=[USER]), "unknown key: rejected_messages in a row of format messages"),
+        (said(USER, ASSISTANT, label=False), "unknown key: label in a row of format messages; delete it, or name it"),
+        (said(USER, ASSISTANT, label=True), "unknown key: label in a row of format messages"),
         (said(USER, {**ASSISTANT, "tool_call_id": 3}), "wrong type: message 2: tool_call_id must be a text"),
         (said(USER, {**ASSISTANT, "reasoning_content": 3}), "message 2: reasoning_content must be a text, is a number"),
         (said(USER, {**ASSISTANT, "thinking": ["a"]}), "message 2: reasoning_content must be a text, is a list"),
@@ -346,6 +350,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (shared({"from": "human", "content": "a"}, GPT), "unknown key: message 1: content beside from"),
         (shared(HUMAN), "no assistant message"),
         (shared({"from": "observation", "value": "4"}, GPT), "wrong order: it begins with a tool message"),
+        (shared(HUMAN, GPT, kto_tag=False), "unknown key: kto_tag in a row of format sharegpt"),
         (shared(HUMAN, GPT, system=1), "wrong type: system must be a text, is a number"),
         (shared({"from": "system", "value": "a"}, HUMAN, GPT, system="b"), "two system messages: one is system, the"),
         (shared(HUMAN, GPT, tools="["), "bad tools: tools must hold JSON"),
@@ -417,6 +422,11 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({"question": "a", "answer": "\u2028\u00a0"}, "nothing to learn: answer is blank"),
         ({"question": "a", "answer": "b", "system": "be kind"}, "unknown key: system in a row of format columns"),
         ({"question": "a", "answer": "b", "tools": [TOOL]}, "unknown key: tools in a row of format columns"),
+        (
+            {"prompt": "a", "response": "b", "system_prompt": "c"},
+            "unknown key: system_prompt in a row of format columns",
+        ),
+        ({"prompt": "a", "response": "b", "rejected": "c"}, "unknown key: rejected in a row of format columns"),
     ],
     "text": [
         ({}, "missing key: there is no 'text'; the row has none"),
@@ -457,6 +467,8 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "bad attention mask"),
         ({"input_ids": [1, 2], "attention_mask": [True, True]}, "wrong type: attention_mask[0] must be an integer"),
         ({"input_ids": [1, 2], "attention_mask": 1}, "wrong type: attention_mask must be a list of integers"),
+        ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "unknown key: assistant_masks in a row of format tokens"),
+        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "unknown key: position_ids in a row of format tokens; delete"),
     ],
 }
 ALL_ROWS = [(name, json.dumps(row).encode(), reason) for name, cases in ROWS.items() for row, reason in cases]

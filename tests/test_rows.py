@@ -69,12 +69,17 @@ GOOD: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "messages",
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}]}]},
+        # a template may write the whole call: as transformers gives it
+        Example(
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}],
+                }
             ]
-        },
-        Example([{"role": "assistant", "content": "", "tool_calls": [{"function": BARE_CALL}]}]),
+        ),
     ),
     (
         "messages",
@@ -85,14 +90,14 @@ GOOD: list[tuple[str, dict[str, Any], Example]] = [
         (
             "messages",
             {"messages": [USER, {"role": "assistant", key: "think"}]},
-            Example([USER, {"role": "assistant", "content": "", "reasoning_content": "think"}]),
+            Example([USER, {"role": "assistant", "content": "", "reasoning_content": "think", key: "think"}]),
         )
         for key in ("reasoning_content", "reasoning", "thinking")
     ),
     (
         "messages",
         {"messages": [USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}]},
-        Example([USER, {**ASSISTANT, "reasoning_content": "a"}]),
+        Example([USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}]),
     ),
     (
         "messages",

@@ -106,7 +106,8 @@ def added_token(token_id: int, content: str, **flags: bool) -> dict[str, Any]:
 def write(folder: Path, data: dict[str, Any], **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **config}), encoding="utf-8")
+    settings = {"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 

@@ -84,7 +84,8 @@ def in_order(messages: list[Message]) -> list[Message]:
 def read_message(given: Any, content_name: str = "content", context: bool = False) -> Message:
     """One message: role, content (a text), and where given reasoning_content, tool_calls, weight, tool_call_id, ...
 
-    Keys without a value are dropped, text parts joined, other names of reasoning_content replaced; all else is kept.
+    Keys without a value are dropped, text parts joined, reasoning_content set where another name of it is; all else is
+    kept, as templates may read it.
 
     Args:
         content_name: what the row calls the content, for messages to the user.
@@ -119,10 +120,10 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 def _check_optional(message: Message) -> None:
     for alias in _REASONING_ALIASES:
         if alias in message:
-            value = message.pop(alias)
+            value = message[alias]
             if message.setdefault("reasoning_content", value) != value:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
-    if unknown := message.keys() - _KEYS:
+    if unknown := message.keys() - _KEYS - {*_REASONING_ALIASES}:
         raise BadRecord("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}; {TO_IGNORE}")
     for key in _TEXT_KEYS:
         if key in message:
@@ -184,12 +185,11 @@ def _tool_calls(calls: Any) -> list[Message]:
 
 
 def _tool_call(given: Any) -> Message:
-    """{"function": {"name", "arguments"}} or bare {"name", "arguments"}; the arguments are kept as they are given."""
+    """{"function": {"name", "arguments"}} or bare {"name", "arguments"}; kept as it is given, as by transformers."""
     call = function = _without_nulls(expect(given, dict, "must be an object", "bad tool call"))
     unknown = call.keys() - _CALL_KEYS - _FUNCTION_KEYS
     if "function" in call:
-        function = expect(call["function"], dict, "function must be an object", "bad tool call")
-        function = call["function"] = _without_nulls(function)
+        function = _without_nulls(expect(call["function"], dict, "function must be an object", "bad tool call"))
         unknown = (call.keys() - _CALL_KEYS - {"function"}) | (function.keys() - _FUNCTION_KEYS)
     if unknown:
         wanted = "expected function with name and arguments"
@@ -203,7 +203,7 @@ def _tool_call(given: Any) -> Message:
         arguments = parse_text(arguments, "bad tool call", "arguments must hold JSON")
     if not isinstance(arguments, dict):
         raise BadRecord("bad tool call", f"arguments must be an object, or its JSON text, not {kind_of(arguments)}")
-    return call
+    return given
 
 
 def tool_list(given: Any) -> list[Any] | None:

@@ -17,10 +17,15 @@ from titan_mi100.errors import UserError
 
 _LARGEST_ID = 2**31 - 1  # ids are kept as int32
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
-# Keys of a row that mean something: refused where a conversation's format does not read them. Others are ignored.
+# Keys of a row that mean something: refused where a format does not read them. Others are ignored.
 _MEANINGFUL = {
-    *("system", "tools", "functions", "function_call", "chat_template_kwargs", "train", "weight"),
+    *("system", "system_prompt", "system_message", "tools", "functions", "function_call", "documents", "history"),
+    *("chat_template_kwargs", "enable_thinking", "train", "train_on_inputs", "mask_history", "weight", "kto_tag"),
+    *("chosen", "rejected", "rejected_response", "rejected_messages"),
     *("images", "image", "videos", "video", "audios", "audio"),
+}
+_MEANINGFUL_BESIDE_TOKENS = {
+    *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"),
 }
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -62,7 +67,10 @@ class Format:
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
-        if self.name not in ("text", "tokens") and (meant := unread & _MEANINGFUL - ignored):
+        # a label of true or false says whether an answer is to be learned or avoided
+        preference = {"label"} if type(row.get("label")) is bool else set()
+        beside = {"text": set(), "tokens": _MEANINGFUL_BESIDE_TOKENS}.get(self.name, _MEANINGFUL | preference)
+        if meant := unread & beside - ignored:
             raise BadRecord("unknown key", f"{listed(meant)} in a row of format {self.name}; {TO_IGNORE}")
         counts.update(unread)
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)

@@ -85,6 +85,28 @@ class Tokenizer(ABC):
         return spelled.decode("utf-8", errors="replace")
 
 
+QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")  # they split text by Qwen2's pattern and put it in NFC
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class that a tokenizer_config.json names; Qwen3's own where it names none, as in `transformers`."""
+    return config.get("tokenizer_class") or QWEN2_CLASSES[0]
+
+
+def spelling(token: Any) -> Any:
+    """Of a token as configs have it, a text or an object with its flags."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens with a name of their own in a tokenizer_config.json, which are variables of its chat template."""
+    own = dict.fromkeys(("unk_token", "pad_token"), "<|endoftext|>") if class_of(config) in QWEN2_CLASSES else {}
+    named = {key: value for key, value in {**own, **config}.items() if key.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        named |= config[key] if isinstance(config.get(key), dict) else {}
+    return {key: spelling(value) for key, value in named.items() if isinstance(value, str | dict)}
+
+
 class AddedToken(NamedTuple):
     """A token that is cut out of the text first; `normalized` ones are looked for after the normaliser."""
 
@@ -113,8 +135,7 @@ class TokenizerConfig(NamedTuple):
         tokens that these can be; `eos`, `pad`: the model's own, where the config names none."""
         names = [""]
         for key, default in (("eos_token", eos), ("pad_token", pad)):
-            token = self.content.get(key)
-            names.append((token.get("content") if isinstance(token, dict) else token) or default or names[-1])
+            names.append(spelling(self.content.get(key)) or default or names[-1])
             if names[-1] not in list(ids):  # a list, because a name can be anything
                 raise UserError(f"{self.file}: {key} {names[-1]!r} is no added or special token; name one")
         return names[1], ids[names[1]], ids[names[2]]

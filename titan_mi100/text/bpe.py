@@ -17,12 +17,13 @@ import tiktoken
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
-from titan_mi100.text.base import AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
+from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_NFC = {"type": "NFC"}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _SPLIT = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
 _PRE_TOKENIZERS = [  # `trim_offsets` changes no id
@@ -31,7 +32,6 @@ _PRE_TOKENIZERS = [  # `trim_offsets` changes no id
 # The bytes 0..255 by their printable stand-ins in HF's byte-level files: Latin-1 where that is visible.
 _VISIBLE, _OTHERS = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))
 BYTE_OF = {chr(byte if byte in _VISIBLE else next(_OTHERS)): bytes([byte]) for byte in range(256)}
-QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")  # they split text by Qwen2's pattern and put it in NFC
 # Options of a BPE model that change no id here: `ignore_merges` turns a piece that is a token into that token at once,
 # and every token in `_ranks` is what BPE makes of its bytes anyway; nothing is unknown to a byte-level vocabulary.
 _HARMLESS = ("type", "vocab", "merges", "ignore_merges", "fuse_unk")
@@ -108,14 +108,14 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(read_plain(file))
     if file.name == "tokenizer.json":
         return content
-    if config.content.get("tokenizer_class") not in QWEN2_CLASSES or config.content.get("add_prefix_space"):
+    if config.content.get("tokenizer_class") not in QWEN2_CLASSES:
         # These files do not say how to split and normalise a text; the class does, and only this one is known.
-        what = "only the tokenizer_class Qwen2Tokenizer, without add_prefix_space, needs no tokenizer.json"
+        what = "only the tokenizer_class Qwen2Tokenizer needs no tokenizer.json"
         raise UserError(f"{config.file}: {what}; save the tokenizer with one")
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {
         "added_tokens": config.entries(),
-        "normalizer": {"type": "NFC"},
+        "normalizer": _NFC,
         "pre_tokenizer": _PRE_TOKENIZERS[0],
         "decoder": _BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": content, "merges": [x.rstrip("\r") for x in lines if x[:8] != "#version"]},
@@ -124,23 +124,31 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
 
 def read_bpe(definition: dict[str, Any], config: TokenizerConfig) -> BpeTokenizer | None:
     """The tokenizer of a tokenizer.json; None where tiktoken is not known to give the ids of `tokenizers`."""
-    model, normalizer = definition["model"], definition.get("normalizer")
+    model = definition["model"]
     added = [AddedToken.read(entry) for entry in definition.get("added_tokens", [])]
     ids = {token.content: token.id for token in added}
     # The post_processor, truncation and padding come after a text's own ids.
     if (
-        model.get("type", "BPE") != "BPE"
-        or any(value for option, value in model.items() if option not in _HARMLESS)
-        or normalizer not in (None, {"type": "NFC"})
-        or definition.get("pre_tokenizer") not in _PRE_TOKENIZERS
-        or (definition.get("decoder") or _BYTE_LEVEL)["type"] != "ByteLevel"
+        not splits_as_qwen2({**definition, "normalizer": definition.get("normalizer") or _NFC})
         or any(token.normalized or not token.plain for token in added)
         # `tokenizers` does not read an added token's id, it counts.
         or [token.id for token in added] != list(range(len(model["vocab"]), len({*model["vocab"], *ids})))
         or (ranks := _ranks(model["vocab"], model["merges"])) is None
     ):
         return None
-    return BpeTokenizer(ranks, added, normalizer is not None, config.ends(ids))
+    return BpeTokenizer(ranks, added, definition.get("normalizer") is not None, config.ends(ids))
+
+
+def splits_as_qwen2(definition: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json says what the Qwen2 classes do to a text before BPE, whatever it says."""
+    model = definition["model"]
+    return (
+        model.get("type", "BPE") == "BPE"
+        and not any(value for option, value in model.items() if option not in _HARMLESS)
+        and definition.get("normalizer") == _NFC
+        and definition.get("pre_tokenizer") in _PRE_TOKENIZERS
+        and (definition.get("decoder") or _BYTE_LEVEL)["type"] == "ByteLevel"
+    )
 
 
 def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:

@@ -22,10 +22,10 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.child import ask
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
+from titan_mi100.text.base import named_tokens
 from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
 from titan_mi100.wording import shortened
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
 _REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
 _PROBE = ({"role": "user", "content": "Hello"},)
@@ -117,8 +117,7 @@ class ChatTemplate:
                 sources = {entry["name"]: entry["template"] for entry in sources}
             elif not isinstance(sources, dict):
                 sources = {"default": sources}
-            tokens = {key: config[key] for key in _SPECIAL_TOKENS if config.get(key) is not None}
-            special_tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
+            special_tokens = named_tokens(config)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -173,9 +172,13 @@ class ChatTemplate:
             UserError: as `render`; or the template treats an assistant's message in a way that hides what came from
                 where. Of other messages, what is hidden does not show.
         """
-        prepared = self._prepared(messages)
+        prepared, environment = self._prepared(messages), self._template(variables).environment
+        assert isinstance(environment, TracingEnvironment)
+        environment.issued.clear()
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
         finder = _TurnFinder(text, self._special_tokens.get("eos_token") or "")
+        if environment.issued != {number for _, _, number in finder.marks}:
+            raise UserError(f"{self._file}: rewrites or drops what {{% generation %}} marks; mark what is written")
         prompt: _Prompt | None = None
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
@@ -193,7 +196,7 @@ class ChatTemplate:
                     f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
                     f"use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        if self._template(variables).environment.has_marks:  # type: ignore[attr-defined]
+        if environment.has_marks:
             turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
 

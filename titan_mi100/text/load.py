@@ -9,8 +9,9 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.child import allow, ask
 from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object, read_plain
 from titan_mi100.files.templates import template_files
+from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import read_bpe, read_definition
+from titan_mi100.text.bpe import read_bpe, read_definition, splits_as_qwen2
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
@@ -54,7 +55,11 @@ def _load(path: Path) -> Tokenizer:
         if file.suffix == ".model":
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
-        return read_bpe(definition, config) or HfTokenizer(file, definition, config)
+        exact = read_bpe(definition, config)
+        tokenizer = exact or HfTokenizer(file, definition, config)
+        as_qwen2 = splits_as_qwen2(definition) and bool(exact or not definition["model"].get("ignore_merges"))
+        check_agreement(config, definition, as_qwen2)
+        return tokenizer
     except UserError:
         raise
     except Exception as error:  # the libraries raise no class of their own

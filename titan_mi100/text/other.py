@@ -14,8 +14,8 @@ import numpy as np
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
-from titan_mi100.text.base import AddedToken, Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import BYTE_OF, QWEN2_CLASSES, BpeTokenizer
+from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Tokenizer, TokenizerConfig
+from titan_mi100.text.bpe import BYTE_OF, BpeTokenizer
 
 Spans = list[tuple[int, int]]  # of each token the bytes [begin, end) of the text that it stands for
 

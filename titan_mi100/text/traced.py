@@ -199,7 +199,10 @@ class _GenerationTag(ext.Extension):
 
     def mark(self, caller: Callable[[], str]) -> str:
         text, number = caller(), next(_MARKS)
-        return Traced(text, [(n, (source or Source(-1, ""))._replace(mark=number)) for n, source in runs_of(text)])
+        marked = [(n, source or Source(-1, "")) for n, source in runs_of(text)]
+        if any(n and not source.mark for n, source in marked):  # what a mark inside of this one does not have
+            self.environment.issued.add(number)  # type: ignore[attr-defined]
+        return Traced(text, [(n, source._replace(mark=source.mark or number)) for n, source in marked])
 
 
 _MARKS = count(1)
@@ -225,6 +228,9 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols])
+        self.issued: set[int] = set()  # the numbers of all marks
+        del self.filters["random"]  # a row is the same each time
+        self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum draws a text at random")
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

@@ -79,12 +79,16 @@ class Weights(ABC):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
                 problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
-        if not problems and tied_head and not torch.equal(self.tensor(HEAD), self.tensor(EMBEDDING)):
+        if not problems and tied_head and not self._same(HEAD, EMBEDDING):
             problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
         if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
             problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
+
+    def _same(self, one: str, other: str) -> bool:
+        dtype = torch.promote_types(self.kinds[one].dtype, self.kinds[other].dtype)
+        return torch.equal(self.tensor(one, dtype), self.tensor(other, dtype))
 
 
 class StoredWeights(Weights):

@@ -1,0 +1,65 @@
+"""Whether a tokenizer_config.json says what the tokenizer.json beside it says. transformers builds its tokenizer from
+both, the `tokenizers` library and we from the second alone: a folder where these would differ is refused.
+"""
+
+import json
+from typing import Any
+
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import read_object
+from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, TokenizerConfig, class_of, named_tokens, spelling
+from titan_mi100.wording import shown
+
+_AS_DEFINED = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # as defined only where it is byte-level
+# they change the ids of a text, or which file is read
+_UNSUPPORTED = ("split_special_tokens", "add_prefix_space", "fast_tokenizer_files", "init_inputs", "gguf_file")
+_FLAGS = ("lstrip", "rstrip", "single_word")
+_REMEDY = "programs read either, so correct it, or use the files that came with the model"
+
+
+def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_as_qwen2: bool) -> None:
+    """Raises UserError: what the two disagree on.
+
+    Args:
+        definition: the tokenizer.json, or what stands for it.
+        splits_as_qwen2: the definition splits and normalises text as the Qwen2 classes do.
+    """
+    content, kind = config.content, class_of(config.content)
+    added = {token.content: token for token in map(AddedToken.read, definition.get("added_tokens", []))}
+    named, what = named_tokens(content), ""
+    if unsupported := [key for key in _UNSUPPORTED if content.get(key)]:
+        what = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
+    elif kind in QWEN2_CLASSES and not splits_as_qwen2:
+        what = f"tokenizer_class {kind} (the default) splits and normalises text in its own way, tokenizer.json in "
+        what += f"another; if that is right, name {_AS_DEFINED[0]}"
+    elif kind not in QWEN2_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
+        what = f"tokenizer_class {shown(kind)} may split text in its own way; name {_AS_DEFINED[0]}"
+    elif "added_tokens_decoder" in content:
+        if _seen(config.entries()) != _seen(definition.get("added_tokens", [])):
+            what = "added_tokens_decoder has other tokens or flags than tokenizer.json's added_tokens"
+    else:  # the files of before are read
+        content = {**content, **_beside(config, "special_tokens_map.json")}
+        if named != named_tokens(content):
+            what = "names other tokens than special_tokens_map.json"
+        for token, token_id in _beside(config, "added_tokens.json").items():
+            if token not in added or added[token].id != token_id:
+                what = f"added_tokens.json has {shown(token)}, tokenizer.json's added_tokens do not"
+    extra = content.get("extra_special_tokens") or content.get("additional_special_tokens") or []
+    for token in [*named.values(), *(map(spelling, extra) if isinstance(extra, list) else ())]:
+        if token not in added:
+            what = what or f"names the token {shown(token)}, which is not among tokenizer.json's added_tokens"
+        elif kind in QWEN2_CLASSES and (added[token].normalized or not added[token].plain):
+            what = what or f"tokenizer_class {kind} drops the flags of the token {shown(token)}"
+    if what:
+        raise UserError(f"{config.file}: {what}; {_REMEDY}")
+
+
+def _seen(entries: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    """All of added tokens that changes ids."""
+    return {(*AddedToken.read(entry)[:3], *(bool(entry.get(flag)) for flag in _FLAGS)) for entry in entries}
+
+
+def _beside(config: TokenizerConfig, name: str) -> dict[str, Any]:
+    file = config.file.with_name(name)
+    return read_object(file, _REMEDY) if file.is_file() else {}
