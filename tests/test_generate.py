@@ -29,6 +29,7 @@ from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
+from titan_mi100.wording import printable
 
 SPECS = {
     "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
@@ -246,10 +247,12 @@ def test_the_command_answers_as_transformers_does_through_the_template(
     (text, output, _) = next(row for row in expected if row[2] == "length")
     capsys.readouterr()
     assert generate.main([*arguments, *templated]) == 0
-    assert capsys.readouterr().out == "".join(f"--- prompt {i} ---\n{row[1]}\n" for i, row in enumerate(expected, 1))
+    assert capsys.readouterr().out == "".join(
+        f"--- prompt {i} ---\n{printable(row[1])}\n" for i, row in enumerate(expected, 1)
+    )
     assert generate.main([*arguments, "--raw", "--prompt", text, "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert out == output + "\n" and "prompt 1: stopped by length, after --max_new_tokens 12" in err
+    assert out == printable(output) + "\n" and "prompt 1: stopped by length, after --max_new_tokens 12" in err
 
 
 def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:

@@ -62,9 +62,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
         try:
             launcher.run_first("the preparation of the data", "-m", "titan_mi100.data.prepare", *trainer)
-        finally:
+        except BaseException:
             with suppress(OSError):
-                os.rmdir(folder)  # unless there is something in it
+                os.rmdir(folder)  # unless there is something in it; not earlier, or another run could get its name
+            raise
         return launcher.train((*_TORCHRUN, "--nproc_per_node", size, *TRAINER, *trainer), folder)
     except UserError as error:
         say(error)

@@ -20,27 +20,9 @@ START = (
 class Watch:
     """An audit hook, of which a process cannot get rid: while `folder` is set, what happens outside of it is kept."""
 
-    HARM = (
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.spawn",
-        "subprocess.Popen",
-        "pty.spawn",
-    )
-    HARM += (
-        "socket.connect",
-        "ctypes.dlopen",
-        "os.remove",
-        "os.rename",
-        "os.mkdir",
-        "os.link",
-        "os.symlink",
-        "os.chmod",
-    )
-    HARM += ("pickle.find_class", "webbrowser.open")
+    HARM = ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen")
+    HARM += ("pty.spawn", "socket.connect", "ctypes.dlopen", "os.remove", "os.rename", "os.mkdir", "os.link")
+    HARM += ("os.symlink", "os.chmod", "pickle.find_class", "webbrowser.open")
     ELSEWHERE = (sys.prefix, sys.base_prefix, str(REPO / "titan_mi100"), "/proc", "/sys", "/dev/null")
     ELSEWHERE += tuple(path for path in sys.path if path.endswith("-packages"))
 
@@ -53,7 +35,8 @@ class Watch:
         if self.folder is None:
             return
         if event in self.HARM:
-            if event != "subprocess.Popen" or START not in arguments[1]:
+            ours = event == "subprocess.Popen" and START in arguments[1]
+            if not ours and (event, *arguments) != ("ctypes.dlopen", None):  # as each import of ctypes does
                 self.seen.append(f"{event} {arguments}"[:200])
         elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.realpath(os.fsdecode(arguments[0]))

@@ -24,6 +24,7 @@ import numpy as np
 from titan_mi100.cli import exit_code
 from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
+from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.cache import Stamp, content_hash, ready_folder
 from titan_mi100.data.encode import Chunk, Encoder, Source
@@ -392,9 +393,12 @@ def main() -> int:
 
 def _prepare(config: Config) -> None:
     folder = make_run_folder(config)
-    lock = FolderLock(folder)  # another run's ledger is not to be overwritten
+    lock = FolderLock(folder) if any(folder.iterdir()) else None  # another run's ledger is not to be overwritten
     prepare_run(config, folder)
     del lock
+    if RUN_FOLDER not in os.environ:  # else the launcher has made it for the run that follows
+        with suppress(OSError):
+            folder.rmdir()  # unless there is something in it
 
 
 if __name__ == "__main__":
