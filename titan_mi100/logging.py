@@ -17,9 +17,7 @@ class _TerminalHandler(logging.Handler):
     """Prints a line above a progress bar, if there is one, instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(
-            OSError
-        ):  # no reader, a full disk, a terminal that is gone: train.log has it too
+        with suppress(OSError):  # no reader, a full disk, a terminal that is gone: train.log has it too
             tqdm.write(self.format(record), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr)
             sys.stdout.flush()
 
