@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="another one, to be compared with")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
     parser.add_argument("--json", action="store_true", help="for a program to read")
-    options = tool.parse(parser)
+    options = parser.parse_args()
     setup_logging(0)
     sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
 

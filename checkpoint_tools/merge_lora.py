@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from titan_mi100 import cli
 from titan_mi100.weights import convert, hub
 from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source
@@ -21,7 +20,7 @@ def main() -> None:
     )
     parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
     hub.add_options(parser)
-    options = cli.parse(parser)
+    options = parser.parse_args()
 
     def merge() -> None:
         source = merged(open_source(options.base), options.adapter)

@@ -175,7 +175,7 @@ mode = "some"
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
         ("[model]\nchat_template = 'nowhere'", "is not a file"),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
-        ("[checkpoint]\nkeep_best = true", "[checkpoint] keep_best needs [data] validation_path or"),
+        ("[checkpoint]\nkeep_best = true", "[checkpoint] keep_best = True needs [data] validation_path or"),
         ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
         ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),

@@ -382,5 +382,5 @@ def test_a_run_writes_through_no_link_and_waits_for_no_pipe(file: Path, tmp_path
         put(folder / name)
         with pytest.raises(UserError, match=f"{name}: is a link, a folder or a pipe, .*another job.run_folder"):
             make_run_folder(load(file, "--job.run_folder", str(folder)))
-    with pytest.raises(UserError, match="shared: is there already, and no folder"):
+    with pytest.raises(UserError, match=r"shared: cannot be made \(File exists\)"):
         make_run_folder(load(file, "--job.run_folder", str(tmp_path / "shared")))

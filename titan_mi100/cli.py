@@ -6,7 +6,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ def exit_code(program: Callable[[], object], say: Callable[[object], None] = say
     open_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
     try:
+        os.getcwd()
         code = _code_of(program, say)
     except SystemExit as ended:  # argparse has printed its help, or what is wrong
         code = int(ended.code or 0)
@@ -44,13 +44,6 @@ def exit_code(program: Callable[[], object], say: Callable[[object], None] = say
         say(problem)
         code = 2
     return code
-
-
-def parse(parser: ArgumentParser) -> Namespace:
-    """The options of the command line; exits after the help, and if they are wrong."""
-    options: list[Namespace] = []
-    code = exit_code(lambda: options.append(parser.parse_args()))
-    return options[0] if options else sys.exit(code)
 
 
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
@@ -98,7 +91,6 @@ def message_of(error: Exception, file: Path | None = None) -> str:
 
 def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:
     try:
-        os.getcwd()
         code = program()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0

@@ -47,7 +47,6 @@ from titan_mi100.run.record import open_record
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
-_FAR_OFF = 1.5  # times the token target: rounding alone does not lead there
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
@@ -272,7 +271,7 @@ def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
         f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
         f"{tokens:,} tokens"
     )
-    if 0 < _FAR_OFF * target < tokens:
+    if 0 < 1.5 * target < tokens:  # rounding alone does not lead there
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")

@@ -10,6 +10,13 @@ from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRACo
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
 
+# Two ways to say one thing: the command line's replaces the file's.
+ALTERNATIVES = (
+    (("training", "steps"), ("training", "epochs")),
+    (("training", "gradient_accumulation_steps"), ("training", "target_tokens_per_step")),
+    (("data", "weights"), ("data", "repeats")),
+    (("data", "validation_path"), ("data", "validation_fraction")),
+)
 # keys that have no effect while another one of their section has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
@@ -25,10 +32,9 @@ def check(config: Config, world_size: int | None) -> list[str]:
     """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
     errors = _check_paths(config)
     training, data, schedule = config.training, config.data, config.lr_scheduler
-    if training.steps and training.epochs:
-        errors.append("[training] steps and epochs are both set; set one of them to 0")
-    if training.gradient_accumulation_steps and training.target_tokens_per_step:
-        errors.append("[training] gradient_accumulation_steps and target_tokens_per_step are both set; set one to 0")
+    for (section, one), (_, other) in ALTERNATIVES:
+        if all(getattr(getattr(config, section), key) for key in (one, other)):
+            errors.append(f"[{section}] {one} and {other} are both set; keep one of them")
     if training.steps and schedule.warmup_steps > training.steps:
         errors.append(
             f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is more than [training] steps = "
@@ -45,12 +51,10 @@ def check(config: Config, world_size: int | None) -> list[str]:
     if schedule.decay_ratio == 0:
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config)
-    if config.validation.freq and not (data.validation_path or data.validation_fraction):
-        errors.append(
-            f"[validation] freq = {config.validation.freq} needs [data] validation_path or validation_fraction"
-        )
-    if config.checkpoint.keep_best and not (data.validation_path or data.validation_fraction):
-        errors.append("[checkpoint] keep_best needs [data] validation_path or validation_fraction")
+    needing = {"[validation] freq": config.validation.freq, "[checkpoint] keep_best": config.checkpoint.keep_best}
+    for key, value in needing.items():
+        if value and not (data.validation_path or data.validation_fraction):
+            errors.append(f"{key} = {value!r} needs [data] validation_path or validation_fraction")
     known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
     known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
@@ -179,10 +183,6 @@ def _check_data(data: DataConfig) -> list[str]:
             errors.append(f"[data] {key} has {len(values)} values for {len(data.path)} paths; give one for each path")
         if any(value <= 0 for value in values):
             errors.append(f"[data] {key} = {list(values)} must all be above 0; leave a path out instead")
-    if data.weights and data.repeats:
-        errors.append("[data] weights and repeats are both set; keep one")
-    if data.validation_path and data.validation_fraction:
-        errors.append("[data] validation_path and validation_fraction are both set; keep one")
     return errors
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100 import cli
-from titan_mi100.config.check import check
+from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
@@ -38,13 +38,6 @@ _SHIPPED = Path(__file__).parents[2] / "train_configs"
 _OWN_MODEL_OR_DATA = (
     *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
     *(("lora", "initial_load_path"), ("data", "path")),
-)
-# Two ways to say one thing: the command line's replaces the file's.
-_ALTERNATIVES = (
-    (("training", "steps"), ("training", "epochs")),
-    (("training", "gradient_accumulation_steps"), ("training", "target_tokens_per_step")),
-    (("data", "weights"), ("data", "repeats")),
-    (("data", "validation_path"), ("data", "validation_fraction")),
 )
 _LARGEST_FILE = MIB >> 5  # bytes of a TOML file; the time to parse one can grow with the cube of it
 _LONGEST_CHAIN = 20  # files, each the `base` of the one before
@@ -125,7 +118,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
 def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Setting]) -> list[str]:
     """Unset what the command line says in another way; a line for the log about each."""
     notes = []
-    for pair in _ALTERNATIVES:
+    for pair in ALTERNATIVES:
         for mine, other in (pair, pair[::-1]):
             if mine in overrides and other not in overrides and values[mine] and values[other]:
                 notes.append(f"--{'.'.join(mine)} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
@@ -313,7 +306,7 @@ def make_run_folder(config: Config) -> Path:
         try:
             folder.mkdir(parents=True)
         except OSError as error:
-            if not os.path.lexists(folder):  # the error may be about a folder above it
+            if not folder.is_dir():  # the error may also be about a folder above it
                 where = f"{error.filename or folder}: cannot be made ({error.strerror})"
                 raise UserError(f"{where}; set job.run_folder or job.dump_folder") from None
             if not config.job.run_folder or config.checkpoint.fresh:
@@ -325,8 +318,6 @@ def make_run_folder(config: Config) -> Path:
 
 def _check_ours(folder: Path) -> None:
     """Refuse what a run would wait for, or write through, in the place of a file of its own."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: is there already, and no folder; move it away, or name another job.run_folder")
     for path in (folder / name for name in _OURS):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "is a link, a folder or a pipe, where the run writes a file of its own"
@@ -399,10 +390,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
     return found[0] if found else sys.exit(code)
 
 
-def _print_run_folder(config: Config) -> None:
-    sys.stdout.buffer.write(os.fsencode(make_run_folder(config)) + b"\n")  # whatever encoding the terminal has
-
-
 if __name__ == "__main__":
     checked = config_from_command_line()
-    sys.exit(cli.exit_code(lambda: _print_run_folder(checked)))
+    sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
+    sys.exit(cli.exit_code(lambda: print(make_run_folder(checked))))

@@ -394,11 +394,10 @@ def main() -> int:
 def _prepare(config: Config) -> None:
     folder = make_run_folder(config)
     lock = FolderLock(folder) if any(folder.iterdir()) else None  # another run's ledger is not to be overwritten
+    if lock is None and RUN_FOLDER not in os.environ:
+        folder.rmdir()  # only a refusal leaves something there, unless the launcher has made it for the run
     prepare_run(config, folder)
     del lock
-    if RUN_FOLDER not in os.environ:  # else the launcher has made it for the run that follows
-        with suppress(OSError):
-            folder.rmdir()  # unless there is something in it
 
 
 if __name__ == "__main__":

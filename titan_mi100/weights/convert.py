@@ -330,7 +330,7 @@ def command(
     parser.add_argument("--hf_assets_path", default="", help="folder of config.json and tokenizer, if not the input's")
     if convert is to_hf:
         hub.add_options(parser)
-    options = tool.parse(parser)
+    options = parser.parse_args()
 
     def main() -> None:
         source = open_source(options.input_dir, options.hf_assets_path)
