@@ -15,11 +15,8 @@ class _TerminalHandler(logging.Handler):
     """Prints a line above a progress bar, if there is one, instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-<<<<<<< HEAD
         from tqdm import tqdm  # here: the launcher and the check of a config start without it
 
-=======
->>>>>>> r2-config
         with suppress(OSError):  # no reader, a full disk, a terminal that is gone: train.log has it too
             tqdm.write(self.format(record), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr)
             sys.stdout.flush()
