@@ -63,11 +63,9 @@ def test_gzip_that_unpacks_to_far_more_than_it_is_comes_out_whole(tmp_path: Path
 def test_gzip_that_unpacks_without_end_is_refused(members: int, tmp_path: Path) -> None:
     content = gzip.compress(b"{}\n" * ((4 << 20) // members)) * members
     assert len(content) < 1 << 17
-    with pytest.raises(
-        UserError, match=r"rows.gz: the gzip data .* \(over 100 times its size; if that is right, unpack"
-    ):
-        for record in read_records(write(tmp_path / "rows.gz", content)):
-            assert record.number < 1 << 21
+    path = write(tmp_path / "rows.gz", content)
+    with pytest.raises(UserError, match=r"rows.gz: the gzip data .* \(over 100 times its size; if that is right"):
+        deque(read_records(path), maxlen=0)
 
 
 def test_rows_before_the_damage_of_a_gzip_file_are_read(tmp_path: Path) -> None:
