@@ -48,6 +48,7 @@ from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
+_MUCH_PADDING = 0.2  # of an epoch's rows
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
 
@@ -181,6 +182,9 @@ def open_run(
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
     rows = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size, data.facts.fingerprint)
+    if (padding := 1 - len(data.train) / rows.rows_per_epoch) > _MUCH_PADDING:
+        what = f"the data fill {len(data.train):,} rows, a step has {batch.global_batch_size:,}"
+        log.warning(f"{what}: {padding:.0%} of an epoch is padding; lower training.target_tokens_per_step")
     progress = _restore_progress(found, rows, data.facts.plan)
     steps = _last_step(config, progress, rows.rows_per_epoch, batch)
 
