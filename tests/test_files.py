@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tracemalloc
-from collections import deque
 from pathlib import Path
 from typing import Any
 
