@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import jinja2
 import pytest
 from chaos import hostile_pickles as pickles
 from conftest import REPO
@@ -22,6 +23,7 @@ from titan_mi100.files.child import TOO_MUCH
 from titan_mi100.files.stored import open_dcp, open_safetensors, open_torch
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.text.traced import TracingEnvironment
 
 ASSETS = REPO / "tests" / "assets" / "tokenizer"
 
@@ -157,6 +159,7 @@ def prompted(condition: str) -> Callable[[Path], object]:
 
 
 HUNGRY = {
+    "a text of 4 GB before it is compiled": template("{% autoescape 'a' * 4000000000 %}{% endautoescape %}"),
     "a text of 4 GB before an answer": prompted("add_generation_prompt"),
     "a text of 4 GB at a word": prompted("'zebra' in messages[0].content"),
     "a text of 4 MB of a few words": template("{{ 'a' * 4000000 }}"),
@@ -258,3 +261,13 @@ def test_an_answer_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=TOO_MUCH):
         open_safetensors(tmp_path / "a.safetensors")
     assert child._process is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'a' * 4000000 }}", "{{ 'a'|center(4000000) }}", "{% set x = 'a' * 4000000 %}", "{{ f('a'|center(4000000)) }}"],
+)
+def test_nothing_is_computed_when_a_template_is_compiled(source: str) -> None:
+    """Not all of a template runs when it is tried, but all of it is compiled, also where no limits hold."""
+    assert len(TracingEnvironment().compile("{% if never %}" + source + "{% endif %}", raw=True)) < 10_000
+    assert len(jinja2.Environment().compile("{% if never %}" + source + "{% endif %}", raw=True)) > 4_000_000

@@ -86,8 +86,8 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
             reasons[place] = (made.kind, made.detail)
         supervised = sum(map(supervised_tokens, made.documents))
         line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
-        line += (len(made.documents), made.thinking, 0)
-        found.append((file, *line, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
+        more = (len(made.documents), made.thinking, 0)
+        found.append((file, *line, *more, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
         documents += made.documents
     lengths = np.array(list(map(len, documents)), dtype=np.int64)
     values = np.concatenate([np.zeros(0, np.uint32), *documents])

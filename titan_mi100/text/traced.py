@@ -209,7 +209,16 @@ _MARKS = count(1)
 
 
 class _TracingCodeGenerator(CodeGenerator):
-    """Jinja's `~` joins by a module's function; this one by the environment's `concat`, as all other output."""
+    """Jinja's `~` joins by a module's function; this one by the environment's `concat`, as all other output. And Jinja
+    computes `'a' * 4000000000` when it compiles, where no limits hold, whether or not it is ever reached."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier, frame: Frame) -> None:
+        self.fail("{% autoescape %} is not supported", node.lineno)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("concat(map(str, (")
@@ -227,7 +236,8 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     has_marks = False
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols])
+        extensions = [_GenerationTag, ext.loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         self.issued: set[int] = set()  # the numbers of all marks
         del self.filters["random"]  # a row is the same each time
         self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum draws a text at random")
