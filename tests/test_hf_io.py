@@ -73,7 +73,7 @@ def edit(folder: Path, change) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-            "model.norm.weight has dtype I8, which cannot be trained",
+            "model.norm.weight has dtype 'I8', which cannot be trained",
         ),
         (
             lambda t: t.update({"lm_head.weight": torch.ones(311, 64)}),
