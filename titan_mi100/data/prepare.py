@@ -392,9 +392,10 @@ def main() -> int:
 
 
 def _prepare(config: Config) -> None:
+    is_new = config.checkpoint.fresh or not os.path.isdir(config.job.run_folder)
     folder = make_run_folder(config)
     lock = FolderLock(folder) if any(folder.iterdir()) else None  # another run's ledger is not to be overwritten
-    if lock is None and RUN_FOLDER not in os.environ:
+    if is_new and RUN_FOLDER not in os.environ:
         folder.rmdir()  # only a refusal leaves something there, unless the launcher has made it for the run
     prepare_run(config, folder)
     del lock

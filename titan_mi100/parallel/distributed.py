@@ -282,4 +282,7 @@ def leave(code: int, together: bool = True) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
+    if "torch.distributed.nn.jit.instantiator" in sys.modules:  # makes a temporary folder when it is imported
+        with suppress(OSError, AttributeError):
+            sys.modules["torch.distributed.nn.jit.instantiator"]._TEMP_DIR.cleanup()
     os._exit(code)
