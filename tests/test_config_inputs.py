@@ -342,6 +342,12 @@ def test_a_byte_order_mark_is_none_of_the_config(tmp_path: Path) -> None:
     assert load(tmp_path / "x.toml").training.seq_len == 128
 
 
+def test_thousands_of_errors_are_fifty_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("".join(f"[s{number}]\n" for number in range(1000)))
+    lines = refusal("--job.config_file", str(tmp_path / "x.toml")).splitlines()
+    assert len(lines) == 51 and lines[-1].startswith("config: 95")
+
+
 def test_a_chain_of_bases_has_an_end(file: Path, tmp_path: Path) -> None:
     for number in range(2000):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')

@@ -42,6 +42,7 @@ _OWN_MODEL_OR_DATA = (
 )
 # Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
+_MOST_ERRORS = 50  # in a message
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
 _OURS = ("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock")
@@ -113,7 +114,8 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
         elif start[0] not in refused:
             errors.append(named.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
     if errors:
-        raise UserError("\n".join(errors))
+        more = [f"config: {len(errors) - _MOST_ERRORS:,} more"] if len(errors) > _MOST_ERRORS else []
+        raise UserError("\n".join([*errors[:_MOST_ERRORS], *more]))
     return config
 
 
