@@ -1,15 +1,15 @@
 """Writes a base with a LoRA adapter merged into it as an HF folder: W + (alpha / rank) B A, summed in fp32."""
 
-import argparse
 from pathlib import Path
 
+from titan_mi100 import cli
 from titan_mi100.weights import convert, hub
 from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = cli.Parser(description=__doc__)
     parser.add_argument("--base", type=Path, required=True, help="the model that the adapter was trained on")
     parser.add_argument(
         "--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500"

@@ -1,5 +1,6 @@
 """How the commands end: nothing but one message, whatever a program raises."""
 
+import argparse
 import json
 import logging
 import signal
@@ -58,6 +59,22 @@ def test_a_converter_ends_in_the_same_way(capsys: pytest.CaptureFixture[str]) ->
         [line] = capsys.readouterr().err.splitlines()
         assert ended.value.code == 1 and f"unexpected error, {type(error).__name__}: " in line
         assert "in program" in traceback_named_in(line)
+
+
+@pytest.mark.parametrize(
+    ("parser", "option", "others"),
+    [
+        (exact_match._parser(), "--data", ["--model", "m"]),
+        (generate._parser(), "--seed", ["--model", "m", "--prompt", "a", "--prompt", "b"]),
+        (inspect_data._parser(), "--row", []),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused(
+    parser: argparse.ArgumentParser, option: str, others: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args([option, "1", *others, f"{option}=1"])
+    assert ended.value.code == 2 and f"{option} is given twice; keep one of them" in capsys.readouterr().err
 
 
 def test_where_no_file_can_be_written_the_traceback_itself_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

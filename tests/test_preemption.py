@@ -63,6 +63,16 @@ def test_a_process_whose_launcher_is_gone_is_told_and_ends_and_clears_up_after_i
     assert ("did not come to its next step" in errors) == bool(linger)
 
 
+def test_a_launcher_that_was_killed_early_leaves_no_folder(tmp_path: Path) -> None:
+    launcher, folder = subprocess.Popen(["sleep", "60"]), tmp_path / "titan-launch-x"
+    folder.mkdir()
+    process = start(0, TITAN_LAUNCHER_PID=str(launcher.pid), TITAN_OUTCOME=str(folder / "outcome"))
+    launcher.kill()
+    launcher.wait()
+    assert process.communicate(timeout=20)[0] == "the launcher is gone\n"
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("launcher", ["one", "-1", "9" * 30, ""])
 def test_what_is_no_process_is_no_launcher(launcher: str) -> None:
     process = start(0, TITAN_LAUNCHER_PID=launcher)

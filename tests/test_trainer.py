@@ -23,7 +23,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.logging import setup_logging
+from titan_mi100.logging import log
 from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, _restore_progress, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
@@ -99,14 +99,11 @@ def test_a_step_counts_its_own_rows_though_the_next_are_read_before_it_ends(
 
 @pytest.mark.parametrize(("target", "warned"), [(60, True), (70, False), (0, False)])
 def test_a_step_far_from_the_token_target_is_warned_of(
-    target: int, warned: bool, capsys: pytest.CaptureFixture[str]
+    target: int, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup_logging(0)
-    training = TrainingConfig(seq_len=10, target_tokens_per_step=target)
-    _log_layout(Layout(), Batch(10, 1, 1), training)
-    assert (
-        f"target_tokens_per_step = {target}: one forward on all ranks has more" in capsys.readouterr().err
-    ) == warned
+    monkeypatch.setattr(log, "propagate", True)
+    _log_layout(Layout(), Batch(10, 1, 1), TrainingConfig(seq_len=10, target_tokens_per_step=target))
+    assert (f"target_tokens_per_step = {target}: one forward on all ranks has more" in caplog.text) == warned
 
 
 def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(world: World) -> None:

@@ -1,5 +1,6 @@
 """How a command of ours starts and ends: its words go to the log, its errors are one message and an exit code."""
 
+import argparse
 import errno
 import os
 import signal
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
@@ -19,6 +21,24 @@ from titan_mi100.wording import shortened, with_level
 def say(message: object) -> None:
     with suppress(OSError):  # its reader is gone, or its disk is full
         print(with_level("ERROR", message), file=sys.stderr, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses an option that is given twice, of which argparse would drop the first without a word."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+        self.register("action", None, _Once)  # the action of an option that names none
+
+
+class _Once(argparse._StoreAction):
+    _is_given = False
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self._is_given:
+            parser.error(f"{option_string} is given twice; keep one of them")
+        self._is_given = True
+        super().__call__(parser, namespace, values, option_string)
 
 
 def exit_code(program: Callable[[], object], say: Callable[[object], None] = say) -> int:
@@ -61,7 +81,7 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         interrupted, remedy = _was_interrupted(error), "; free some space" if full else ""
         log.error("interrupted" if interrupted else f"{error}{remedy}; {afterwards}")
-        code = 130 if interrupted else 1
+        code = 130 if interrupted else 2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1
     except Exception as error:
         log.error(message_of(error))
         code = 1

@@ -43,14 +43,13 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = tool.Parser(
         prog="python -m titan_mi100.inspect_data",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Settings, as for training: those of [data], [model] and training.seq_len count.\n\n"
         + help_text().partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")

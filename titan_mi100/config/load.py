@@ -22,6 +22,7 @@ from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files import child
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import MIB
 from titan_mi100.wording import has_control_characters, is_utf8, shortened, shown
@@ -39,8 +40,10 @@ _OWN_MODEL_OR_DATA = (
     *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
     *(("lora", "initial_load_path"), ("data", "path")),
 )
-_LARGEST_FILE = MIB >> 5  # bytes of a TOML file; the time to parse one can grow with the cube of it
-_LONGEST_CHAIN = 20  # files, each the `base` of the one before
+# Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
+_SMALL, _LARGEST_FILE = MIB >> 6, MIB
+_MOST_ERRORS = 50  # in a message
+_LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
 _OURS = ("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock")
 
@@ -111,7 +114,8 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
         elif start[0] not in refused:
             errors.append(named.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
     if errors:
-        raise UserError("\n".join(errors))
+        more = [f"config: {len(errors) - _MOST_ERRORS:,} more"] if len(errors) > _MOST_ERRORS else []
+        raise UserError("\n".join([*errors[:_MOST_ERRORS], *more]))
     return config
 
 
@@ -173,14 +177,10 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
         problem = f"is one `base` too many: {_LONGEST_CHAIN} files already inherit from another"
     if not problem:
         try:
-            with path.open("rb") as file:
-                content = file.read(_LARGEST_FILE + 1)
-            if len(content) > _LARGEST_FILE:
-                problem = f"is larger than {_LARGEST_FILE:,} bytes; name data files by globs"
-            else:
-                document = tomllib.loads(content.decode("utf-8-sig"))
-        except (OSError, ValueError, RecursionError) as error:
-            problem = f"cannot be read as TOML: {shortened(str(error), 300)}"
+            is_small = path.stat().st_size <= _SMALL
+            document = parse_toml(str(path)) if is_small else child.ask("config.load:parse_toml", path)
+        except (OSError, UserError) as error:
+            problem = str(error).removeprefix(f"{path}: ")
     if problem:
         errors.append(f"{path}: {problem}")
         return False
@@ -207,6 +207,18 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
                 else:
                     settings[section, key] = _Setting(value, where, path.parent, is_text=False)
     return is_read
+
+
+def parse_toml(path: str) -> dict[str, Any]:
+    """The content of a TOML file. Raises UserError: it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes, which no config is")
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as TOML: {shortened(str(error), 300)}") from None
 
 
 def _in_line(key: str) -> str:

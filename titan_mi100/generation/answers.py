@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from titan_mi100.cli import Parser
 from titan_mi100.data.files import LONGEST_LINE, RecordReader, label
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
@@ -31,7 +32,7 @@ Row = dict[str, Any]
 def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
     """A parser with the options of every command that generates."""
     prog = f"python -m titan_mi100.{name}"
-    parser = ArgumentParser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser = Parser(prog=prog, description=description, epilog=epilog)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 _GRACE = 30  # seconds in which a run may save once its launcher is gone; torchrun gives its workers as many
 _POLL = 0.5
@@ -55,7 +56,7 @@ def _remove_outcome() -> None:
     if not _is_there(int(os.environ.get("TITAN_LAUNCHER_PID", os.getpid()))):
         outcome = os.environ.pop("TITAN_OUTCOME", "")
         with suppress(OSError):
-            os.remove(outcome)
+            Path(outcome).unlink(missing_ok=True)  # the run may not have come to it
             os.rmdir(os.path.dirname(outcome))
 
 

@@ -1,6 +1,5 @@
 """HF safetensors <-> DCP <-> `torch.save`: tensor by tensor, read again and compared, complete or not there at all."""
 
-import argparse
 import warnings
 import zlib
 from collections import deque
@@ -321,7 +320,7 @@ def command(
         convert: to_dcp, to_hf or to_torch.
         dtype: the default.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = tool.Parser(description=description)
     parser.add_argument("--input_dir", type=Path, required=True, help=input_help)
     parser.add_argument("--output_dir", type=Path, required=True, help=output_help)
     dtypes = DTYPES if dtype == "keep" else (dtype, *DTYPES)
