@@ -35,8 +35,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def try_tokenizer(path: str) -> None:
     """In the child process, where time and memory are limited: load it and encode some text."""
-    files = (file for file in tokenizer_files(path) if file.suffix != ".jinja")
-    allow(sum(min(file.stat().st_size, LARGEST_TABLE) for file in files))
+    allow(sum(min(f.stat().st_size, LARGEST_TABLE) for f in tokenizer_files(path) if f.suffix != ".jinja"))
     tokenizer = _load(Path(path))
     with suppress(UserError):  # a vocabulary may lack these characters
         tokenizer.encode(_TRIED)
