@@ -54,7 +54,7 @@ class StoredTensors:
         if self._zipped and wanted:
             zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in wanted]
             places, seconds = ask("files.tables:read_parts", self.folder, zips)
-            self._seconds += seconds - len(zips) * _USUAL
+            self._seconds = max(0.0, self._seconds + seconds - len(zips) * _USUAL)
             if self._seconds > SECONDS:  # each may stay below the limits
                 raise UserError(f"{self.folder}: {TOO_MUCH}; get it again from a source that you trust")
         whole = torch.empty(tuple(size), dtype=dtype or _DTYPES[stored]) if len(wanted) != 1 else None
