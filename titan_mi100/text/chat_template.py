@@ -261,7 +261,7 @@ class ChatTemplate:
 def try_template(path: str, template: str, eos_token: str) -> None:
     """In the child process, where time and memory are limited: render a conversation. What it refuses is its right."""
     tried = ChatTemplate._read(path, template, eos_token)
-    prompted = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
+    prompted: Callable[..., str] = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
     for render in (tried.render, tried.render_turns, prompted):
         try:
             if len(str(render(_TRIED))) > _MOST_TRIED:
