@@ -97,5 +97,5 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
 def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
     limit()
-    allow(_ALLOWED * sum(len(record.raw) for record in records))
+    allow(_ALLOWED * sum(len(record.raw) + 512 for record in records))
     return encode_records(encoder, formats[file], file, records)
