@@ -13,6 +13,7 @@ import torch
 
 from titan_mi100.checkpoint import checkpointer, sealed
 from titan_mi100.checkpoint.resume import check_is_a_runs, open_checkpoint
+from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
@@ -264,3 +265,12 @@ def test_what_takes_a_files_place_is_not_waited_for(tmp_path: Path, monkeypatch:
     (tmp_path / "b").symlink_to("/etc/passwd")
     with pytest.raises(OSError, match=r"Too many levels|symbolic"):
         open_plain(tmp_path / "b")
+
+
+@pytest.mark.parametrize("named", [-1, 2**70, True, 7.0, "</s>", [[7]], ["x" * 10**7]])
+def test_stop_tokens_are_token_ids(named: Any, tmp_path: Path) -> None:
+    content = json.dumps({"eos_token_id": named}).encode()
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id = .* must be a token id") as caught:
+        stop_ids({GENERATION: content}, tmp_path / GENERATION)
+    assert len(str(caught.value)) < 500
+    assert stop_ids({GENERATION: b'{"eos_token_id": [7, 2]}'}) == [7, 2]

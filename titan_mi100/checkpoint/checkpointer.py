@@ -218,10 +218,8 @@ class Checkpointer:
     def _seal(self, aside: Path, written: sealed.Written, state: str, record: dict[str, Any], best: int | None) -> None:
         lacking = [name for name in written if not (aside / name).is_file()]
         if lacking:
-            raise UserError(
-                f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file system "
-                "that they share"
-            )
+            what = f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file "
+            raise UserError(what + "system that they share")
         files = HashedFiles()
         for name, content in self._assets.items():
             files.write(aside / name, content)
@@ -350,9 +348,8 @@ def _check_names(path: Path, saved: StoredTensors, wanted: Kinds) -> None:
     there or not: another layout resumes without it.
     """
     if saved.others:
-        raise UserError(
-            f"{path}: holds {len(saved.others)} entries that are no tensors, as {saved.others[0]}; {_OTHER}"
-        )
+        what = f"{path}: holds {len(saved.others)} entries that are no tensors, as {saved.others[0]}; {_OTHER}"
+        raise UserError(what)
     found = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
     if found == wanted:
         return

@@ -73,10 +73,8 @@ def _candidates(folder: Path, step: int) -> list[Path]:
     if paths := sealed.list_checkpoints(folder):
         return paths
     if suspect := sealed.list_checkpoints(folder, suspect=True):
-        raise UserError(
-            f"{folder}: holds only suspect checkpoints, up to {suspect[-1].name} (why: {suspect[-1].name}.suspect); "
-            f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}"
-        )
+        what = f"{folder}: holds only suspect checkpoints, up to {suspect[-1].name} (why: {suspect[-1].name}.suspect); "
+        raise UserError(what + f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}")
     if left := ", ".join(map(str, sealed.damaged(folder))):
         raise UserError(f"{folder}: of this run only damaged checkpoints are left: {left}; {_AGAIN}")
     return []
@@ -112,10 +110,8 @@ def _problem(path: Path, share: int, shares: int) -> str:
     except sealed.DamagedError as error:
         return str(error)
     except OSError as error:
-        raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); fix that, or rename {path} to resume from "
-            "the checkpoint before it"
-        ) from None
+        what = f"{error.filename or path}: cannot be read ({error.strerror}); fix that, or rename {path} to resume "
+        raise UserError(what + "from the checkpoint before it") from None
     return ""
 
 
@@ -152,10 +148,9 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with another {some(permitted, 30)}")
     if refused:
-        raise UserError(
-            f"{found.path}: was made with another {some(refused, 30)}; resume with what it was made with, name what "
-            "may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
-        )
+        remedy = "name what may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
+        what = f"was made with another {some(refused, 30)}; resume with what it was made with"
+        raise UserError(f"{found.path}: {what}, {remedy}")
 
 
 def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

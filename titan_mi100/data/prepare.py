@@ -91,10 +91,8 @@ def _check_own_tokenizer(config: Config) -> None:
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(folder_of(load)):
         return
     if load_tokenizer(folder_of(load)).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
-        raise UserError(
-            f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
-            f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true"
-        )
+        what = f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
+        raise UserError(what + f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true")
 
 
 def _copy_ledger(ledger: Path, folder: Path) -> None:
@@ -256,10 +254,8 @@ def _load_template(request: Request, sources: Sequence[Source], tokenizer: Token
         return None
     template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
     if template.is_dated:
-        raise UserError(
-            "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
-            "with a fixed date into model.chat_template"
-        )
+        what = "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
+        raise UserError(what + "with a fixed date into model.chat_template")
     return template
 
 

@@ -47,18 +47,16 @@ def tokenise(
             except OSError as error:
                 for process in multiprocessing.active_children():  # some may run; nobody would end them
                     process.kill()
-                raise UserError(
-                    f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
-                ) from None
+                what = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
+                raise UserError(what) from None
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise UserError(
-            "a process that tokenised was killed: memory was full, or the chat template or the tokenizer took too much "
-            "of it or too long; start again with fewer data.workers, or with a sound tokenizer folder"
-        ) from None
+        what = "memory was full, or the chat template or the tokenizer took too much of it or too long"
+        remedy = "set fewer data.workers, or use a sound tokenizer folder"
+        raise UserError(f"a process that tokenised was killed: {what}; {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -99,5 +97,5 @@ def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
 def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
     limit()
-    allow(_ALLOWED * sum(len(record.raw) for record in records))
+    allow(_ALLOWED * sum(len(record.raw) + 512 for record in records))
     return encode_records(encoder, formats[file], file, records)

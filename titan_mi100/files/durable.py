@@ -124,9 +124,8 @@ def probe(folder: Path) -> None:
         for left in (first, second):
             with suppress(OSError):
                 left.unlink(missing_ok=True)
-        raise UserError(
-            f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
-        ) from None
+        what = f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
+        raise UserError(what) from None
 
 
 @contextmanager
@@ -200,18 +199,17 @@ class FolderLock:
         self.nonce = uuid.uuid4().hex
         record = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": self.nonce}
         try:
-            for path in folder.iterdir():  # a folder may be a link to where there is room
-                if not path.is_dir() and (path.is_symlink() or not path.is_file()):
-                    raise UserError(f"{path}: is a link or no regular file, and would be written to; remove it")
+            # a folder may be a link to where there is room
+            if odd := [p for p in folder.iterdir() if not p.is_dir() and (p.is_symlink() or not p.is_file())]:
+                raise UserError(f"{odd[0]}: is a link or no regular file, and would be written to; remove it")
             self._file = (folder / LOCK).open("a+", encoding="utf-8")  # held open for as long as this object lives
             self._take(folder, patience)
             self._file.truncate(0)
             self._file.write(json.dumps(record))
             self._file.flush()
         except OSError as error:
-            raise UserError(
-                f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
-            ) from None
+            what = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
+            raise UserError(what) from None
 
     def _take(self, folder: Path, patience: float) -> None:
         until, said = time.monotonic() + patience, False
@@ -225,10 +223,8 @@ class FolderLock:
                     raise
             holder = self._holder()
             if time.monotonic() > until:
-                raise UserError(
-                    f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
-                    "job.run_folder"
-                )
+                what = f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
+                raise UserError(what + "job.run_folder")
             if not said:
                 log.info(f"{folder} is in use ({holder}); waiting for it up to {patience:.0f} s")
                 said = True

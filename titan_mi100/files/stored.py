@@ -7,7 +7,6 @@ the files say can run code, leave their folder or take memory.
 import math
 import mmap
 from collections.abc import Iterable, Sequence
-from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,7 @@ class StoredTensors:
         if self._zipped and wanted:
             zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in wanted]
             places, seconds = ask("files.tables:read_parts", self.folder, zips)
-            self._seconds += seconds - len(zips) * _USUAL
+            self._seconds = max(0.0, self._seconds + seconds - len(zips) * _USUAL)
             if self._seconds > SECONDS:  # each may stay below the limits
                 raise UserError(f"{self.folder}: {TOO_MUCH}; get it again from a source that you trust")
         whole = torch.empty(tuple(size), dtype=dtype or _DTYPES[stored]) if len(wanted) != 1 else None
@@ -72,11 +71,11 @@ class StoredTensors:
         self, file: str, begin: int, dtype: str, shape: list[int], strides: list[int] | None, box: tuple[slice, ...]
     ) -> Tensor:
         nbytes, before = BYTES[dtype], begin % mmap.ALLOCATIONGRANULARITY
-        reach = math.prod(shape) if strides is None else 1 + sum(map(mul, (n - 1 for n in shape), strides))
+        count = math.prod(shape) if strides is None else 1 + int(np.dot(np.subtract(shape, 1), strides))
         # opened for each read: pages of a map stay in memory until it is closed, and what is read lives as long as it
         with open_plain(self.folder / file) as opened:
             try:
-                length = before + reach * nbytes
+                length = before + count * nbytes
                 mapped = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY, offset=begin - before)
             except ValueError:
                 raise UserError(f"{self.folder / file}: has become shorter while it was read; copy it again") from None

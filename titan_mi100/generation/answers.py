@@ -27,6 +27,7 @@ _ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # what ever
 _FINISH = ("length", "stop")  # why an answer ended; the second: with a stop token
 T = TypeVar("T")
 Row = dict[str, Any]
+Judge = Callable[[int, str], Row]
 
 
 def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
@@ -87,7 +88,7 @@ def answer_all(
     requests: Sequence[Request],
     load: Callable[[], AnswerBatch],
     settings: Row,
-    judge: Callable[[int, str], Row] = lambda index, output: {},
+    judge: Judge = lambda index, output: {},
 ) -> list[Row]:
     """Answer the requests in batches. With --output, append each batch to the file, and keep the rows already there.
 
@@ -134,9 +135,7 @@ def answer_all(
     return rows
 
 
-def _finished_rows(
-    path: str, requests: Sequence[Request], settings: Row, judge: Callable[[int, str], Row]
-) -> list[Row]:
+def _finished_rows(path: str, requests: Sequence[Request], settings: Row, judge: Judge) -> list[Row]:
     """The rows of an output file. A last line that a kill or a full disk left incomplete is removed from the file."""
     rows = list[Row]()
     with open_plain(Path(path)) as file:

@@ -64,10 +64,8 @@ class Model:
         tokenizer_path = tokenizer_path or str(folder_of(path))
         self.tokenizer = load_tokenizer(tokenizer_path)
         if self.tokenizer.n_vocab > self.spec.vocab_size:
-            raise UserError(
-                f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
-                f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
-            )
+            what = f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
+            raise UserError(what + f"{self.spec.vocab_size}; name the model's own in --tokenizer_path")
         self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"

@@ -58,10 +58,8 @@ class FaultWatch:
                     csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
             except OSError as error:
                 log.warning(f"{self._file}: cannot be written to: {error.strerror}")
-            log.warning(
-                f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped "
-                f"on all ranks; rows: {some(places, _SHOWN)}"
-            )
+            what = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped on all"
+            log.warning(f"step {step}: {what} ranks; rows: {some(places, _SHOWN)}")
 
         if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
             raise NumericalError(

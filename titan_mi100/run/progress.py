@@ -65,8 +65,7 @@ class Progress:
         try:
             found = checked(state, _TrainerState)
             progress = {**found["progress"], "rows_consumed": found["loader"]["rows_consumed"]}
-            read: Progress = checked(progress, cls, "progress")
-            if read.step != found["step"]:
+            if (read := checked(progress, cls, "progress")).step != found["step"]:
                 raise ValueError(f"progress.step = {read.step} is not step = {found['step']}")
             return read
         except ValueError as error:

@@ -121,17 +121,14 @@ class ChatTemplate:
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
-            ) from error
+            what = f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
+            raise UserError(what) from error
         if files:
             sources = {name: read_template(file) for name, file in files.items()}
         used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
         if "default" not in used or not all(isinstance(source, str) for source in used.values()):
-            raise UserError(
-                f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
-                "Jinja file in model.chat_template"
-            )
+            what = f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
+            raise UserError(what + "Jinja file in model.chat_template")
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
         return cls(Path(template) if template else files.get("default", config_file), used, special_tokens)
@@ -192,10 +189,8 @@ class ChatTemplate:
             try:
                 turns.append(finder.assistant(i, message, prompt))
             except _Untraceable as problem:
-                raise UserError(
-                    f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
-                    f"use a template that writes each assistant message as Qwen3's does"
-                ) from problem
+                what = f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
+                raise UserError(what + "use a template that writes each assistant message as Qwen3's does") from problem
         if environment.has_marks:
             turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
@@ -208,10 +203,8 @@ class ChatTemplate:
                 turn.message for turn in turns if turn.message in marks and turn.start < stop and start < turn.stop
             }
             if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
-                raise UserError(
-                    f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is no "
-                    "single assistant message; use a template that marks each of them by itself"
-                )
+                what = f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
+                raise UserError(what + "no single assistant message; use a template that marks each of them by itself")
             marks[owners.pop()].append((start, stop))
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
@@ -271,7 +264,7 @@ class ChatTemplate:
 def try_template(path: str, template: str, eos_token: str) -> None:
     """In the child process, where time and memory are limited: render a conversation. What it refuses is its right."""
     tried = ChatTemplate._read(path, template, eos_token)
-    prompted = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
+    prompted: Callable[..., str] = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
     for render in (tried.render, tried.render_turns, prompted):
         try:
             if len(str(render(_TRIED))) > _MOST_TRIED:

@@ -36,8 +36,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def try_tokenizer(path: str) -> None:
     """In the child process, where time and memory are limited: load it and encode some text."""
-    files = (file for file in tokenizer_files(path) if file.suffix != ".jinja")
-    allow(sum(min(file.stat().st_size, LARGEST_TABLE) for file in files))
+    allow(sum(file.stat().st_size for file in tokenizer_files(path) if file.suffix != ".jinja"))
     tokenizer = _load(Path(path))
     with suppress(UserError):  # a vocabulary may lack these characters
         tokenizer.encode(_TRIED)
@@ -74,15 +73,16 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         Those that exist: what defines the tokenizer first, then `tokenizer_config.json` and the templates' files.
 
     Raises:
-        UserError: there is no tokenizer, or a file of it is a link out of the folder.
+        UserError: there is no tokenizer, or a file of it is a link out of the folder, or larger than any real one.
     """
     file = _definition_file(Path(path))
     merges = ["merges.txt"] if file.name == "vocab.json" else []
     names = [file.name, *merges, "tokenizer_config.json"]
     found = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
     found += template_files(file.parent).values()
-    for file in found:
-        plain_path(file)  # a link must not lead the hash of these files elsewhere
+    # they will be hashed, which must not be led elsewhere, nor take hours
+    if odd := [file for file in found if plain_path(file).stat().st_size > LARGEST_TABLE]:
+        raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes, which no real one is; download it again")
     return found
 
 

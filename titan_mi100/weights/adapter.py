@@ -33,7 +33,7 @@ def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: is an adapter; name the base that it was trained on, and this as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
-    weights = MergedWeights(base.weights, matrices, lora.alpha / lora.rank)
+    weights = MergedWeights(base.weights, matrices, lora.alpha / max(lora.rank, 1))
     trained = {name: content for name, content in read_assets(Path(adapter)).items() if name == PROMPTS}
     return replace(base, weights=weights, assets=base.assets | trained)
 
