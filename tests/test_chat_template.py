@@ -507,6 +507,7 @@ def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: P
         ("{{ 1 + 'a' }}", "unsupported operand"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ lipsum() }}", "lipsum draws a text at random"),
+        ("{{ dict.update(messages[0], content='y') }}", "has no attribute 'update'"),
         ("{{ [1] | tojson(indent=messages) }}", "list"),
     ],
 )

@@ -268,6 +268,23 @@ def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
         inference.Model(str(copy), "", "", cpu, fp32)
 
 
+def test_settings_that_change_greedy_text_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    settings = {"eos_token_id": 5, "do_sample": True, "temperature": 0.6, "num_beams": 1, "suppress_tokens": None}
+    for more, told in (
+        ({}, ""),
+        ({"repetition_penalty": 1.05, "min_new_tokens": 9}, "min_new_tokens, repetition_penal"),
+    ):
+        (copy / "generation_config.json").write_text(json.dumps({**settings, **more}))
+        inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)
+        said = capsys.readouterr().err
+        assert (told in said and f"WARNING {copy / 'generation_config.json'}: not applied here" in said) or not (
+            told or said
+        )
+
+
 def test_prompts_are_as_in_training_unless_an_option_says_otherwise(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

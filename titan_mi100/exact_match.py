@@ -107,10 +107,11 @@ def summarise(rows: Sequence[Row]) -> Row:
 
 def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBatch:
     """The same answers from transformers' model and its `generate`, to compare with. It needs an HF folder."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     network: Any = AutoModelForCausalLM.from_pretrained(Path(path))
     network = network.to(model.device, model.dtype).eval()
+    network.generation_config = GenerationConfig()  # the same choice as ours, whatever the folder's says
     pad = model.tokenizer.pad_token_id
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(model.stop_ids)}
 

@@ -20,10 +20,10 @@ _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known withou
 # Keys of a row that mean something: refused where a format does not read them. Others are ignored.
 _MEANINGFUL = {
     *("system", "system_prompt", "system_message", "tools", "functions", "function_call", "documents", "history"),
-    *("chat_template_kwargs", "enable_thinking", "train", "train_on_inputs", "mask_history", "weight", "kto_tag"),
-    *("chosen", "rejected", "rejected_response", "rejected_messages"),
+    *("chat_template_kwargs", "enable_thinking", "train", "train_on_inputs", "mask_history", "weight"),
     *("images", "image", "videos", "video", "audios", "audio"),
 }
+_PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
 _MEANINGFUL_BESIDE_TOKENS = {
     *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"),
 }
@@ -67,11 +67,14 @@ class Format:
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
-        # a label of true or false says whether an answer is to be learned or avoided
-        preference = {"label"} if type(row.get("label")) is bool else set()
-        beside = {"text": set(), "tokens": _MEANINGFUL_BESIDE_TOKENS}.get(self.name, _MEANINGFUL | preference)
-        if meant := unread & beside - ignored:
-            raise BadRecord("unknown key", f"{listed(meant)} in a row of format {self.name}; {TO_IGNORE}")
+        meaningful = {"text": set(), "tokens": _MEANINGFUL_BESIDE_TOKENS}.get(self.name, _MEANINGFUL | _PREFERENCES)
+        if type(row.get("label")) is bool and meaningful >= _PREFERENCES:
+            meaningful |= {"label"}
+        if meant := unread & meaningful - ignored:
+            where = f"{listed(meant)} in a row of format {self.name}"
+            if meant & (_PREFERENCES | {"label"}):
+                raise BadRecord("preference", f"{where}; keep only answers to be learned, then delete it")
+            raise BadRecord("unknown key", f"{where}; {TO_IGNORE}")
         counts.update(unread)
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
         counts.update({f"{key} in messages": number for key, number in in_messages.items()})

@@ -15,7 +15,7 @@ from titan_mi100.config.assets import GENERATION, PROMPTS, enable_thinking, fold
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_object
+from titan_mi100.files.plain import parse_object, read_object
 from titan_mi100.files.templates import template_files
 from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.decode import Generated, Sampling, generate
@@ -26,6 +26,16 @@ from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
+from titan_mi100.wording import some, with_level
+
+# Keys of a generation_config.json that are applied here, or by options, or change no text.
+_KNOWN = frozenset(
+    """
+    eos_token_id bos_token_id pad_token_id do_sample temperature top_k top_p max_length max_new_tokens use_cache
+    cache_implementation output_attentions output_hidden_states output_logits output_scores return_dict_in_generate
+    transformers_version _from_model_config
+    """.split()  # noqa: SIM905 (as in config/model_spec.py)
+)
 
 
 class Request(NamedTuple):
@@ -67,6 +77,10 @@ class Model:
             what = f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
             raise UserError(what + f"{self.spec.vocab_size}; name the model's own in --tokenizer_path")
         self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
+        given = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
+        if unknown := [key for key in given if key not in _KNOWN and given[key] not in (None, False, 0, 1, [], {})]:
+            text = f"{source.assets_folder / GENERATION}: not applied here: {some(sorted(unknown))}"
+            print(with_level("WARNING", text), file=sys.stderr)
         self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}

@@ -228,6 +228,16 @@ class _TracingCodeGenerator(CodeGenerator):
         self.write(")))")
 
 
+class _Dict:
+    """`dict` in a template. The class itself would give away its methods: `dict.update` changes what a row holds."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
 class TracingEnvironment(ImmutableSandboxedEnvironment):
     """The environment in which `transformers` runs chat templates, keeping the runs of what it concatenates."""
 
@@ -243,4 +253,5 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum draws a text at random")
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
+        self.globals["dict"] = _Dict()
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
