@@ -29,6 +29,7 @@ from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
+from titan_mi100.wording import printable
 
 SPECS = {
     "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
@@ -246,10 +247,12 @@ def test_the_command_answers_as_transformers_does_through_the_template(
     (text, output, _) = next(row for row in expected if row[2] == "length")
     capsys.readouterr()
     assert generate.main([*arguments, *templated]) == 0
-    assert capsys.readouterr().out == "".join(f"--- prompt {i} ---\n{row[1]}\n" for i, row in enumerate(expected, 1))
+    assert capsys.readouterr().out == "".join(
+        f"--- prompt {i} ---\n{printable(row[1])}\n" for i, row in enumerate(expected, 1)
+    )
     assert generate.main([*arguments, "--raw", "--prompt", text, "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert out == output + "\n" and "prompt 1: stopped by length, after --max_new_tokens 12" in err
+    assert out == printable(output) + "\n" and "prompt 1: stopped by length, after --max_new_tokens 12" in err
 
 
 def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
@@ -367,9 +370,9 @@ def test_an_interrupted_output_goes_on_where_it_was(
     lines = [{"question": "one"}, {"prompt": "two"}, {"messages": [{"role": "user", "content": "three"}]}]
     lines += [{"prompt": f"number {number}"} for number in range(4)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--model", str(folder), "--input", str(prompts), "--max_new_tokens", "6", "--batch_size", "2"]
+    arguments = ["--model", str(folder), "--input", str(prompts), "--max_new_tokens", "6"]
     arguments += ["--temperature", "1", "--device", "cpu"]
-    assert generate.main([*arguments, "--output", str(whole)]) == 0
+    assert generate.main([*arguments, "--output", str(whole), "--batch_size", "2"]) == 0
     assert whole.read_text().count("\n") == 7
 
     calls, real = [], decode.generate
@@ -381,7 +384,7 @@ def test_an_interrupted_output_goes_on_where_it_was(
         return real(*given)
 
     monkeypatch.setattr(inference, "generate", interrupted)
-    assert generate.main([*arguments, "--output", str(output)]) == 130
+    assert generate.main([*arguments, "--output", str(output), "--batch_size", "2"]) == 130
     assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(True)[:4])
     lines_there = whole.read_bytes().splitlines(True)
     output.write_bytes(b"".join(lines_there[:3]) + lines_there[3][:20])  # a line cut off, as a full disk may leave it
@@ -482,8 +485,9 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     monkeypatch.setattr(inference, "fill_parameters", never)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     given, expected = BAD[case]
-    arguments = ["--model", str(folder), "--max_new_tokens", "9", *(word.format(tmp=tmp_path) for word in given)]
-    assert generate.main(arguments) == 2
+    usual = {"--model": str(folder), "--max_new_tokens": "9"}
+    arguments = [word for option in usual.keys() - given for word in (option, usual[option])]
+    assert generate.main([*arguments, *(word.format(tmp=tmp_path) for word in given)]) == 2
     out, err = capsys.readouterr()
     assert expected in err and not out
 

@@ -54,7 +54,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             os.environ.pop(name, None)  # of a job that has started this one
         # checked once, before any process starts; prints the folder, so that all processes share it
         check, size = (*_CONFIG, *trainer), str(processes)
-        found = launcher.run_first("the check of the config", *check, stdout=subprocess.PIPE, WORLD_SIZE=size)
+        first = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "", "MASTER_PORT": "0"}  # what it stands for
+        found = launcher.run_first("the check of the config", *check, stdout=subprocess.PIPE, **first)
         folder = os.fsdecode(found).removesuffix("\n")
         os.environ[RUN_FOLDER] = folder
         set_defaults(processes)
