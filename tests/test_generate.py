@@ -387,9 +387,9 @@ def test_an_interrupted_output_goes_on_where_it_was(
     lines = [{"question": "one"}, {"prompt": "two"}, {"messages": [{"role": "user", "content": "three"}]}]
     lines += [{"prompt": f"number {number}"} for number in range(4)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--model", str(folder), "--input", str(prompts), "--max_new_tokens", "6", "--batch_size", "2"]
+    arguments = ["--model", str(folder), "--input", str(prompts), "--max_new_tokens", "6"]
     arguments += ["--temperature", "1", "--device", "cpu"]
-    assert generate.main([*arguments, "--output", str(whole)]) == 0
+    assert generate.main([*arguments, "--output", str(whole), "--batch_size", "2"]) == 0
     assert whole.read_text().count("\n") == 7
 
     calls, real = [], decode.generate
@@ -401,7 +401,7 @@ def test_an_interrupted_output_goes_on_where_it_was(
         return real(*given)
 
     monkeypatch.setattr(inference, "generate", interrupted)
-    assert generate.main([*arguments, "--output", str(output)]) == 130
+    assert generate.main([*arguments, "--output", str(output), "--batch_size", "2"]) == 130
     assert output.read_bytes() == b"".join(whole.read_bytes().splitlines(True)[:4])
     lines_there = whole.read_bytes().splitlines(True)
     output.write_bytes(b"".join(lines_there[:3]) + lines_there[3][:20])  # a line cut off, as a full disk may leave it
@@ -507,8 +507,9 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     monkeypatch.setattr(inference, "fill_parameters", never)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     given, expected = BAD[case]
-    arguments = ["--model", str(folder), "--max_new_tokens", "9", *(word.format(tmp=tmp_path) for word in given)]
-    assert generate.main(arguments) == 2
+    usual = {"--model": str(folder), "--max_new_tokens": "9"}
+    arguments = [word for option in usual.keys() - given for word in (option, usual[option])]
+    assert generate.main([*arguments, *(word.format(tmp=tmp_path) for word in given)]) == 2
     out, err = capsys.readouterr()
     assert expected in err and not out
 
