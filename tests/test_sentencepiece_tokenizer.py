@@ -299,6 +299,7 @@ def test_a_model_is_found_by_its_folder_or_its_name(models: dict[str, bytes], tm
         assert load_tokenizer(path).encode("hello world") == load_tokenizer(file).encode("hello world")
         assert tokenizer_files(path) == [file, tmp_path / "tokenizer_config.json"]
     assert not isinstance(load_tokenizer(file), BpeTokenizer)
+    assert load_tokenizer(file).warning.startswith(f"{file}: transformers converts it, and gives other ids")
 
 
 BROKEN: dict[str, Callable[[bytes], bytes]] = {

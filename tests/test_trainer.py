@@ -55,6 +55,14 @@ def test_the_ranks_agree_in_one_collective_per_step(world: World, monkeypatch: p
     assert len(gathers) == 3 and not any(others)
 
 
+def test_much_padding_is_warned_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for rows, told in ((6, []), (5, []), (1, ["the data fill 1 rows, a step has 2: 50% of an epoch is padding"])):
+        caplog.clear()
+        opened(world, rows=rows)
+        warned = [record.message for record in caplog.records if "padding" in record.message]
+        assert [line.split(";")[0] for line in warned] == told
+
+
 def test_a_flag_that_a_rank_raises_is_in_the_steps_result(world: World) -> None:
     told = [False]
     run = opened(world, lambda: told[0])

@@ -241,7 +241,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             train=sets["train"],
             validation=sets.get("validation"),
             summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets, *said_of_thinking],
-            warnings=[*ledger.warnings(config), *mixture.warnings],
+            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config), *mixture.warnings],
             enable_thinking=enable_thinking,
         )
     ledger.write(folder / "ledger.csv")

@@ -20,6 +20,8 @@ class Tokenizer(ABC):
     Methods raise UserError for a text with a lone surrogate, which no UTF-8 can hold, and for an unknown id.
     """
 
+    warning = ""  # what a user of these files should know
+
     def __init__(self, spelled: dict[int, bytes], cut: Mapping[str, int], ends: Ends, fingerprint: str) -> None:
         """`spelled`: what each token of the model spells; `cut`: the added tokens, which are cut out of a text first,
         the leftmost first and of several there the longest; `fingerprint`: of everything that decides the ids of a

@@ -146,6 +146,7 @@ class SentencePieceTokenizer(_WithSpans):
         spelled = {i: piece.replace("▁", " ").encode() for piece, i in pieces.items()}
         spelled |= {i: bytes.fromhex(piece[3:5]) for piece, i in pieces.items() if library.is_byte(i)}
         ids = {content: token_id for token_id, content in special.items()}
+        self.warning = f"{file}: transformers converts it, and gives other ids; use a tokenizer.json to have the same"
         self._library, self._contents = library, special
         digest = hashlib.sha256(model + json.dumps(sorted(ids.items())).encode())
         ends = config.ends(ids, special.get(library.eos_id(), ""), special.get(library.pad_id(), ""))
