@@ -398,7 +398,11 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         elif is_first():
             print(help_text())
 
-    code = cli.exit_code(answer, lambda message: cli.say(message) if is_first() else None)
+    def say(message: object) -> None:
+        if is_first():
+            cli.say(message)
+
+    code = cli.exit_code(answer, say)
     return found[0] if found else sys.exit(code)
 
 
