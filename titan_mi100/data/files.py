@@ -233,7 +233,7 @@ class _Gunzip(gzip.GzipFile):
 
     def readinto(self, buffer: Any) -> int:
         data = self.read1(len(buffer))
-        if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):
+        if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):  # type: ignore[union-attr]
             raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
         buffer[: len(data)] = data
         return len(data)

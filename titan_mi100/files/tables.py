@@ -377,7 +377,7 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
     """
     if file[start : start + 4] != b"PK\x03\x04":
         raise ValueError("is not in the format (zip) that torch.save has written since torch 1.6")
-    with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]  # has all that is used of a file
+    with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type, call-overload]  # has all that is used
         entries = archive.infolist()
     size, tail, records, folders = len(file), file[-98:], {}, set()
     directory, moved = _little(tail[-6:-2]), False  # in the 22 bytes that a zip without comment ends with
