@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_trainer import SPEC
+from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config.settings import CheckpointConfig, Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
@@ -54,7 +55,8 @@ def test_neither_is_optimizer_state_that_is_not_finite(world: World, tmp_path: P
     run.step()
     state = dict(run.optimizer.named_state())
     name = next(name for name in state if name.endswith("exp_avg_sq"))
-    state[name].view(-1)[-1] = torch.inf
+    moment = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
+    moment.view(-1)[-1] = torch.inf
     with pytest.raises(NumericalError, match=f"step 1: optimizer.{name} is not finite"):
         run.save()
     assert there(tmp_path) == []
