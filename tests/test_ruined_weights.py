@@ -10,7 +10,7 @@ import torch
 from test_trainer import SPEC
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.checkpoint import sealed
+from titan_mi100.checkpoint import checkpointer, sealed
 from titan_mi100.config.settings import CheckpointConfig, Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
@@ -60,6 +60,13 @@ def test_neither_is_optimizer_state_that_is_not_finite(world: World, tmp_path: P
     with pytest.raises(NumericalError, match=f"step 1: optimizer.{name} is not finite"):
         run.save()
     assert there(tmp_path) == []
+
+
+def test_finite_values_whose_sum_is_not_are_finite() -> None:
+    large = {"a": torch.full((4,), 3e38), "b": torch.tensor([1, 2])}
+    assert checkpointer._not_finite(large) == ""
+    assert checkpointer._not_finite(large | {"c": torch.tensor([torch.inf, -torch.inf])}) == "c"
+    assert checkpointer._not_finite(large | {"d": torch.tensor(torch.nan, dtype=torch.bfloat16)}) == "d"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

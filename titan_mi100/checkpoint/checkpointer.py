@@ -8,7 +8,6 @@ rank's random state in `rng-<rank>.json`. The manifest names them all, the layou
 import base64
 import errno
 import json
-import math
 import random
 import shutil
 import threading
@@ -322,10 +321,12 @@ def _not_finite(tensors: dict[str, Tensor]) -> str:
     """The first of them that holds infinity or NaN on this rank; empty: none."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
-    largest = torch._foreach_norm(list(local.values()), math.inf)  # NaN where one value is
-    device = largest[0].device  # not all are on the GPU
-    finite = torch.stack([value.to(device, torch.float64) for value in largest]).isfinite().tolist()
-    return next((name for name, is_finite in zip(local, finite, strict=True) if not is_finite), "")
+    sums = [tensor.sum() for tensor in local.values()]  # the fastest pass in which infinity and NaN stay
+    device = sums[0].device  # not all are on the GPU
+    if torch.stack([value.to(device, torch.float64) for value in sums]).isfinite().all():
+        return ""
+    # finite values can have a sum that is not
+    return next((name for name, tensor in local.items() if not tensor.isfinite().all()), "")
 
 
 def _staged(tensor: Tensor) -> Tensor:
