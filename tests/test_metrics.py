@@ -77,14 +77,15 @@ def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_fi
 
 
 def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics.log, "propagate", True)
+    said: list[str] = []
+    monkeypatch.setattr(metrics.log, "warning", said.append)
     reporter = open_reporter(tmp_path, 9)
     reporter._file = Path("/dev/full").open("w")  # noqa: SIM115
     for step in (1, 2):
         reporter.after_step(step, RESULT)
-    assert caplog.text.count("cannot be written to: No space left on device") == 1
+    assert said == ["/dev/full: cannot be written to: No space left on device"]
 
 
 def test_a_config_that_is_not_this_start_s_is_kept(tmp_path: Path) -> None:
