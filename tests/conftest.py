@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A test that sets up the package's log, as a program does, leaves it to the next one as it was."""
+    from titan_mi100.logging import log
+
+    handlers, propagate, level = list(log.handlers), log.propagate, log.level
+    yield
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

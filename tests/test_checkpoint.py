@@ -195,7 +195,6 @@ def test_what_is_refused_once_a_checkpoint_is_sealed_is_said_and_ends_nothing(
 
     job = Job(world, tmp_path)
     monkeypatch.setattr(sealed, "remove", refuse)
-    monkeypatch.setattr(checkpoint.log, "propagate", True)
     for step in range(1, 5):
         job.save(step)
     assert [sealed.step_of(path) for path in sealed.list_checkpoints(tmp_path)] == [1, 2, 3, 4]

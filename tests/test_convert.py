@@ -237,15 +237,6 @@ def test_nan_weights_are_warned_of_and_kept(tmp_path: Path, caplog: pytest.LogCa
     assert same(held, tensors(tmp_path / "back"))
 
 
-@pytest.fixture(autouse=True)
-def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's log reaches pytest, whatever a test before has set up."""
-    import logging
-
-    monkeypatch.setattr(logging.getLogger("titan_mi100"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger("titan_mi100"), "level", logging.INFO)
-
-
 DEBUG = (
     *("--job.config_file", str(REPO / "train_configs" / "debug.toml"), "--metrics.enable_tensorboard", "false"),
     *("--training.seq_len", "128", "--training.local_batch_size", "1"),

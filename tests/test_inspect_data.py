@@ -1,7 +1,6 @@
 """What inspect_data shows is what training reads; it is readable, harmless, and says what the options did."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -23,13 +22,6 @@ from titan_mi100.inspect_data import main
 from titan_mi100.text.load import load_tokenizer
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
-
-
-@pytest.fixture(autouse=True)
-def _own_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = logging.getLogger("titan_mi100")
-    for name in ("handlers", "propagate", "level"):
-        monkeypatch.setattr(log, name, getattr(log, name))
 
 
 def chat(*turns: str, **last: Any) -> dict[str, Any]:

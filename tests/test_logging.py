@@ -4,7 +4,6 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from titan_mi100 import cli
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, log_to_file, setup_logging
-
-
-@pytest.fixture(autouse=True)
-def _own_log() -> Iterator[None]:
-    before = log.handlers, log.level, log.propagate
-    yield
-    log.handlers, log.propagate = before[0], before[2]
-    log.setLevel(before[1])
 
 
 def bad() -> None:

@@ -146,9 +146,8 @@ def test_what_killed_saves_and_removals_leave_is_cleared_and_nothing_else(tmp_pa
 
 
 def test_a_folder_is_locked_against_another_process_until_its_holder_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(durable.log, "propagate", True)
     caplog.set_level("INFO")
     context = multiprocessing.get_context("fork")
     taken, may_end = context.Event(), context.Event()
@@ -263,7 +262,6 @@ def test_without_locks_a_run_goes_on_and_says_so(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    monkeypatch.setattr(durable.log, "propagate", True)
     durable.FolderLock(tmp_path, 0)
     assert "has no locks" in caplog.text
 

@@ -23,7 +23,6 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.logging import log
 from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, _restore_progress, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
@@ -107,9 +106,8 @@ def test_a_step_counts_its_own_rows_though_the_next_are_read_before_it_ends(
 
 @pytest.mark.parametrize(("target", "warned"), [(60, True), (70, False), (0, False)])
 def test_a_step_far_from_the_token_target_is_warned_of(
-    target: int, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    target: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log, "propagate", True)
     _log_layout(Layout(), Batch(10, 1, 1), TrainingConfig(seq_len=10, target_tokens_per_step=target))
     assert (f"target_tokens_per_step = {target}: one forward on all ranks has more" in caplog.text) == warned
 
