@@ -599,7 +599,9 @@ def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_t
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == 0
 
 
-def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
     shutil.copytree(ASSETS / "tokenizer", model)
     shutil.copytree(ASSETS / "tokenizer", other)
@@ -610,7 +612,11 @@ def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(tmp_path:
         data=DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),)),
         checkpoint=CheckpointConfig(initial_load_path=str(model)),
     )
-    assert prepare_run(config, None).facts.warnings == []  # the same tokenizer at another place
+    assert prepare_run(config, None).facts.warnings == []  # the same tokenizer at another place, in other bytes
+    shutil.copyfile(model / "tokenizer_config.json", other / "tokenizer_config.json")
+    with monkeypatch.context() as patch:  # a copy: each rank would load both, which takes seconds
+        patch.setattr(prepare_module, "load_tokenizer", None)
+        prepare_module._check_own_tokenizer(config)
     changed = (other / "tokenizer.json").read_text().replace("<|im_end|>", "<|IM_END|>")
     (other / "tokenizer.json").write_text(changed)
     settings = (other / "tokenizer_config.json").read_text().replace("<|im_end|>", "<|IM_END|>")

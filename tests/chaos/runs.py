@@ -40,6 +40,7 @@ path = "{ASSETS / "arithmetic.jsonl"}"
 [training]
 seq_len = 128
 gradient_accumulation_steps = 2
+mixed_precision_param = "float32"
 [optimizer]
 lr = 2e-3
 [lr_scheduler]
@@ -375,19 +376,19 @@ def stopped(trial: Trial, layout: str, name: str, phase: str, to: str, dice: ran
 
 
 def resumes(quick: bool) -> Iterator[Case]:
-    fp32 = ("--training.mixed_precision_param", "float32")
+    bf16 = ("--training.mixed_precision_param", "bfloat16")
     chosen: list[tuple[str, tuple[str, ...]]] = [
         ("FSDP2 x2", (*ASYNC, "--checkpoint.keep_best", "true")),
-        ("FSDP2 x2", fp32),
+        ("FSDP2 x2", bf16),
         ("FSDP2 x2, ZeRO-2", ()),
-        ("FSDP2 x2, ZeRO-1", (*fp32, *ASYNC)),
+        ("FSDP2 x2, ZeRO-1", (*bf16, *ASYNC)),
         ("DDP x2", ("--training.mixed_precision_reduce", "bfloat16")),
         ("PowerSGD x2", ASYNC),
         ("PowerSGD x2, cold, from step 5", ()),
         ("PP2 1F1B", ASYNC),
         ("TP2", ()),
         ("HSDP 2x2", ()),
-        ("PP2 x FSDP2", fp32),
+        ("PP2 x FSDP2", bf16),
         ("one process", ("--checkpoint.keep_best", "true")),
     ]
     for layout, arguments in chosen[:1] if quick else chosen:
@@ -442,8 +443,7 @@ def moved(trial: Trial, legs: list[Leg]) -> None:
     """Three steps in each layout, some rows' epochs long: each row in its turn, and the losses of one process."""
     rows = LAYOUTS[legs[0][0]][0] * legs[0][1] // _share(legs[0][0])
     arguments = (
-        "--data.path", str(session() / "few.jsonl"), "--training.mixed_precision_param", "float32",
-        "--optimizer.lr", "1e-3", "--optimizer.eps", "1e-3",
+        "--data.path", str(session() / "few.jsonl"), "--optimizer.lr", "1e-3", "--optimizer.eps", "1e-3"
     )  # fmt: skip
     whole = ("--training.steps", str(3 * len(legs)), "--training.gradient_accumulation_steps", str(rows))
     expected = steps_of(uninterrupted("one process", *arguments, *whole))

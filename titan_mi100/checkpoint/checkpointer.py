@@ -217,8 +217,10 @@ class Checkpointer:
     def _seal(self, aside: Path, written: sealed.Written, state: str, record: dict[str, Any], best: int | None) -> None:
         lacking = [name for name in written if not (aside / name).is_file()]
         if lacking:
-            what = f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file "
-            raise UserError(what + "system that they share")
+            raise UserError(
+                f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file "
+                "system that they share"
+            )
         files = HashedFiles()
         for name, content in self._assets.items():
             files.write(aside / name, content)

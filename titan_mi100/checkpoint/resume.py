@@ -73,8 +73,10 @@ def _candidates(folder: Path, step: int) -> list[Path]:
     if paths := sealed.list_checkpoints(folder):
         return paths
     if suspect := sealed.list_checkpoints(folder, suspect=True):
-        what = f"{folder}: holds only suspect checkpoints, up to {suspect[-1].name} (why: {suspect[-1].name}.suspect); "
-        raise UserError(what + f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}")
+        raise UserError(
+            f"{folder}: holds only suspect checkpoints, up to {suspect[-1].name} (why: {suspect[-1].name}.suspect); "
+            f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}"
+        )
     if left := ", ".join(map(str, sealed.damaged(folder))):
         raise UserError(f"{folder}: of this run only damaged checkpoints are left: {left}; {_AGAIN}")
     return []
@@ -110,8 +112,10 @@ def _problem(path: Path, share: int, shares: int) -> str:
     except sealed.DamagedError as error:
         return str(error)
     except OSError as error:
-        what = f"{error.filename or path}: cannot be read ({error.strerror}); fix that, or rename {path} to resume "
-        raise UserError(what + "from the checkpoint before it") from None
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror}); fix that, or rename {path} to resume "
+            "from the checkpoint before it"
+        ) from None
     return ""
 
 

@@ -115,8 +115,10 @@ class RecordReader:
                     number = record.number
                     yield record
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            what = f"{self.path}: the gzip data is damaged or truncated after line {number} ({error}); copy or write "
-            raise UserError(what + "the file again (gzip -t checks it)") from None
+            raise UserError(
+                f"{self.path}: the gzip data is damaged or truncated after line {number} ({error}); copy or write "
+                "the file again (gzip -t checks it)"
+            ) from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         finally:

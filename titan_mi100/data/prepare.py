@@ -37,6 +37,7 @@ from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, op
 from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
+from titan_mi100.files.plain import read_plain
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
@@ -90,9 +91,16 @@ def _check_own_tokenizer(config: Config) -> None:
     model, load = config.model, config.checkpoint.initial_load_path
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(folder_of(load)):
         return
+    own, named = (
+        [read_plain(file) for file in tokenizer_files(path)] for path in (folder_of(load), model.tokenizer_path)
+    )
+    if own == named:  # copies: nothing to load
+        return
     if load_tokenizer(folder_of(load)).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
-        what = f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
-        raise UserError(what + f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true")
+        raise UserError(
+            f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
+            f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true"
+        )
 
 
 def _copy_ledger(ledger: Path, folder: Path) -> None:
@@ -254,8 +262,10 @@ def _load_template(request: Request, sources: Sequence[Source], tokenizer: Token
         return None
     template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
     if template.is_dated:
-        what = "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
-        raise UserError(what + "with a fixed date into model.chat_template")
+        raise UserError(
+            "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
+            "with a fixed date into model.chat_template"
+        )
     return template
 
 

@@ -223,8 +223,10 @@ class FolderLock:
                     raise
             holder = self._holder()
             if time.monotonic() > until:
-                what = f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
-                raise UserError(what + "job.run_folder")
+                raise UserError(
+                    f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
+                    "job.run_folder"
+                )
             if not said:
                 log.info(f"{folder} is in use ({holder}); waiting for it up to {patience:.0f} s")
                 said = True

@@ -74,8 +74,10 @@ class Model:
         tokenizer_path = tokenizer_path or str(folder_of(path))
         self.tokenizer = load_tokenizer(tokenizer_path)
         if self.tokenizer.n_vocab > self.spec.vocab_size:
-            what = f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
-            raise UserError(what + f"{self.spec.vocab_size}; name the model's own in --tokenizer_path")
+            raise UserError(
+                f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
+                f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
+            )
         self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         given = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
         if unknown := [key for key in given if key not in _KNOWN and given[key] not in (None, False, 0, 1, [], {})]:

@@ -71,8 +71,10 @@ class RunFolder:
             sealed.clear(checkpoints)
             log_to_file(folder / "train.log")
         except OSError as error:
-            what = f"{error.filename or folder}: cannot be written to ({error.strerror}); set job.run_folder or "
-            raise UserError(what + "job.dump_folder") from None
+            raise UserError(
+                f"{error.filename or folder}: cannot be written to ({error.strerror}); set job.run_folder or "
+                "job.dump_folder"
+            ) from None
         again = f"if it was killed, start again with job.run_folder = {folder}"
         message = f"still running if the process is there that {LOCK} names; else killed, or this could not be written"
         write_run_state(folder, RunState("running", 1, message, again))
@@ -85,8 +87,10 @@ def _check_shared(path: Path, nonce: str, rank: int) -> None:
     with suppress(OSError):
         is_same = nonce in (path / LOCK).read_text(encoding="utf-8")
     if not is_same:
-        what = f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder "
-        raise UserError(what + "must be on a file system that all nodes share")
+        raise UserError(
+            f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder "
+            "must be on a file system that all nodes share"
+        )
     probe(path / "checkpoint")
 
 

@@ -127,8 +127,10 @@ class ChatTemplate:
             sources = {name: read_template(file) for name, file in files.items()}
         used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
         if "default" not in used or not all(isinstance(source, str) for source in used.values()):
-            what = f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
-            raise UserError(what + "Jinja file in model.chat_template")
+            raise UserError(
+                f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
+                "Jinja file in model.chat_template"
+            )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
         return cls(Path(template) if template else files.get("default", config_file), used, special_tokens)
@@ -189,8 +191,10 @@ class ChatTemplate:
             try:
                 turns.append(finder.assistant(i, message, prompt))
             except _Untraceable as problem:
-                what = f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
-                raise UserError(what + "use a template that writes each assistant message as Qwen3's does") from problem
+                raise UserError(
+                    f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
+                    "use a template that writes each assistant message as Qwen3's does"
+                ) from problem
         if environment.has_marks:
             turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
@@ -203,8 +207,10 @@ class ChatTemplate:
                 turn.message for turn in turns if turn.message in marks and turn.start < stop and start < turn.stop
             }
             if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
-                what = f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
-                raise UserError(what + "no single assistant message; use a template that marks each of them by itself")
+                raise UserError(
+                    f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
+                    "no single assistant message; use a template that marks each of them by itself"
+                )
             marks[owners.pop()].append((start, stop))
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 

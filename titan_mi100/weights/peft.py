@@ -87,8 +87,10 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
         raise UserError(f"{path}: holds no tensors; copy it again")
     found = {name: _NAME.fullmatch(name) for name in stored.kinds}
     if odd := sorted(name for name, match in found.items() if match is None):
-        what = f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
-        raise UserError(what + f"adapter on {', '.join(LINEARS)} only, without modules_to_save")
+        raise UserError(
+            f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
+            f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
+        )
     named = {match[1] for match in found.values() if match}
     lora = LoRAConfig(
         rank=raw["r"],

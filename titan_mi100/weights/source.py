@@ -122,8 +122,10 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
     spec = read_hf_config(folder) if has_config else saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
-        what = f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
-        raise UserError(what + f"{'; '.join(differing)})")
+        raise UserError(
+            f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
+            f"{'; '.join(differing)})"
+        )
     adapter, lora = manifest.get("lora"), None
     if adapter:
         targets = tuple(adapter["target_modules"])
