@@ -22,12 +22,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-# The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one. Jobs of
-# several processes wait for each other most of the time where two of them share two cores, so at first one worker has
-# such jobs and the other has none; and the last files are short.
+# The order of the long files: run_tests.sh deals whole files to three workers, two each and then one by one. At first
+# one worker has a long file without jobs of several processes, which wait for each other; and the last files are short.
 ORDER = (
-    "train", "tokenizer", "layouts", "prepare", "conformance", "scripts", "safe_read", "generate",
-    "sentencepiece_tokenizer", "sweep", "lora", "chaos", "parity", "ddp", "convert", "adapter",
+    "layouts", "tokenizer", "chaos", "lora", "prepare", "train", "conformance", "parity", "safe_read", "sweep",
+    "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter",
+    "ruined_weights", "pipeline_bench", "reference_run", "parallelize",
 )  # fmt: skip
 
 

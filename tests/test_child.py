@@ -209,12 +209,11 @@ def test_a_small_file_that_wants_much_memory_is_refused(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", [*SLOW, *LARGE])
 def test_a_small_file_that_takes_long_is_refused(name: str, tmp_path: Path, full: bool, monkeypatch) -> None:
-    if not full:
-        if name in LARGE:
-            pytest.skip("makes a large file; with --full")
-        impatient = child._START.replace(
-            "; serve()", "; from titan_mi100.files import child; child.SECONDS = 1; serve()"
-        )
+    if name in LARGE and not full:
+        pytest.skip("makes a large file; with --full")
+    if name in SLOW:
+        limit = "; from titan_mi100.files import child; child.SECONDS = 1; serve()"
+        impatient = child._START.replace("; serve()", limit)
         monkeypatch.setattr(child, "_START", impatient)
     check((SLOW | LARGE)[name], tmp_path, seconds=10)
 
