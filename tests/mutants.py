@@ -27,7 +27,6 @@ from breaks.copies import REPO, copy_tree, run_tests
 # Tests of each module, by its name, the fastest first. A module that is not here has those of its folder.
 _STEP = ("test_reference_run.py", "test_parity.py::test_every_split_on_one_process_equals_fp64")
 _LAYOUTS = "test_layouts.py::test_layouts_train_as_one_process_does"
-_SHARDED, _PIPELINE, _TENSOR = (f"{_LAYOUTS}[{kind}]" for kind in ("sharded", "pipeline", "tensor"))
 _SPLITS = "test_parity.py::test_every_split_on_two_processes_equals_fp64"
 _RESUMED = "test_layouts.py"
 _SAVED = ("test_sealed.py", "test_checkpoint.py")
@@ -36,14 +35,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "costs": ("test_degrees.py", "test_model_spec.py", "test_metrics.py"),
     "hardware": ("test_model_spec.py", "test_distributed.py", "test_scripts.py"),
     "layout": ("test_degrees.py", "test_config.py", "test_loader.py"),
-    "loss": ("test_loss.py", "test_model.py", _TENSOR),
+    "loss": ("test_loss.py", "test_model.py", _LAYOUTS),
     "lora": ("test_lora.py",),
     "decode": ("test_generate.py",),
-    "ddp": ("test_ddp.py", _SHARDED),
-    "tensor_parallel": (_TENSOR, _SPLITS),
-    "pipeline": (_PIPELINE, _TENSOR, _RESUMED),
-    "fsdp": (_SHARDED, _SPLITS),
-    "base": ("test_attention.py", *_STEP, _SHARDED),
+    "ddp": ("test_ddp.py", _LAYOUTS),
+    "tensor_parallel": (_LAYOUTS, _SPLITS),
+    "pipeline": (_LAYOUTS, _RESUMED),
+    "fsdp": (_LAYOUTS, _SPLITS),
+    "base": ("test_attention.py", *_STEP, _LAYOUTS),
     "build": ("test_parallelize.py", _LAYOUTS, _SPLITS),
     "distributed": ("test_distributed.py", "test_checkpoint.py", "test_reference_run.py", _LAYOUTS, "test_train.py"),
     "evaluate": ("test_trainer.py", "test_reference_run.py", "test_evaluate.py"),
@@ -63,7 +62,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "parallel": ("test_parallelize.py", *_STEP, _LAYOUTS),
     "checkpoint": (*_SAVED, "test_ddp.py", "test_train.py", "test_chaos.py", _RESUMED),
     "run": ("test_metrics.py", "test_preemption.py", "test_reference_run.py", "test_train.py"),
-    "titan_mi100": ("test_trainer.py", *_STEP, *_SAVED, _SHARDED, "test_train.py"),
+    "titan_mi100": ("test_trainer.py", *_STEP, *_SAVED, _LAYOUTS, "test_train.py"),
 }
 TIME_LIMIT = 600  # seconds a mutant
 WANTED = 0.9  # share of the mutants that should be killed

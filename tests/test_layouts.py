@@ -4,12 +4,9 @@ table of tests/parity/table.py, with --full all of it, on real processes."""
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from parity import table as parity
 
-from titan_mi100.config.layout import (
-    SCHEDULES,
-)
+from titan_mi100.config.layout import SCHEDULES
 
 
 def assert_within_the_bars(results: list[parity.Result]) -> None:
@@ -36,40 +33,35 @@ def cells_of_two_steps() -> list[parity.Cell]:
 
 # (layout, tied, accumulation): each kind of layout of up to four processes once
 CHOSEN = {
-    "sharded": {
-        ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", False, 2),
-        ("HSDP 2x2", True, 2),
-    },
-    "pipeline": {
-        ("PP2 1F1B", True, 2), ("PP2 GPipe", False, 1), ("PP2 Interleaved1F1B", True, 4),
-        ("PP2 ZBVZeroBubble", True, 4), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
-    },
-    "tensor": {("TP2", True, 2), ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2)},
+    ("FSDP2 x2", True, 4), ("FSDP2 x2, ZeRO-1", False, 2), ("FSDP2 x2, ZeRO-2", True, 2), ("DDP x2", False, 2),
+    ("HSDP 2x2", True, 2), ("PP2 1F1B", True, 2), ("PP2 GPipe", False, 1), ("PP2 Interleaved1F1B", True, 4),
+    ("PP2 ZBVZeroBubble", True, 4), ("PP2 x FSDP2", True, 2), ("PP2 x 2 replicas", False, 2),
+    ("TP2", True, 2), ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CHOSEN)
-def test_layouts_train_as_one_process_does(kind: str, tmp_path: Path) -> None:
-    chosen = CHOSEN[kind]
-    jobs = [cell for cell in cells_of_two_steps() if (cell.layout, cell.tied, cell.accumulation) in chosen]
-    assert len(jobs) == len(chosen)
+def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
+    """With --full every cell of the table, of eight processes those with two microbatches."""
+    jobs = cells_of_two_steps()
+    if full:
+        jobs = [cell for cell in jobs if cell.processes < 8 or cell.accumulation == 2]
+    else:
+        jobs = [cell for cell in jobs if (cell.layout, cell.tied, cell.accumulation) in CHOSEN]
+        assert len(jobs) == len(CHOSEN)
     results = parity.measure(jobs, tmp_path)
     assert len(results) == len(jobs)
     assert_within_the_bars(results)
 
 
-@pytest.mark.full
-def test_every_cell_of_the_table_trains_as_one_process_does(tmp_path: Path) -> None:
-    jobs = [cell for cell in cells_of_two_steps() if cell.processes < 8 or cell.accumulation == 2]
-    results = parity.measure(jobs, tmp_path)
-    assert len(results) == len(jobs)
-    assert_within_the_bars(results)
-
-
-def test_a_checkpoint_of_each_layout_goes_on_in_another(tmp_path: Path) -> None:
-    pairs = list(zip(parity.RESUMED, (*parity.RESUMED[1:], parity.RESUMED[0]), strict=True))
-    results = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2)
-    assert len(results) == len(pairs)
+def test_a_checkpoint_of_each_layout_goes_on_in_another(full: bool, tmp_path: Path) -> None:
+    """With --full in any other, and in itself."""
+    if full:
+        results = parity.resume("float64", tmp_path, steps=2, layers=2)
+        assert len(results) == 2 * len(parity.EVERY_PAIR)
+    else:
+        pairs = list(zip(parity.RESUMED, (*parity.RESUMED[1:], parity.RESUMED[0]), strict=True))
+        results = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2)
+        assert len(results) == len(pairs)
     assert_within_the_bars(results)
 
 
@@ -77,10 +69,3 @@ def test_both_ends_of_a_v_shaped_pipeline_are_restored(tmp_path: Path) -> None:
     pairs = [("FSDP2 x2", "PP2 ZBVZeroBubble")]
     (result,) = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=4)
     assert_within_the_bars([result])
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path: Path) -> None:
-    results = parity.resume("float64", tmp_path, steps=2, layers=2)
-    assert len(results) == 2 * len(parity.EVERY_PAIR)
-    assert_within_the_bars(results)
