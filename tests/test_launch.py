@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,26 @@ def test_on_a_full_disk_the_state_is_written_over_the_one_before(
         assert json.loads(path.read_text())["state"] == "save_failed"
         assert path.stat().st_size < 4096
     assert launch.read_outcome(outcome) == (1, "ä" * 300)
+
+
+def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a process does while it is being started."""
+    workers: list[subprocess.Popen] = []
+    looked, look = [], launch.Launcher._signal_workers
+
+    def run(_: launch.Launcher, what: str, command: list[str], pass_on: object, environment: dict) -> tuple[int, bytes]:
+        workers.append(subprocess.Popen(["sleep", "60"], env={**os.environ, **environment}))
+        return -signal.SIGKILL, b""
+
+    def look_again(self: launch.Launcher, number: int) -> None:
+        looked.append(number)
+        if len(looked) > 1:
+            look(self, number)
+
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda self: setattr(self, "_told", None))  # blocks signals
+    monkeypatch.setattr(launch.Launcher, "_run", run)
+    monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
+    assert launch.Launcher().train([], "folder") == 1
+    assert workers[0].wait(10) == -signal.SIGKILL

@@ -147,6 +147,8 @@ def test_every_split_on_two_processes_equals_fp64(full: bool, tmp_path: Path) ->
     splits = []
     for first, name in enumerate(("tied", "untied")):
         for option in options if full else options[first::2]:  # each with one of the models, or with both
+            if option.get("compile") and options.index(option) % 2 == first:  # takes ten times as long: with one
+                continue
             degrees = option.get("parallelism", {})
             ranks = 1 if "pipeline_parallel_degree" in degrees or "tensor_parallel_degree" in degrees else 2
             for accumulation in (1, 4) if not option else (2,):

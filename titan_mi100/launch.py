@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -142,8 +143,9 @@ class Launcher:
             self._outcome = Path(temporary, "outcome")  # the run makes it
             environment = {"TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid())}
             status, _ = self._run("torchrun", command, self._tell_workers, environment)
-            if status:
+            for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
                 self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
+                time.sleep(0.1)
             outcome = read_outcome(self._outcome)
         if outcome is None:
             self._leave_if_told()
