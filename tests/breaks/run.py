@@ -39,6 +39,7 @@ class Break:
     old: str
     new: str
     test: str
+    full: bool = False  # the test needs --full
 
     def place(self, tree: Path) -> Path:
         """The one file whose text holds `old`, once: breaks name no file, so that files can move.
@@ -88,7 +89,7 @@ def attempt(broken: Break, copies: Copies) -> Verdict:
     try:
         if place.suffix == ".py":
             compile(place.read_text(encoding="utf-8"), str(place), "exec")
-        return run_tests(copy, ["--full", broken.test], TIME_LIMIT)
+        return run_tests(copy, [*(["--full"] if broken.full else []), broken.test], TIME_LIMIT)
     except SyntaxError as error:
         return Verdict("not applied", 0.0, f"is no Python: {error}")
     finally:
