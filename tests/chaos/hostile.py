@@ -156,6 +156,8 @@ def hf_cases() -> dict[str, Build]:
         "header of 64 megabytes": replaced(one, header(b"{}" + b" " * (1 << 26)), 1),
         "header beyond the file": replaced(one, header(b"{}", 1 << 20), 1),
         "header nested without end": replaced(one, header(deep), 1),
+        "metadata of numbers": replaced(one, header(b'{"__metadata__": {"format": 1}}'), 1),
+        "metadata that is a list": replaced(one, header(b'{"__metadata__": []}'), 1),
         "50,000 tensors": replaced(one, header(tensors(50_000)), 1),
         "tensors that overlap": replaced(one, header(tensors(2, (16,), 64), data=bytes(64)), 1),
         "tensor beyond the file": replaced(one, header(tensors(1, (1 << 20,), 4 << 20), data=bytes(64)), 1),

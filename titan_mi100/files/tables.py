@@ -24,6 +24,7 @@ from typing import IO, Any
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import TOO_MUCH, allow
 from titan_mi100.files.plain import MIB, is_plain_name, open_plain, read_object
+from titan_mi100.files.schema import checked
 from titan_mi100.wording import shortened, shown, some
 
 Table = dict[str, list[Any]]
@@ -86,7 +87,7 @@ def read_safetensors(file: str) -> Table:
     with _refusing(path, "not a whole safetensors file", "download it again"), open_plain(path) as opened:
         length, size = _little(opened.read(8)), os.fstat(opened.fileno()).st_size
         header = json.loads(_taken(opened, 8, length, size).decode(), object_pairs_hook=_unique)
-        header.pop("__metadata__", None)
+        checked(header.pop("__metadata__", {}), dict[str, str], "__metadata__")
         end, table = 8 + length, {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, (begin, stop) = _shape(entry["shape"]), entry["data_offsets"]
