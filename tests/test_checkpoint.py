@@ -292,3 +292,19 @@ def test_a_copy_that_does_not_count_in_the_norm_must_be_finite(world: World) -> 
     copy.grad = torch.ones(2)
     measured = measure_gradients([counted, copy], [copy])
     assert (measured.squares, measured.finite) == (25.0, True)
+
+
+def test_what_has_a_checkpoints_name_and_is_none_is_refused_before_a_save_meets_it(
+    world: World, tmp_path: Path
+) -> None:
+    job = Job(world, tmp_path)
+    job.save(1)
+    (tmp_path / "elsewhere").mkdir()
+    for make in ("symlink_to", "touch"):
+        path = tmp_path / "step-2"
+        getattr(path, make)(*(["elsewhere"] if make == "symlink_to" else []))
+        with pytest.raises(UserError, match="step-2: is a link or no folder, so no checkpoint; put the folder itself"):
+            find_checkpoint(tmp_path, world)
+        path.unlink()
+    found = find_checkpoint(tmp_path, world)
+    assert found is not None and found.path.name == "step-1"

@@ -99,3 +99,11 @@ def test_a_config_that_is_not_this_start_s_is_kept(tmp_path: Path) -> None:
     assert kept[0].read_bytes() == b"# my own, caf\xe9\n"
     assert "steps = 2 " in kept[1].read_text()
     assert "load_step = -1 " in own.read_text() and "fresh = false " in own.read_text()  # for the next start
+
+
+@pytest.mark.parametrize("line", ['{"step": ' + "9" * 5000 + "}", '{"step": 2, "lo', "[" * 100_000, "\udc80"])
+def test_a_line_that_cannot_be_read_is_dropped(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n", errors="surrogateescape")
+    metrics._drop_after(path, 5, False)
+    assert path.read_text() == '{"step": 1}\n'

@@ -138,3 +138,12 @@ def test_learning_rates() -> None:
     assert factors(3, decay_type="linear", decay_ratio=0.0) == [1, 1, 1]
     assert factors(100, warmup_steps=-1)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert factors(3, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_of_many_unknown_keys_the_first_are_named(tmp_path: Path) -> None:
+    config = to_hf_config(PRESETS["debug"]) | {f"k{number}": 1 for number in range(10_000)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as refused:
+        read_hf_config(tmp_path)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 51 and lines[-1].endswith("config.json: 9,950 problems more")

@@ -64,6 +64,9 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
 
 def _candidates(folder: Path, step: int) -> list[Path]:
     """The checkpoints to choose from, the best choice last; none: the run has none yet."""
+    if odd := sealed.in_the_way(folder):
+        what = "is a link or no folder, so no checkpoint"
+        raise UserError(f"{odd[0]}: {what}; put the folder itself there, or move it away")
     if step != NEWEST:
         every = sealed.all_checkpoints(folder)
         if chosen := [path for path in every if sealed.step_of(path) == step]:

@@ -83,6 +83,12 @@ def all_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
+def in_the_way(folder: Path) -> list[Path]:
+    """What has a checkpoint's name and is a link, or no folder: never read, and a save there would fail."""
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_symlink() or not path.is_dir())
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 

@@ -6,7 +6,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,11 +172,14 @@ def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
     kept = []
     with open_plain(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
-            with suppress(json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-                entry = _entry(json.loads(line), f"{path}: line {number}")
-                again = validation_due and "validation_loss" in entry and entry["step"] == last_step
-                if entry["step"] <= last_step and not again:
-                    kept.append(line.rstrip(b"\n") + b"\n")
+            try:
+                content = json.loads(line)
+            except (ValueError, RecursionError):  # cut off
+                continue
+            entry = _entry(content, f"{path}: line {number}")
+            again = validation_due and "validation_loss" in entry and entry["step"] == last_step
+            if entry["step"] <= last_step and not again:
+                kept.append(line.rstrip(b"\n") + b"\n")
     aside = path.with_suffix(".tmp")
     aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
