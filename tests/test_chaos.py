@@ -23,8 +23,8 @@ def tried(function: str, *arguments: Any, folder: Path) -> Outcome:
 
 @pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: bool, full: bool, tmp_path: Path) -> None:
-    outcome = tried("kill_everywhere", in_background, 1 if full else 3, folder=tmp_path)
-    assert outcome.count > (10 if full else 3) and not outcome.wrong
+    outcome = tried("kill_everywhere", in_background, 1 if full else 6, folder=tmp_path)
+    assert outcome.count > (10 if full else 1) and not outcome.wrong
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Pa
     ("row", "name"),
     [
         pytest.param("signals", "FSDP2 x2: TERM to every rank in step", marks=pytest.mark.full),
-        ("signals", "FSDP2 x2: USR1 to script in warm-up"),
+        pytest.param("signals", "FSDP2 x2: USR1 to script in warm-up", marks=pytest.mark.full),
         pytest.param("nans", "PP2 1F1B: activation", marks=pytest.mark.full),
         pytest.param("exits", "two runs with one folder", marks=pytest.mark.full),
     ],

@@ -507,6 +507,7 @@ validation_fraction = 0.1
 [training]
 seq_len = 128
 steps = 6
+mixed_precision_param = "float32"
 [optimizer]
 lr = 2e-3
 [lora]

@@ -42,8 +42,8 @@ class Preemption:
         """Workers do not outlive what started them, not even when they hang."""
         while all(_is_there(process) for process in launchers):
             time.sleep(_POLL)
+        _remove_outcome()  # first: the process may end as soon as it has a reason
         self.reason = self.reason or "the launcher is gone"
-        _remove_outcome()
         time.sleep(_GRACE)
         with suppress(OSError):
             text = "ERROR the launcher is gone, and the run did not come to its next step: ended"
