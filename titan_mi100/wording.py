@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # C0, DEL and C1, line separators, and what changes the direction of text
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -34,6 +34,12 @@ def some(names: Iterable[object], most: int = 8) -> str:
     """The first of the names, and how many more there are: "a, b and 3 more"."""
     shown = [shortened(str(name), 500) for name in names]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most:,} more" if len(shown) > most else "")
+
+
+def first_of(problems: Sequence[str], where: str, most: int = 50) -> str:
+    """A message with a line for each problem; of very many for the first, and how many more there are."""
+    more = [f"{where}: {len(problems) - most:,} problems more"] if len(problems) > most else []
+    return "\n".join([*problems[:most], *more])
 
 
 def with_level(level: str, text: object) -> str:

@@ -62,7 +62,5 @@ def serve() -> None:
         return found
 
     child._answer = watched
-    child.SECONDS = (
-        2  # the cases that take for ever would take the suite half a minute; test_child.py has the real limit
-    )
+    child.SECONDS = 2  # so that the cases without an end cost the suite little; test_child.py has the real limit
     child.serve()

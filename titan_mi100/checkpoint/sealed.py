@@ -79,14 +79,16 @@ def list_checkpoints(folder: Path, suspect: bool = False) -> list[Path]:
 
 def all_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-N`, whatever is in them, oldest first."""
-    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
+    return [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
 
 
 def in_the_way(folder: Path) -> list[Path]:
     """What has a checkpoint's name and is a link, or no folder: never read, and a save there would fail."""
-    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
-    return sorted(path for path in named if path.is_symlink() or not path.is_dir())
+    return [path for path in _named(folder) if path.is_symlink() or not path.is_dir()]
+
+
+def _named(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:

@@ -25,7 +25,7 @@ from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files import child
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import MIB
-from titan_mi100.wording import has_control_characters, is_utf8, shortened, shown
+from titan_mi100.wording import first_of, has_control_characters, is_utf8, shortened, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,7 +42,6 @@ _OWN_MODEL_OR_DATA = (
 )
 # Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
-_MOST_ERRORS = 50  # in a message
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
 _OURS = ("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock")
@@ -114,8 +113,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
         elif start[0] not in refused:
             errors.append(named.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
     if errors:
-        more = [f"config: {len(errors) - _MOST_ERRORS:,} more"] if len(errors) > _MOST_ERRORS else []
-        raise UserError("\n".join([*errors[:_MOST_ERRORS], *more]))
+        raise UserError(first_of(errors, "config"))
     return config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
-from titan_mi100.wording import shortened, shown
+from titan_mi100.wording import first_of, shortened, shown
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ PRESETS: Mapping[str, ModelSpec] = {
 _DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
 
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_MOST_PROBLEMS = 50  # in a message
 _LARGEST_COUNT, _LARGEST_SIZE = 10_000, 10**8
 
 # a field's type -> the types of JSON values that it takes, and what they are in words
@@ -134,8 +133,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
             if field.type is int and (value := getattr(spec, field.name)) > most:
                 found.append(f"{field.name} = {shortened(str(value))} is more than any model has")
     if found:
-        more = [f"{len(found) - _MOST_PROBLEMS:,} problems more"] if len(found) > _MOST_PROBLEMS else []
-        raise UserError("\n".join(f"{path}: {problem}" for problem in [*found[:_MOST_PROBLEMS], *more]))
+        raise UserError(first_of([f"{path}: {problem}" for problem in found], str(path)))
     return spec
 
 

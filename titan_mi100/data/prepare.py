@@ -89,17 +89,15 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
 def _check_own_tokenizer(config: Config) -> None:
     """Refuse a tokenizer that is not the one in the folder of the weights: its ids mean other tokens to the model."""
     model, load = config.model, config.checkpoint.initial_load_path
-    if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(folder_of(load)):
+    if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(own := folder_of(load)):
         return
-    own, named = (
-        [read_plain(file) for file in tokenizer_files(path)] for path in (folder_of(load), model.tokenizer_path)
-    )
-    if own == named:  # copies: nothing to load
+    contents = [[read_plain(file) for file in tokenizer_files(path)] for path in (own, model.tokenizer_path)]
+    if contents[0] == contents[1]:  # copies: nothing to load
         return
-    if load_tokenizer(folder_of(load)).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
+    if load_tokenizer(own).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
         raise UserError(
             f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
-            f"{folder_of(load)}; leave it out, or set model.allow_other_tokenizer = true"
+            f"{own}; leave it out, or set model.allow_other_tokenizer = true"
         )
 
 
