@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 REPO = Path(__file__).resolve().parent.parent
@@ -31,7 +32,6 @@ def render(messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 def test_the_script_makes_the_committed_files_byte_for_byte(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
     runpy.run_path(str(ASSETS / "make.py"))["main"](tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(made) == 5
@@ -50,7 +50,6 @@ def test_ids_are_bytes_then_merges_by_rank_then_added_tokens() -> None:
 
 
 def test_the_tokenizer_returns_the_text_it_was_given() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer" / "tokenizer.json"))
     texts = [message["content"] for row in read_jsonl("chat.jsonl") for message in row["messages"]]
     texts += [row["answer"] for row in read_jsonl("arithmetic.jsonl")]

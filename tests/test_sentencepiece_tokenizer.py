@@ -261,6 +261,35 @@ def test_an_added_token_can_take_the_place_of_a_reserved_piece(models: dict[str,
     assert ours.encode("</s>") == theirs.encode("</s>") != [2]  # the old name is ordinary text
 
 
+def field(number: int, value: bytes) -> bytes:
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+TEXT, SCORE, KIND = field(1, b"<x>"), b"\x15\0\0\0\0", b"\x18\x04"  # 4: user-defined
+SPELLINGS = {
+    "usual": field(1, TEXT + SCORE + KIND),
+    "another order": field(1, KIND + SCORE + TEXT),
+    "type before score": field(1, TEXT + KIND + SCORE),
+    "type twice, the last one counts": field(1, TEXT + b"\x18\x01" + SCORE + KIND),
+    "unknown type last, which does not count": field(1, TEXT + SCORE + KIND + b"\x18\x63"),
+    "text twice": field(1, field(1, b"other") + TEXT + SCORE + KIND),
+    "unknown fields": field(1, TEXT + field(9, b"\x18\x01") + b"\x50\x01\x59" + bytes(8) + SCORE + KIND),
+    "type in two bytes": field(1, TEXT + SCORE + b"\x18\x84\x00"),
+    "type of 64 bits": field(1, TEXT + SCORE + b"\x18\x84\x80\x80\x80\x80\x01"),
+    "longer size": b"\x0a\x8c\x00" + TEXT + SCORE + KIND,
+    "no score": field(1, TEXT + KIND),
+    "behind another field": field(9, b"\x0a\x01a") + field(1, TEXT + SCORE + KIND),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_user_defined_piece_is_known_however_protobuf_spells_it(tmp_path: Path, name: str) -> None:
+    named = [(b"<unk>", 2), (b"<s>", 3), (b"</s>", 3), (b"a", 1), ("▁".encode(), 1)]
+    others = b"".join(field(1, field(1, text) + SCORE + bytes([0x18, kind])) for text, kind in named)
+    tokenizer = load_tokenizer(write(tmp_path, others + SPELLINGS[name], {"eos_token": "</s>"}))
+    assert tokenizer.encode("a<x>a") == [4, 3, 5, 4, 3]  # cut out, the rest with the leading space of each segment
+
+
 def test_ids_outside_of_the_vocabulary_are_refused(both: Any) -> None:
     for token_id in (-1, 999, 1001, 1004):
         with pytest.raises(UserError, match=f"token id {token_id} "):

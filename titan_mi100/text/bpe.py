@@ -16,7 +16,7 @@ import numpy as np
 import tiktoken
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_plain
+from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
 
 QWEN2_PATTERN = (
@@ -105,7 +105,7 @@ def nfc(text: str) -> str:
 
 def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
     """The JSON of a tokenizer.json, or the same made of a `vocab.json` with its merges.txt and config."""
-    content: dict[str, Any] = json.loads(read_plain(file))
+    content = parse_object(read_plain(file), file, "download it again")
     if file.name == "tokenizer.json":
         return content
     if config.content.get("tokenizer_class") not in QWEN2_CLASSES:

@@ -12,7 +12,7 @@ from titan_mi100.files.templates import template_files
 from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import read_bpe, read_definition, splits_as_qwen2
-from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, read_rank_file
+from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
 _TRIED = "Hello, this is a text of 1 line: 2 + 2 = 4.\n" * 400  # 18 kB: what takes quadratic time shows
@@ -55,6 +55,7 @@ def _load(path: Path) -> Tokenizer:
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
         exact = read_bpe(definition, config)
+        check_definition(file, definition, exact is not None)
         tokenizer = exact or HfTokenizer(file, definition, config)
         as_qwen2 = splits_as_qwen2(definition) and bool(exact or not definition["model"].get("ignore_merges"))
         check_agreement(config, definition, as_qwen2)

@@ -5,12 +5,13 @@ import hashlib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
@@ -25,6 +26,10 @@ _QWEN3_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|o
     <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
     <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
     <tool_response> </tool_response> <think> </think>"""
+# Of sentencepiece's protobuf: tags of a model's piece and of a piece's type; the types that there are.
+_PIECE, _TYPE, _TYPES, _USER_DEFINED = 0x0A, 0x18, range(1, 7), 4
+_FIXED_SIZES = {1: 8, 5: 4}  # of values, by how they are stored
+_ANY = "\ue000"  # a character
 _NEVER_IN_UTF8 = b"\xc0\xc1" + bytes(range(0xF5, 0x100))
 
 
@@ -66,14 +71,26 @@ def _ends(spans: Spans, size: int) -> list[int]:
     return ends
 
 
+def check_definition(file: Path, definition: dict[str, Any], exact: bool) -> None:
+    """Refuse what the `tokenizers` library refuses of a tokenizer.json, and what it would add to a text by itself.
+
+    It gets the file without the vocabulary, which takes no time; `exact`: with the options of the model, because that
+    will be run by tiktoken, which does not see them.
+    """
+    options = definition["model"] if exact else {}
+    model = {**options, "type": "BPE", "vocab": {_ANY: 0}, "merges": []}
+    frame = {**definition, "model": model, "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    library = tokenizers.Tokenizer.from_str(json.dumps(frame))
+    library.no_truncation()
+    library.no_padding()
+    if library.encode(_ANY, add_special_tokens=False).ids != [0]:
+        raise UserError(f"{file}: post_processor drops or repeats a text's own tokens; use the model's own files")
+
+
 class HfTokenizer(_WithSpans):
     """Any other `tokenizer.json`, run by the `tokenizers` library."""
 
     def __init__(self, file: Path, definition: dict[str, Any], config: TokenizerConfig) -> None:
-        try:
-            import tokenizers  # an extra: only these files need it
-        except ImportError:
-            raise UserError(f"{file}: run: pip install 'titan_mi100[tokenizers]', which this kind needs") from None
         if definition["model"].get("dropout"):
             raise UserError(f"{file}: model.dropout draws the ids of a text at random; set it to null")
         # Nothing is to be added to a text, or trimmed off its offsets.
@@ -139,7 +156,7 @@ class SentencePieceTokenizer(_WithSpans):
         model, library = read_plain(file), SentencePieceProcessor()
         library.load_from_serialized_proto(model)
         pieces = {library.id_to_piece(i): i for i in range(library.piece_size())}
-        reserved = {*_user_defined(model, pieces), *filter(library.is_control, pieces.values())}
+        reserved = {*_user_defined(model), *filter(library.is_control, pieces.values())}
         special = {i: piece for piece, i in pieces.items() if i in reserved}
         free = reserved.union(filter(library.is_unused, pieces.values()))
         special |= {token.id: token.content for token in config.added(pieces, free)}
@@ -165,18 +182,34 @@ class SentencePieceTokenizer(_WithSpans):
         return mapping["ids"], list(mapping["offsets"])
 
 
-def _user_defined(model: bytes, pieces: Iterable[str]) -> Iterator[int]:
+def _user_defined(model: bytes) -> list[int]:
     """Ids of the user-defined pieces, read from the protobuf: the processor does not tell, and the generated code that
-    comes with sentencepiece runs under the newest protobuf library only. A model begins with its pieces, each a tag and
-    a size, then text with tag and size, then a score (5 bytes) and a type (2 bytes), both of which may be missing."""
+    comes with sentencepiece runs under the newest protobuf library only."""
+    pieces = [value for tag, value in _fields(model) if tag == _PIECE]
+    kinds = ([value for tag, value in _fields(piece) if tag == _TYPE and value in _TYPES] for piece in pieces)
+    return [i for i, found in enumerate(kinds) if found[-1:] == [_USER_DEFINED]]
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a protobuf message, each a tag (8 times its number, plus how its value is stored) and its value."""
     at = 0
-    for token_id, piece in enumerate(pieces):
-        begin = model.index(b"\x0a", at, at + 1)  # raises ValueError where the tag is not there
-        at = model.index(piece.encode(), begin + 4) + len(piece.encode())
-        at += 5 * (model[at : at + 1] == b"\x15")
-        if model[at : at + 2] == b"\x18\x04":  # USER_DEFINED
-            yield token_id
-        at += 2 * (model[at : at + 1] == b"\x18")
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        size, at = _varint(message, at) if kind in (0, 2) else (_FIXED_SIZES[kind], at)
+        if kind == 0:
+            yield tag, size & 0xFFFFFFFF  # the value itself
+        else:
+            yield tag, message[at : (at := at + size)]
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, 7 bits in each byte, the lowest first, and where it ends."""
+    value, shift = message[at] & 127, 7
+    while message[at] > 127:
+        at += 1
+        value, shift = value | (message[at] & 127) << shift, shift + 7
+    return value, at + 1
 
 
 def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
