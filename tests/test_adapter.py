@@ -55,6 +55,21 @@ def test_merged_is_base_and_adapter(targets: tuple[str, ...], tmp_path: Path) ->
         assert (tensor - own.state_dict()[name]).abs().max() <= 1e-6, name
 
 
+def test_matrices_that_peft_leaves_out_are_refused(tmp_path: Path) -> None:
+    base = folder_of(tmp_path / "base", dtype=torch.float32)
+    adapter = random_adapter(tmp_path / "adapter", LoRAConfig(4, 12.0, 0.0, ("q_proj", "v_proj")), base)
+    file = adapter / peft_io.CONFIG
+    config, whole = json.loads(file.read_text()), logits(base, adapter)
+    for targets in ([f"model.layers.{i}.self_attn.{name}_proj" for i in range(3) for name in "qv"], r".*\.[qv]_proj"):
+        file.write_text(json.dumps({**config, "target_modules": targets}))
+        peft_io.read_adapter(adapter)
+        assert (logits(base, adapter) == whole).all()
+    file.write_text(json.dumps({**config, "target_modules": ["v_proj"]}))
+    assert (logits(base, adapter) != whole).any()  # without a word
+    with pytest.raises(UserError, match="target_modules lacks q_proj"):
+        peft_io.read_adapter(adapter)
+
+
 def test_a_bf16_base_is_rounded_once(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "base")
     lora = LoRAConfig(4, 12.0, 0.0, ("o_proj",))

@@ -92,6 +92,10 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
             f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
         )
     named = {match[1] for match in found.values() if match}
+    targets = raw.get("target_modules") or []  # a list, or a pattern, which is not tried
+    if isinstance(targets, list) and (left_out := named - {str(target).rpartition(".")[2] for target in targets}):
+        what = f"target_modules lacks {some(sorted(left_out))}, whose matrices {WEIGHTS} holds and peft leaves out"
+        raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
     lora = LoRAConfig(
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
