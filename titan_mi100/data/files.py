@@ -15,7 +15,7 @@ from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files, unusable
 
-LONGEST_LINE = 2**24  # bytes of one record: 4 million tokens of text; a longer one is passed over, so that memory is bounded
+LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
 CHUNK = 2**20  # bytes read at a time
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
 _PARQUET_BATCH = 256  # rows unpacked at a time
