@@ -102,8 +102,11 @@ def test_a_config_that_is_not_this_start_s_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"step": ' + "9" * 5000 + "}", '{"step": 2, "lo', "[" * 100_000, "\udc80"])
-def test_a_line_that_cannot_be_read_is_dropped(line: str, tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_read_is_dropped_and_the_log_says_so(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n", errors="surrogateescape")
     metrics._drop_after(path, 5, False)
     assert path.read_text() == '{"step": 1}\n'
+    assert "line 2 cannot be read" in caplog.text

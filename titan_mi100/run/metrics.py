@@ -174,7 +174,8 @@ def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
             try:
                 content = json.loads(line)
-            except (ValueError, RecursionError):  # cut off
+            except (ValueError, RecursionError):  # a kill can cut off the last one
+                log.warning(f"{path}: line {number} cannot be read; it is left out")
                 continue
             entry = _entry(content, f"{path}: line {number}")
             again = validation_due and "validation_loss" in entry and entry["step"] == last_step
