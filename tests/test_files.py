@@ -14,6 +14,7 @@ from titan_mi100.data import files
 from titan_mi100.data.files import Record, RecordReader, expand, read_records
 from titan_mi100.data.formats import parse
 from titan_mi100.errors import UserError
+from titan_mi100.files import child
 
 ROWS = [
     {"question": f"{n} größe \U0001f600", "answer": '"\\[{' * (n % 7), "more": [n, {"x": None}]} for n in range(300)
@@ -54,7 +55,7 @@ def test_gzip_is_read_with_all_its_members_and_padding(
 
 
 def test_gzip_that_unpacks_to_far_more_than_it_is_comes_out_whole(tmp_path: Path) -> None:
-    line = b'{"a": "%s"}' % (b"b" * 1_500_000)
+    line = b'{"a": "%s"}' % (b"b" * 500_000)
     path = write(tmp_path / "rows.gz", gzip.compress(line + b"\n" + line))
     assert [record.raw == line for record in read_records(path)] == [True, True]
 
@@ -254,7 +255,7 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
     rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
     read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
     assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
-    with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them$"):
+    with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them; write"):
         list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))
     with pytest.raises(UserError, match="holds no rows"):
         list(read_records(parquet(tmp_path / "rows", text=pyarrow.array([], pyarrow.string()))))
@@ -284,7 +285,60 @@ def test_a_cut_off_parquet_file_and_missing_pyarrow_are_said(tmp_path: Path, mon
     Path(path).write_bytes(data)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"which needs pyarrow: pip install 'titan_mi100\[parquet\]'"):
-        list(read_records(path))
+        files.unpack_parquet(path, 0)
+
+
+def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "rows")
+    with pytest.raises(UserError, match="two columns of a name"):
+        list(read_records(str(tmp_path / "rows")))
+
+
+def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> None:
+    """What is too large for the memory of the child process, or in sum, or as a row."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def repeated(text: str, times: int) -> Any:
+        indices = pyarrow.array([0]).take(pyarrow.array([0] * times))
+        return pyarrow.DictionaryArray.from_arrays(indices, [text])
+
+    for told, column in (
+        ("needs more memory", repeated("x" * (20 << 20), 2000)),
+        ("over 100 times its size", repeated("x" * 10_000, 50_000)),
+        ("needs more memory", pyarrow.array([[0] * 10_000_000])),
+    ):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "rows", compression="zstd")
+        assert (tmp_path / "rows").stat().st_size < 2_000_000, told
+        with pytest.raises(UserError, match=told):
+            raise UserError(next(record.problem for record in read_records(str(tmp_path / "rows")) if record.problem))
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs /proc")
+def test_files_of_the_kernel_are_refused_unread() -> None:
+    for path in ("/proc/kmsg", "/proc/self/environ"):
+        with pytest.raises(UserError, match="is no regular file"):
+            list(read_records(path))
+
+
+def test_rows_of_parquet_are_the_same_from_a_child_process_that_had_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = parquet(tmp_path / "rows", text=[str(n) * 5000 for n in range(1000)])
+    whole = [record.raw for record in read_records(path)]
+    asked = files.ask
+
+    def forgetful(*question: Any) -> Any:
+        child.end()
+        return asked(*question)
+
+    monkeypatch.setattr(files, "ask", forgetful)
+    assert [record.raw for record in read_records(path)] == whole
+    assert [json.loads(raw) for raw in whole] == [{"text": str(n) * 5000} for n in range(1000)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "array", "parquet"])

@@ -157,12 +157,11 @@ class Encoder:
 
     def _rendered(self, text: str, spans: list[Span]) -> np.ndarray:
         ids, ends = self.tokenizer.encode_with_offsets(text)
-        starts = np.concatenate(([0], ends[:-1]))
-        supervised = np.zeros(len(ids), dtype=bool)
-        edges = iter(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer))
-        for first, last in zip(edges, edges, strict=True):
-            supervised |= (starts < last) & (ends > first)
-        return marked(ids, supervised)
+        starts = np.append(0, ends)[:-1]
+        edges = np.array(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
+        first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
+        # a token overlaps a span: the first one that ends behind the token's start begins before its end
+        return marked(ids, first[np.searchsorted(last, starts, side="right")] < ends)
 
     def _given_tokens(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
         known = self.tokenizer.n_vocab
@@ -292,7 +291,7 @@ def supervised_spans(
         silent = [turn for turn in turns if weights[turn.message] == 0]
         _check_they_show(silent, messages)
         for turn in turns:
-            if turn in silent or turn.message in masked:
+            if weights[turn.message] == 0 or turn.message in masked:
                 learned[turn.start : turn.stop] = False
     else:
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -300,7 +299,7 @@ def supervised_spans(
             chosen = [turn for turn in turns if weights[turn.message] == 1]
             _check_they_show(chosen, messages)
         else:
-            candidates = assistants[-1:] if loss == "last" else assistants
+            candidates = {*(assistants[-1:] if loss == "last" else assistants)}
             chosen = [turn for turn in turns if turn.message in candidates and weights[turn.message] != 0]
         for turn in chosen:
             own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked

@@ -9,17 +9,20 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
+from titan_mi100.files.child import allow, ask
 from titan_mi100.files.patterns import matching_files, unusable
 
 LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
 CHUNK = 2**20  # bytes read at a time
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
 _PARQUET_BATCH = 256  # rows unpacked at a time
-_BOMB, _MOST_UNPACKED = 2**22, 100  # bytes from which on gzip may not unpack so many times what it reads
+_BOMB, _MOST_UNPACKED = 2**20, 100  # bytes from which on a file may not unpack to so many times its size
 _BOM = b"\xef\xbb\xbf"
 
 # What exports contain, and reading passes over and counts.
@@ -171,35 +174,73 @@ class RecordReader:
                 yield Record(number, line, "")
 
     def _parquet_rows(self) -> Iterator[Record]:
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise UserError(
-                f"{self.path}: is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
-            ) from None
-        try:
-            # Else a whole row group is read at once.
-            with parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=CHUNK) as file:
-                yield from self._rows_of_batches(file, pyarrow)
-        except UserError:
-            raise
-        except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises all of them for damage
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise UserError(f"{self.path}: is parquet that cannot be read: {reason}; write it again") from None
+        number, rows, unpacked = 0, 1, 0
+        self._position = lambda: self.size * number // rows if rows else self.size
+        while number < rows:
+            rows, found = ask("data.files:unpack_parquet", Path(self.path), number)
+            if not found and rows:
+                raise UserError(f"{self.path}: is parquet that says it has {rows:,} rows, but has {number:,}")
+            for raw, problem in found:
+                number, unpacked = number + 1, unpacked + len(raw)
+                if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
+                    what = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
+                    raise UserError(f"{self.path}: {what}; if that is right, convert it to JSONL first")
+                yield _bounded(number, raw.encode(), problem)
 
-    def _rows_of_batches(self, file: Any, pyarrow: Any) -> Iterator[Record]:
-        columns = [field.name for field in file.schema_arrow if _is_json(field.type, pyarrow.types)]
-        if not columns:
-            raise UserError(f"{self.path}: is parquet without a column of text, numbers or lists of them")
-        number, rows = 0, file.metadata.num_rows
-        self._position = lambda: self.size * number // max(rows, 1)
-        # Without threads: the records' consumer forks.
-        for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
-            for row in _unpacked(batch):
-                number += 1
-                raw = b"" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False).encode()
-                yield _bounded(number, raw, "" if raw else "not UTF-8: a text of the row; write the file again")
+
+_unpacking: tuple[str, int, int, Iterator[tuple[str, str]]] = ("", 0, 0, iter(()))  # what follows the last answer
+
+
+def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
+    """In the child process, because a few kilobytes can unpack to gigabytes: rows of a parquet file.
+
+    Args:
+        start: the first row, from 0.
+
+    Returns:
+        how many rows the file has; and from `start` on some rows as JSON, each with what is wrong with it, if anything.
+    """
+    global _unpacking
+    allow(os.stat(path).st_size)
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        what = "is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
+        raise UserError(f"{path}: {what}") from None
+    try:
+        file, at, total, rows = _unpacking
+        if (file, at) != (path, start) or not start:
+            # Else a whole row group is read at once.
+            opened = parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK)
+            total, rows = opened.metadata.num_rows, islice(_parquet_as_json(path, opened, pyarrow.types), start, None)
+        found, size = list[tuple[str, str]](), 0
+        while size < CHUNK and (row := next(rows, None)):
+            found.append(row)
+            size += len(row[0])
+        _unpacking = path, start + len(found), total, rows
+        return total, found
+    except MemoryError:  # pyarrow's own, too
+        raise
+    except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises all of them for damage
+        if isinstance(error, UserError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{path}: is parquet that cannot be read: {reason}; write it again") from None
+
+
+def _parquet_as_json(path: str, file: Any, types: Any) -> Iterator[tuple[str, str]]:
+    columns = [field.name for field in file.schema_arrow if _is_json(field.type, types)]
+    if not columns or len({*columns}) < len(columns):
+        what = "with two columns of a name" if columns else "without a column of text, numbers or lists of them"
+        raise UserError(f"{path}: is parquet {what}; write it again")
+    for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
+        for row in _unpacked(batch):
+            text = "" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False)
+            if len(text) > LONGEST_LINE:
+                yield "", _TOO_LONG.format(LONGEST_LINE)
+            else:
+                yield text, "" if text else "not UTF-8: a text of the row; write the file again"
 
 
 def _is_json(kind: Any, types: Any) -> bool:

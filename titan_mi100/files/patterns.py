@@ -16,11 +16,12 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
 def unusable(path: str, kind: str = "*.jsonl") -> str:
     """Why the path is not a file that can be read; "" if it is. `kind`: a pattern of such files, for the message."""
     try:
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found.st_mode):
         return f"is a folder; name its files, e.g. {os.path.join(path, kind)}"
-    if not stat.S_ISREG(mode):
+    kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder)}
+    if not stat.S_ISREG(found.st_mode) or found.st_dev in kernels:  # reading /proc/kmsg waits for the next message
         return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"

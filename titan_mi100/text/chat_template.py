@@ -201,11 +201,11 @@ class ChatTemplate:
 
     def _marked(self, turns: list[Turn], finder: "_TurnFinder") -> list[Turn]:
         """The assistant's turns with what the template marks of each."""
-        marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in turns if turn.role == "assistant"}
+        own = [turn for turn in turns if turn.role == "assistant"]  # in order, none in another
+        starts, stops = [turn.start for turn in own], [turn.stop for turn in own]
+        marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in own}
         for start, stop, _ in finder.marks:
-            owners = {
-                turn.message for turn in turns if turn.message in marks and turn.start < stop and start < turn.stop
-            }
+            owners = {turn.message for turn in own[bisect_right(stops, start) : bisect_left(starts, stop)]}
             if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
                 raise UserError(
                     f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
