@@ -786,6 +786,36 @@ def test_a_damaged_prepared_folder_is_made_again_and_the_log_says_so(
     assert load(path, cache_folder=str(cache_folder)).cached and not said
 
 
+@pytest.mark.parametrize("odd", ["pipe", "file", "link", "dangling link"])
+def test_what_is_in_the_place_of_a_prepared_folder_is_replaced(tmp_path: Path, odd: str) -> None:
+    path, cache_folder, elsewhere = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache", tmp_path / "other"
+    first = load(path, cache_folder=str(cache_folder))
+    first.folder.rename(elsewhere)
+    make: dict[str, Callable[[], object]] = {
+        "pipe": partial(os.mkfifo, first.folder),
+        "file": first.folder.touch,
+        "link": partial(first.folder.symlink_to, tmp_path),
+        "dangling link": partial(first.folder.symlink_to, "nothing"),
+    }
+    make[odd]()
+    assert documents(load(path, cache_folder=str(cache_folder)).train) == documents(first.train)
+    assert first.folder.is_dir() and not first.folder.is_symlink() and not list(cache_folder.glob(".*"))
+    assert path.exists()
+
+
+@pytest.mark.parametrize("odd", ["pipe", "/dev/zero", "folder"])
+def test_a_chat_template_that_is_no_file_is_refused_unread(tmp_path: Path, odd: str) -> None:
+    template = Path(odd)
+    if odd == "pipe":
+        os.mkfifo(template := tmp_path / "pipe")
+    elif odd == "folder":
+        template = tmp_path
+    path = write(tmp_path / "rows.jsonl", qa("a", "b"))
+    config = DataConfig(path=(str(path),), cache_folder=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"no regular file|is a folder"):
+        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
+
+
 def test_refused_data_that_were_damaged_are_refused_again(tmp_path: Path) -> None:
     path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b"), "{"), tmp_path / "cache"
     messages = []

@@ -139,6 +139,7 @@ def test_what_killed_saves_and_removals_leave_is_cleared_and_nothing_else(tmp_pa
     sealed.set_aside(seal(tmp_path, 2), "damaged")
     sealed.begin(tmp_path, 3)
     (tmp_path / ".step-4.0a.removed").mkdir()
+    os.mkfifo(tmp_path / ".step-5.0a.removed")
     (tmp_path / ".probe-0").touch()
     sealed.clear(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())

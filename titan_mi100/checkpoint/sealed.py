@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_mi100.files.durable import sha256_of, sync, write_synced
+from titan_mi100.files.durable import remove_left, sha256_of, sync, write_synced
 from titan_mi100.files.plain import LARGEST_CONFIG, is_plain_name, read_plain
 from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
@@ -301,6 +301,6 @@ def clear(folder: Path) -> None:
     """Remove what saves and removals left that were killed. Only for the run that has the folder's lock."""
     for left in (*folder.glob(".step-*.incomplete"), *folder.glob(".step-*.removed")):
         try:
-            shutil.rmtree(left)
+            remove_left(left)
         except OSError as error:
             log.warning(f"{left}: a leftover of an earlier start, cannot be removed: {error.strerror}")

@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import atomic_output_folder, replace, sha256_of, sync
+from titan_mi100.files.durable import atomic_output_folder, remove_left, replace, sha256_of, sync
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.logging import log
 
@@ -116,7 +115,8 @@ def _remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f".{folder.name}.damaged.{uuid.uuid4().hex}"))
     for left in folder.parent.glob(f".{folder.name}.damaged.*"):
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            remove_left(left)
 
 
 def _take_turn(lock: int) -> bool:

@@ -37,6 +37,7 @@ from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, op
 from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
+from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import read_plain
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
@@ -129,8 +130,9 @@ def prepare_data(
 
     def make(aside: Path) -> None:
         make_folder(aside, request, before)
-        if request.inputs(cache) != before:
-            raise UserError("a data or tokenizer file changed while it was read; start again")
+        now = request.inputs(cache).stamps
+        if changed := [name for name, stamp in before.stamps.items() if now[name] != stamp]:
+            raise UserError(f"{some(changed)}: changed while it was read; start again")
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,7 @@ class Inputs(NamedTuple):
 
     key: str  # a hash: contents of the files, their names (which the ledger shows), options and code
     made_of: dict[str, Any]  # settings and hashes by name, to say what has changed
-    stamps: list[Stamp]
+    stamps: dict[str, Stamp]  # of each file
 
 
 @dataclass(frozen=True)
@@ -173,15 +175,17 @@ class Request:
         """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
         settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
         names = [file for files in self.patterns for file in files] + list(map(str, settings))
-        stamps = []
+        stamps = {}
         for name in names:
+            if problem := unusable(name, "*.jinja"):
+                raise UserError(f"{name}: {problem}")
             try:
-                stamps.append(content_hash(Path(name), cache))
+                stamps[name] = content_hash(Path(name), cache)
             except OSError as error:
                 raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
         code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
-        hashes = [sha256 for sha256, _ in stamps]
+        hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.patterns, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
         made_of = options | {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}

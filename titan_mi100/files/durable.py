@@ -171,9 +171,17 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         os.close(lock)
 
 
+def remove_left(path: Path) -> None:
+    """Remove a leftover, whatever it is: rmtree would open a pipe, and wait. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _remove_if_left(aside: Path) -> None:
     """Remove what a killed process left; one that is at work has the lock."""
-    lock = os.open(aside, os.O_RDONLY)
+    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(aside, ignore_errors=True)
