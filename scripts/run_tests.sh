@@ -10,6 +10,5 @@ source scripts/setup_env.sh
 
 # one thread: multi-process tests share the cores, and sums come out the same on every machine
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-# Three workers, also on two cores: jobs of several processes wait for each other half of the time. Each takes whole
-# files, because many fixtures are made once per file; conftest.py orders the files.
-exec "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+# Each worker takes whole files, because many fixtures are made once per file; conftest.py orders the files.
+exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -1,6 +1,5 @@
 """Shared by the tests: a job of one process, small specs, random packed rows, and spawning real multi-process jobs."""
 
-import fcntl
 import functools
 import os
 import subprocess
@@ -23,8 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-# The order of the long files: run_tests.sh deals whole files to three workers, two each and then one by one. At first
-# one worker has a long file without jobs of several processes, which wait for each other; and the last files are short.
+# The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one; the last
+# ones are short.
 ORDER = (
     "layouts", "tokenizer", "chaos", "lora", "prepare", "train", "conformance", "parity", "safe_read", "sweep",
     "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter",
@@ -123,13 +122,10 @@ def torchrun(
         TimeoutError, subprocess.TimeoutExpired: it did not end in `timeout` seconds; its processes have been ended.
     """
     variables = {**job_environment(), **environment}
-    with open(__file__) as turn:
-        if processes > 1:  # two such jobs at once on two cores: each collective waits for a core, seven times as long
-            fcntl.flock(turn, fcntl.LOCK_EX)
-        if launcher:
-            code, output, errors = _launch(list(arguments), processes, variables, timeout)
-        else:
-            code, output, errors = fork_server().run(list(arguments), processes, variables, REPO, timeout)
+    if launcher:
+        code, output, errors = _launch(list(arguments), processes, variables, timeout)
+    else:
+        code, output, errors = fork_server().run(list(arguments), processes, variables, REPO, timeout)
     if check:
         assert code == 0, output[-5000:] + errors[-5000:]
     return subprocess.CompletedProcess(arguments, code, output, errors)
