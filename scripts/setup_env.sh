@@ -18,7 +18,7 @@ import importlib.util, os, sys
 checkout, extras = os.path.realpath(sys.argv[1]), sys.argv[2].split(",")
 sys.path[:] = [entry for entry in sys.path if entry]  # the current directory is not an installation
 wanted = {"dev": "pytest xdist hypothesis ruff mypy transformers peft", "eval": "transformers lm_eval"}
-names = [name for extra in extras for name in wanted.get(extra, "").split()]
+names = ["tokenizers", *(name for extra in extras for name in wanted.get(extra, "").split())]
 missing = [name for name in names if importlib.util.find_spec(name) is None]
 package = importlib.util.find_spec("titan_mi100")
 folder = os.path.dirname(os.path.realpath(package.origin)) if package and package.origin else ""

@@ -64,10 +64,11 @@ def test_matrices_that_peft_leaves_out_are_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps({**config, "target_modules": targets}))
         peft_io.read_adapter(adapter)
         assert (logits(base, adapter) == whole).all()
-    file.write_text(json.dumps({**config, "target_modules": ["v_proj"]}))
-    assert (logits(base, adapter) != whole).any()  # without a word
-    with pytest.raises(UserError, match="target_modules lacks q_proj"):
-        peft_io.read_adapter(adapter)
+    for targets, lacking in ((["v_proj"], 0), (["v_proj", "0.self_attn.q_proj"], 1)):
+        file.write_text(json.dumps({**config, "target_modules": targets}))
+        assert (logits(base, adapter) != whole).any()  # peft gives no warning
+        with pytest.raises(UserError, match=f"target_modules lacks .*model.layers.{lacking}.self_attn.q_proj"):
+            peft_io.read_adapter(adapter)
 
 
 def test_a_bf16_base_is_rounded_once(tmp_path: Path) -> None:

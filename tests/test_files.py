@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from titan_mi100.data import files
@@ -181,7 +182,7 @@ def test_a_line_over_the_limit_is_passed_over_in_bounded_memory(
     found = [(record.number, record.raw == fits, record.problem) for record in read_records(str(path))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    too_long = "line too long: over 1,000 bytes; is a line end missing?"
+    too_long = "row too long: over 1,000 bytes; cut its text into several rows, or is a line end missing?"
     good = [(number, True, "") for number in (1, 3, 5)]
     assert found == [good[0], (2, False, too_long), good[1], (4, False, too_long), good[2]]
     assert peak < 200_000
@@ -195,7 +196,7 @@ def test_an_array_element_over_the_limit_is_refused_in_bounded_memory(
     rows = b'[{"a": 1},\n{"a": "%s"},\n{"a": 2}]'
     found = list(read_records(write(tmp_path / "rows", rows % (b"b" * 1200))))  # just over: the rest can be read
     assert [(r.number, r.raw) for r in found] == [(1, b'{"a": 1}'), (2, b""), (3, b'{"a": 2}')]
-    assert found[1].problem.startswith("line too long: over 1,000 bytes")
+    assert found[1].problem.startswith("row too long: over 1,000 bytes")
     path = write(tmp_path / "rows", rows % (b"b" * 20_000_000))
     tracemalloc.start()
     found = list(read_records(path))
@@ -299,7 +300,7 @@ def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> None:
-    """What is too large for the memory of the child process, or in sum, or as a row."""
+    """What is too large for the memory of the child process, or in sum."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -308,14 +309,46 @@ def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> 
         return pyarrow.DictionaryArray.from_arrays(indices, [text])
 
     for told, column in (
-        ("needs more memory", repeated("x" * (20 << 20), 2000)),
+        ("need more memory", repeated("x" * (20 << 20), 2000)),
         ("over 100 times its size", repeated("x" * 10_000, 50_000)),
-        ("needs more memory", pyarrow.array([[0] * 10_000_000])),
+        ("need more memory", pyarrow.ListArray.from_arrays([0, 50_000_000], np.zeros(50_000_000, np.int8))),
     ):
         parquet.write_table(pyarrow.table({"text": column}), tmp_path / "rows", compression="zstd")
         assert (tmp_path / "rows").stat().st_size < 2_000_000, told
         with pytest.raises(UserError, match=told):
             raise UserError(next(record.problem for record in read_records(str(tmp_path / "rows")) if record.problem))
+
+
+def test_long_rows_of_parquet_are_read_by_one_child_process(tmp_path: Path) -> None:
+    """Rows of papers and of token ids: were whole row groups kept as Python objects, memory would end it each time."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 150_000, (64, 16_384)).astype(np.int32)
+    texts = ["".join(map(chr, generator.integers(0xC0, 0x17F, 150_000))) for _ in range(64)]
+    columns = {"input_ids": pyarrow.array(list(ids)), "labels": pyarrow.array(list(ids)), "text": texts}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "rows")
+    child.end()
+    started = set()
+    for number, record in enumerate(read_records(str(tmp_path / "rows"))):
+        row = json.loads(record.raw)
+        assert row == {"input_ids": ids[number].tolist(), "labels": ids[number].tolist(), "text": texts[number]}
+        started.add(child._process and child._process.pid)
+    assert len(started) == 1
+
+
+def test_a_row_of_parquet_that_is_too_long_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    long = "\U0001f600" * (5 << 20)  # 20 MiB as UTF-8, 60 MiB as the ASCII that the child process answers
+    found = list(read_records(parquet(tmp_path / "rows", text=["a", long, "b"])))
+    assert [record.raw for record in found] == [b'{"text": "a"}', b"", b'{"text": "b"}']
+    assert found[1].problem.startswith("row too long: over 16,777,216 bytes")
+
+
+def test_a_parquet_file_may_have_any_name(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "rows", text=["a"])
+    os.rename(path, odd := os.fsdecode(os.fsencode(path) + b"\xff"))
+    assert [record.raw for record in read_records(odd)] == [b'{"text": "a"}']
 
 
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs /proc")
@@ -328,7 +361,7 @@ def test_files_of_the_kernel_are_refused_unread() -> None:
 def test_rows_of_parquet_are_the_same_from_a_child_process_that_had_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = parquet(tmp_path / "rows", text=[str(n) * 5000 for n in range(1000)])
+    path = parquet(tmp_path / "rows", text=[str(n) * 5000 for n in range(300)])
     whole = [record.raw for record in read_records(path)]
     asked = files.ask
 
@@ -338,7 +371,7 @@ def test_rows_of_parquet_are_the_same_from_a_child_process_that_had_to_be_starte
 
     monkeypatch.setattr(files, "ask", forgetful)
     assert [record.raw for record in read_records(path)] == whole
-    assert [json.loads(raw) for raw in whole] == [{"text": str(n) * 5000} for n in range(1000)]
+    assert [json.loads(raw) for raw in whole] == [{"text": str(n) * 5000} for n in range(300)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "array", "parquet"])

@@ -146,4 +146,4 @@ def test_of_many_unknown_keys_the_first_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         read_hf_config(tmp_path)
     lines = str(refused.value).splitlines()
-    assert len(lines) == 51 and lines[-1].endswith("config.json: 9,950 problems more")
+    assert len(lines) == 51 and lines[-1].endswith("config.json: 9,950 more problems")

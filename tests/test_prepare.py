@@ -722,9 +722,31 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, mon
         return pack(*arguments)
 
     monkeypatch.setattr(prepare_module, "pack_rows", meanwhile)
-    with pytest.raises(UserError, match="changed while it was read; start again"):
+    with pytest.raises(UserError, match=r"rows\.jsonl: changed while it was read; start again"):
         load(path, cache_folder=str(cache))
     assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_template_that_comes_or_goes_while_data_are_prepared_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    path, folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "tokenizer"
+    shutil.copytree(ASSETS / "tokenizer", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = folder / "chat_template.jinja"
+    if is_there:
+        template.write_text(config["chat_template"])
+    pack = prepare_module.pack_rows
+
+    def meanwhile(*arguments: Any) -> Any:
+        template.unlink() if is_there else template.write_text(config["chat_template"])
+        return pack(*arguments)
+
+    monkeypatch.setattr(prepare_module, "pack_rows", meanwhile)
+    data = DataConfig(path=(str(path),), cache_folder=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"chat_template\.jinja: changed while it was read; start again"):
+        prepare_data(data, str(folder), "", 256)
 
 
 def damaged_files(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -720,7 +720,7 @@ def test_what_no_engine_can_run_is_refused_by_name(tmp_path: Path, name: str) ->
 
 
 NO_TOKENS = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
-BESIDE = {  # what is not of the vocabulary, nor run by us
+BESIDE = {  # parts of the file that no engine of ours looks at
     "version": ({"version": "99"}, "Unknown tokenizer version"),
     "unknown key": ({"more": 1}, "not laid out"),
     "truncation": ({"truncation": {"more": 1}}, "max_length"),

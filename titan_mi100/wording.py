@@ -38,7 +38,7 @@ def some(names: Iterable[object], most: int = 8) -> str:
 
 def first_of(problems: Sequence[str], where: str, most: int = 50) -> str:
     """A message with a line for each problem; of very many for the first, and how many more there are."""
-    more = [f"{where}: {len(problems) - most:,} problems more"] if len(problems) > most else []
+    more = [f"{where}: {len(problems) - most:,} more problems"] if len(problems) > most else []
     return "\n".join([*problems[:most], *more])
 
 

@@ -160,7 +160,7 @@ class Encoder:
         starts = np.append(0, ends)[:-1]
         edges = np.array(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
-        # a token overlaps a span: the first one that ends behind the token's start begins before its end
+        # for each token the first span that ends behind its start: they overlap if it begins before the token's end
         return marked(ids, first[np.searchsorted(last, starts, side="right")] < ends)
 
     def _given_tokens(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:

@@ -9,7 +9,6 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from titan_mi100.files.patterns import matching_files, unusable
 LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
 CHUNK = 2**20  # bytes read at a time
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
-_PARQUET_BATCH = 256  # rows unpacked at a time
+_UNPACKED = 2**22  # bytes of a parquet file that are unpacked at a time
 _BOMB, _MOST_UNPACKED = 2**20, 100  # bytes from which on a file may not unpack to so many times its size
 _BOM = b"\xef\xbb\xbf"
 
@@ -30,7 +29,7 @@ BLANK, CRLF, BOM = "blank lines", "lines that end in CRLF", "byte order marks"
 # Why a record cannot be handed on, as "kind: what to do".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
 BROKEN_ARRAY = "broken JSON array"  # never skipped: nobody knows how many rows follow
-_TOO_LONG = "line too long: over {:,} bytes; is a line end missing?"
+_TOO_LONG = "row too long: over {:,} bytes; cut its text into several rows, or is a line end missing?"
 _BROKEN = BROKEN_ARRAY + ": {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
 
 _FOREIGN = {  # what some files begin with
@@ -178,8 +177,6 @@ class RecordReader:
         self._position = lambda: self.size * number // rows if rows else self.size
         while number < rows:
             rows, found = ask("data.files:unpack_parquet", Path(self.path), number)
-            if not found and rows:
-                raise UserError(f"{self.path}: is parquet that says it has {rows:,} rows, but has {number:,}")
             for raw, problem in found:
                 number, unpacked = number + 1, unpacked + len(raw)
                 if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
@@ -188,7 +185,8 @@ class RecordReader:
                 yield _bounded(number, raw.encode(), problem)
 
 
-_unpacking: tuple[str, int, int, Iterator[tuple[str, str]]] = ("", 0, 0, iter(()))  # what follows the last answer
+# Of the child process: the file, the row behind those that it has answered, all rows, and the rows from there on.
+_unpacking: tuple[str, int, int, Iterator[tuple[str, str]]] = ("", 0, 0, iter(()))
 
 
 def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
@@ -198,30 +196,35 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
         start: the first row, from 0.
 
     Returns:
-        how many rows the file has; and from `start` on some rows as JSON, each with what is wrong with it, if anything.
+        how many rows the file has; and some of them, from `start` on, as JSON, each with what is wrong with it, or "".
     """
     global _unpacking
-    allow(os.stat(path).st_size)
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         what = "is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
         raise UserError(f"{path}: {what}") from None
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the others reserve more, which would count
     try:
+        allow(os.stat(path).st_size)
         file, at, total, rows = _unpacking
         if (file, at) != (path, start) or not start:
-            # Else a whole row group is read at once.
-            opened = parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK)
-            total, rows = opened.metadata.num_rows, islice(_parquet_as_json(path, opened, pyarrow.types), start, None)
+            # an open file, because pyarrow takes no name that is not UTF-8; without buffers it reads whole row groups
+            source = open(path, "rb")  # noqa: SIM115  # for as long as rows are asked for
+            opened = parquet.ParquetFile(source, pre_buffer=False, buffer_size=CHUNK)
+            groups = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
+            total = sum(group.num_rows for group in groups)
+            rows = _parquet_as_json(path, opened, groups, pyarrow.types, start)
         found, size = list[tuple[str, str]](), 0
         while size < CHUNK and (row := next(rows, None)):
             found.append(row)
-            size += len(row[0])
+            size += len(row[0]) + 64
         _unpacking = path, start + len(found), total, rows
         return total, found
     except MemoryError:  # pyarrow's own, too
-        raise
+        what = "is parquet whose rows need more memory than those of a real file of its size"
+        raise UserError(f"{path}: {what}; if they are right, convert it to JSONL first") from None
     except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises all of them for damage
         if isinstance(error, UserError):
             raise
@@ -229,18 +232,28 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
         raise UserError(f"{path}: is parquet that cannot be read: {reason}; write it again") from None
 
 
-def _parquet_as_json(path: str, file: Any, types: Any) -> Iterator[tuple[str, str]]:
+def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start: int) -> Iterator[tuple[str, str]]:
     columns = [field.name for field in file.schema_arrow if _is_json(field.type, types)]
     if not columns or len({*columns}) < len(columns):
         what = "with two columns of a name" if columns else "without a column of text, numbers or lists of them"
         raise UserError(f"{path}: is parquet {what}; write it again")
-    for batch in file.iter_batches(_PARQUET_BATCH, columns=columns, use_threads=False):
-        for row in _unpacked(batch):
-            text = "" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False)
-            if len(text) > LONGEST_LINE:
-                yield "", _TOO_LONG.format(LONGEST_LINE)
-            else:
-                yield text, "" if text else "not UTF-8: a text of the row; write the file again"
+    number = behind = 0  # the rows of the batches, and of the groups, so far
+    for i, group in enumerate(groups):
+        behind += group.num_rows
+        if behind <= start:
+            number = behind
+            continue
+        size = min(max(1, _UNPACKED * group.num_rows // max(1, group.total_byte_size)), 256)  # rows of a batch
+        for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
+            number += batch.num_rows
+            for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
+                text = "" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False)
+                if len(text.encode()) > LONGEST_LINE:
+                    yield "", _TOO_LONG.format(LONGEST_LINE)
+                else:
+                    yield text, "" if text else "not UTF-8: a text of the row; write the file again"
+        if number != behind:
+            raise UserError(f"{path}: is parquet that says {behind:,} rows where {number:,} are; write it again")
 
 
 def _is_json(kind: Any, types: Any) -> bool:

@@ -39,6 +39,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import read_plain
+from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
@@ -51,7 +52,7 @@ _CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
-_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")  # the last is an extra
+_LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")
 _FEW_TOKENS = 0.9  # of the model's vocab_size, which is padded by a few hundred at most
 _MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 
@@ -131,7 +132,7 @@ def prepare_data(
     def make(aside: Path) -> None:
         make_folder(aside, request, before)
         now = request.inputs(cache).stamps
-        if changed := [name for name, stamp in before.stamps.items() if now[name] != stamp]:
+        if changed := [name for name in {**before.stamps, **now} if now.get(name) != before.stamps.get(name)]:
             raise UserError(f"{some(changed)}: changed while it was read; start again")
 
     try:
@@ -177,7 +178,7 @@ class Request:
         names = [file for files in self.patterns for file in files] + list(map(str, settings))
         stamps = {}
         for name in names:
-            if problem := unusable(name, "*.jinja"):
+            if problem := unusable(name, TEMPLATE):
                 raise UserError(f"{name}: {problem}")
             try:
                 stamps[name] = content_hash(Path(name), cache)

@@ -181,7 +181,10 @@ def remove_left(path: Path) -> None:
 
 def _remove_if_left(aside: Path) -> None:
     """Remove what a killed process left; one that is at work has the lock."""
-    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if aside.is_symlink() or not aside.is_dir():
+        remove_left(aside)
+        return
+    lock = os.open(aside, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(aside, ignore_errors=True)

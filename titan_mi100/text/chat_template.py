@@ -201,7 +201,7 @@ class ChatTemplate:
 
     def _marked(self, turns: list[Turn], finder: "_TurnFinder") -> list[Turn]:
         """The assistant's turns with what the template marks of each."""
-        own = [turn for turn in turns if turn.role == "assistant"]  # in order, none in another
+        own = [turn for turn in turns if turn.role == "assistant"]  # sorted and disjoint
         starts, stops = [turn.start for turn in own], [turn.stop for turn in own]
         marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in own}
         for start, stop, _ in finder.marks:

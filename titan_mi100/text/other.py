@@ -26,10 +26,10 @@ _QWEN3_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|o
     <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
     <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
     <tool_response> </tool_response> <think> </think>"""
-# Of sentencepiece's protobuf: tags of a model's piece and of a piece's type; the types that there are.
+# The protobuf of a sentencepiece model: tags of its pieces and of a piece's type, and which types there are.
 _PIECE, _TYPE, _TYPES, _USER_DEFINED = 0x0A, 0x18, range(1, 7), 4
 _FIXED_SIZES = {1: 8, 5: 4}  # of values, by how they are stored
-_ANY = "\ue000"  # a character
+_ANY = "\ue000"  # a private character: the only token of the vocabulary that check_definition tries
 _NEVER_IN_UTF8 = b"\xc0\xc1" + bytes(range(0xF5, 0x100))
 
 

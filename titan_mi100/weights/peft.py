@@ -92,10 +92,12 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
             f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
         )
     named = {match[1] for match in found.values() if match}
-    targets = raw.get("target_modules") or []  # a list, or a pattern, which is not tried
-    if isinstance(targets, list) and (left_out := named - {str(target).rpartition(".")[2] for target in targets}):
-        what = f"target_modules lacks {some(sorted(left_out))}, whose matrices {WEIGHTS} holds and peft leaves out"
-        raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
+    targets = raw.get("target_modules")
+    if isinstance(targets, list):  # else a pattern, which is not tried, or null, which peft's save never writes
+        ends, modules = tuple(f".{target}" for target in targets), {name.rsplit(".", 2)[0] for name in found}
+        if left_out := sorted(module for module in modules if not module.endswith(ends)):
+            what = f"target_modules lacks {some(left_out)}, whose matrices {WEIGHTS} holds and peft leaves out"
+            raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
     lora = LoRAConfig(
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
