@@ -173,6 +173,7 @@ esac
     write_executable(tmp_path / "bin" / "python3", wrapper)
     (packages,) = (tmp_path / "active" / "lib").glob("python3*/site-packages")
     make_package(packages, "torch")
+    make_package(packages, "tokenizers")
     return packages
 
 
@@ -390,6 +391,12 @@ def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
         assert result.stderr == ""
 
 
+def _as_from_a_terminal() -> None:
+    """Background jobs of a shell ignore SIGINT, those of nohup SIGHUP, and what is ignored stays so in all children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False) -> tuple[int, str]:
     """Start run_train.sh, send it signals when it waits in this call; its exit code and what it said.
 
@@ -404,7 +411,7 @@ def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_as_from_a_terminal,
     )
     deadline = time.monotonic() + 20
     while not checkout.calls("waiting") and time.monotonic() < deadline:
