@@ -409,6 +409,9 @@ def read_checked(folder: Path) -> None:
         ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
         ({"lora_dropout": 1.0}, "lora_dropout = 1.0"),
+        ({"base_model_name_or_path": ["x"]}, r"base_model_name_or_path = .'x'. is no name"),
+        ({"base_model_name_or_path": "x" * 5000}, "base_model_name_or_path = 'xxx"),
+        ({"k" * 5000: 1}, "kkkk... = 1 is not supported"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map asks for Python code"),
     ],
 )

@@ -32,6 +32,7 @@ _HARMLESS = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", "megatron_core", "qalora_group_size",
     "runtime_config", "eva_config",
 }  # fmt: skip
+_LONGEST_NAME = 4095  # bytes of a path
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights as well
 
 
@@ -66,8 +67,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
 
 def base_of(folder: str | Path) -> str:
     """The base that an adapter folder names: a path, a hub name, or empty. Raises UserError as read_adapter."""
-    named = _read_config(Path(folder) / CONFIG).get("base_model_name_or_path")
-    return named if isinstance(named, str) else ""
+    return _read_config(Path(folder) / CONFIG).get("base_model_name_or_path") or ""
 
 
 def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
@@ -144,10 +144,13 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; convert it with peft's "
             "path_initial_model_for_weight_conversion"
         )
+    base = raw.get("base_model_name_or_path") or ""
+    if not isinstance(base, str) or len(base) > _LONGEST_NAME:
+        problems.append(f"base_model_name_or_path = {shortened(repr(base))} is no name and no path")
     for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
             problems.append(
-                f"{key} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
+                f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
                 "train without"
             )
     if problems:
