@@ -17,8 +17,12 @@ _titan_probe='
 import importlib.util, os, sys
 checkout, extras = os.path.realpath(sys.argv[1]), sys.argv[2].split(",")
 sys.path[:] = [entry for entry in sys.path if entry]  # the current directory is not an installation
-wanted = {"dev": "pytest xdist hypothesis ruff mypy transformers peft", "eval": "transformers lm_eval"}
-names = ["tokenizers", *(name for extra in extras for name in wanted.get(extra, "").split())]
+wanted = {
+    "always": "jinja2 numpy safetensors sentencepiece tensorboard tiktoken tokenizers tqdm",
+    "dev": "pytest xdist hypothesis ruff mypy transformers peft",
+    "eval": "transformers lm_eval",
+}
+names = [name for extra in ["always", *extras] for name in wanted.get(extra, "").split()]
 missing = [name for name in names if importlib.util.find_spec(name) is None]
 package = importlib.util.find_spec("titan_mi100")
 folder = os.path.dirname(os.path.realpath(package.origin)) if package and package.origin else ""
@@ -118,7 +122,7 @@ _titan_setup() {
       other*) _titan_say "not using $python: its titan_mi100 is another checkout, ${verdict#other }" ;;
       missing*)
         _titan_say "$python has torch and this checkout, but not: ${verdict#missing }"
-        _titan_say "Install it: $python -m pip install -c $repo/constraints.txt -e '${repo}[$extras]'" \
+        _titan_say "Install it: $python -m pip install -c $repo/constraints.txt -e '${repo}${extras:+[$extras]}'" \
           "- or deactivate this environment, and .venv is used."
         return 1
         ;;

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_mi100.config.load import tomllib
+
 REPO = Path(__file__).resolve().parent.parent
 
 # A python3 that writes down what it is asked to do. STUB_* variables say how it answers.
@@ -157,6 +159,11 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
     assert list(checkout.temporary.iterdir()) == []
 
 
+REQUIREMENTS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+# by the names that they are imported by, which are the same
+DEPENDENCIES = sorted({entry.split(">=")[0] for entry in REQUIREMENTS} - {"torch", "tomli"})
+
+
 @pytest.fixture
 def real_python(checkout: Checkout, tmp_path: Path) -> Path:
     """Puts a real, nearly empty environment in front, where no other can be made. Returns its folder of packages."""
@@ -172,8 +179,8 @@ esac
 """
     write_executable(tmp_path / "bin" / "python3", wrapper)
     (packages,) = (tmp_path / "active" / "lib").glob("python3*/site-packages")
-    make_package(packages, "torch")
-    make_package(packages, "tokenizers")
+    for name in ("torch", *DEPENDENCIES):
+        make_package(packages, name)
     return packages
 
 
@@ -224,6 +231,17 @@ def test_an_active_environment_without_the_test_tools_is_left_alone_with_the_rem
     assert "pip install -c" in result.stderr
     assert "pytest" in result.stderr
     assert not (checkout.folder / ".venv").exists()
+
+
+@pytest.mark.parametrize("missing", DEPENDENCIES)
+def test_an_active_environment_that_lacks_a_dependency_is_left_alone_with_the_remedy(
+    checkout: Checkout, real_python: Path, missing: str
+) -> None:
+    (real_python / "titan.pth").write_text(f"{checkout.folder}\n")
+    shutil.rmtree(real_python / missing)
+    result = checkout.set_up()
+    assert result.returncode == 1
+    assert f"but not: {missing}\n" in result.stderr and f"-e '{checkout.folder}'" in result.stderr
 
 
 def test_the_environment_is_made_once_and_again_when_a_pin_or_the_extras_change(checkout: Checkout) -> None:

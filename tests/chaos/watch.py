@@ -58,7 +58,7 @@ def serve() -> None:
         found = answer(function, path, *arguments)
         watch.folder = None
         if watch.seen:
-            return json.dumps({"found": None, "refused": SEEN + "; ".join(watch.seen), "kept": 0})
+            return json.dumps({"found": None, "refused": SEEN + "; ".join(watch.seen), "full": False})
         return found
 
     child._answer = watched

@@ -20,7 +20,7 @@ from titan_mi100.files.patterns import matching_files, unusable
 LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
 CHUNK = 2**20  # bytes read at a time
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
-_UNPACKED = 2**22  # bytes of a parquet file that are unpacked at a time
+_UNPACKED = 2**22  # bytes of a parquet file that are unpacked, and of rows that are answered, at a time
 _BOMB, _MOST_UNPACKED = 2**20, 100  # bytes from which on a file may not unpack to so many times its size
 _BOM = b"\xef\xbb\xbf"
 
@@ -217,7 +217,7 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
             total = sum(group.num_rows for group in groups)
             rows = _parquet_as_json(path, opened, groups, pyarrow.types, start)
         found, size = list[tuple[str, str]](), 0
-        while size < CHUNK and (row := next(rows, None)):
+        while size < _UNPACKED and (row := next(rows, None)):
             found.append(row)
             size += len(row[0]) + 64
         _unpacking = path, start + len(found), total, rows

@@ -56,7 +56,7 @@ def ask(function: str, path: Path, *arguments: Any) -> Any:
         except BaseException:  # interrupted: the answer would be taken for the next one's
             end()
             raise
-        if answer["kept"] > _MEMORY / 4:  # memory that the next question could not use
+        if answer["full"]:
             end()
     if answer["refused"]:
         raise UserError(answer["refused"])
@@ -136,7 +136,8 @@ def _answer(function: str, path: str, *arguments: Any) -> str:
         refused = f"{path}: {TOO_MUCH}; {_HARM}"
     except Exception as error:
         refused = f"{path}: cannot be read: {error!r}; {_HARM}"
-    return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "kept": {_memory(1)}}}'
+    full = _memory(1) > _most_memory() / 4  # what it keeps would be added to what the next question may take
+    return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "full": {json.dumps(full)}}}'
 
 
 def _memory(field: int) -> int:
@@ -144,6 +145,11 @@ def _memory(field: int) -> int:
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
     return 0  # not Linux
+
+
+def _most_memory() -> int:
+    """Bytes that a question may take."""
+    return _MEMORY + _MEMORY_PER_BYTE * _granted
 
 
 def limit() -> None:
@@ -159,7 +165,7 @@ def allow(size: int) -> None:
     if not _limited:
         return
     _granted += size
-    memory, seconds = _MEMORY + _MEMORY_PER_BYTE * _granted, SECONDS + _granted // _BYTES_PER_SECOND
-    for kind, most in ((resource.RLIMIT_DATA, _held + memory), (resource.RLIMIT_CPU, _began + seconds)):
+    seconds = SECONDS + _granted // _BYTES_PER_SECOND
+    for kind, most in ((resource.RLIMIT_DATA, _held + _most_memory()), (resource.RLIMIT_CPU, _began + seconds)):
         with suppress(ValueError, OSError):  # the system's own limit is lower
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))

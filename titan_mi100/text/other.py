@@ -196,11 +196,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     while at < len(message):
         tag, at = _varint(message, at)
         kind = tag & 7
-        size, at = _varint(message, at) if kind in (0, 2) else (_FIXED_SIZES[kind], at)
-        if kind == 0:
-            yield tag, size & 0xFFFFFFFF  # the value itself
-        else:
-            yield tag, message[at : (at := at + size)]
+        number, at = _varint(message, at) if kind in (0, 2) else (_FIXED_SIZES[kind], at)  # the value, or its size
+        yield tag, number & 0xFFFFFFFF if kind == 0 else message[at : (at := at + number)]
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
