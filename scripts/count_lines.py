@@ -18,13 +18,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 COUNTED = ("titan_mi100", "checkpoint_tools", "scripts", "tests")
 
-# The core: config, model, parallel, the loop, checkpoint. Folders and files below titan_mi100/.
+# The core: config, attention, model, parallel, the loop, checkpoint. Folders and files below titan_mi100/.
 CORE = (
-    *("config", "model", "optim", "parallel", "checkpoint"),
+    *("config", "attention", "model", "optim", "parallel", "checkpoint"),
     *("train.py", "open_run.py", "trainer.py", "run/evaluate.py", "run/progress.py"),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 4100, "titan_mi100": 10250, "scripts": 2000}  # lines of code
+BUDGETS = {"core": 5000, "titan_mi100": 11300, "scripts": 2000}  # lines of code
 LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
 
 # tokens that are no code

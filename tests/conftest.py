@@ -19,6 +19,7 @@ FULL = "TITAN_TESTS_FULL"  # set for the decorators of test modules, which see n
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; see interpreted.py
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -158,8 +159,8 @@ def documents_of(document_ids):
     """The documents of a microbatch from the id of each token, (batch, seq)."""
     import torch
 
+    from titan_mi100.attention.base import Documents
     from titan_mi100.data.loader import document_ends
-    from titan_mi100.model.attention import Documents
 
     return Documents.from_ends(torch.from_numpy(document_ends(document_ids.numpy())))
 

@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qwen3": ("test_model.py", "test_trainer.py", *_STEP),
     "progress": ("test_trainer.py", "test_reference_run.py", "test_train.py"),
     "attention": ("test_model.py", "test_attention.py", *_STEP, "test_generate.py"),
-    "attention_choice": ("test_attention.py", "test_train.py"),
+    "choice": ("test_attention_choice.py", "test_train.py"),
     "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
     "resume": ("test_checkpoint.py", "test_train.py"),
     # folders

@@ -8,14 +8,16 @@ from conftest import random_documents
 from test_model import BACKENDS, SPECS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from titan_mi100.attention.backends import PLAIN
+from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
+from titan_mi100.attention.plain import Sdpa
+from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch, collate
 from titan_mi100.data.made_up import packed
-from titan_mi100.model import attention_choice
-from titan_mi100.model.attention import Backend, Documents, SdpaDocuments, SdpaMask
-from titan_mi100.model.attention_choice import BY_NAME, NO_KERNEL, choose_backend, running_kernel
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index
@@ -53,33 +55,18 @@ def microbatch() -> Microbatch:
     return collate([dataset.row(0), dataset.row(-1)])
 
 
-def test_the_backend_follows_from_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = choose_backend("sdpa", "cpu")
-    assert (chosen.name, chosen.why) == ("sdpa_documents", "measured fastest on cpu")
-    monkeypatch.setattr(attention_choice, "FASTEST", {"gfx908": SdpaMask})
-    chosen = choose_backend("sdpa", "gfx908:sramecc+:xnack-")
-    assert (chosen.name, chosen.why) == ("sdpa_mask", "measured fastest on gfx908")
-    for other in ("gfx90a:sramecc+:xnack-", "sm90", "cpu"):  # of the same torch device type, or not
-        chosen = choose_backend("sdpa", other)
-        assert chosen.name == "sdpa_documents"
-        assert chosen.why == f"not measured on {other.split(':')[0]}; holds no S x S mask"
-    assert choose_backend("eager", "gfx908").why == "reference implementation"
-    for name in BACKENDS:
-        assert choose_backend(name, "gfx908").name == name
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_reference_computes_its_softmax_in_fp32_or_in_fp64_where_the_inputs_are(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 20, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    eager = BY_NAME["eager"]()
+    eager = PLAIN["eager"]()
     prepared = eager.prepare(Documents(1, 20, (9, 11)), CPU)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.view(1, 20, 2, 2, 16), k) / 4
     wide = scores.to(torch.float64 if dtype == torch.float64 else torch.float32)
     weights = wide.masked_fill(~prepared[:, :, None], float("-inf")).softmax(-1).to(dtype)
     assert torch.equal(eager(q, k, v, prepared), torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape))
     if dtype == torch.float64:
-        fused = SdpaDocuments()
+        fused = Sdpa()
         expected = fused(q, k, v, fused.prepare(Documents(1, 20, (9, 11)), CPU))
         torch.testing.assert_close(eager(q, k, v, prepared), expected, atol=1e-14, rtol=0)
 
@@ -87,13 +74,15 @@ def test_the_reference_computes_its_softmax_in_fp32_or_in_fp64_where_the_inputs_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_that_runs_is_named(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(backend: Backend) -> str:
-        return running_kernel(backend, SPECS["tied"], Documents(1, 16, (9, 7)), dtype, CPU)
+        shape = Shape(1, 16, 4, 2, 16, str(dtype).removeprefix("torch."))
+        return running_kernel(backend, shape, Documents(1, 16, (9, 7)), CPU)
 
     fused = "_scaled_dot_product_flash_attention_for_cpu"
-    assert [kernel(BY_NAME[name]()) for name in BACKENDS] == [NO_KERNEL, fused, fused]
+    in_chunks = "explicit scores of a few hundred queries at a time"
+    assert [kernel(PLAIN[name]()) for name in BACKENDS] == [NO_KERNEL, in_chunks, fused]
     assert kernel(CustomKernel()) == "titan_mi100_test::block_kernel"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert kernel(SdpaDocuments()) == NO_KERNEL  # PyTorch's silent way back
+        assert kernel(Sdpa()) == NO_KERNEL  # PyTorch's silent way back
 
 
 def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
@@ -117,11 +106,11 @@ def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
 @pytest.mark.parametrize("head", ["tied", "untied"])
 def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) -> None:
     """Under fake tensors whatever depends on a value, such as nonzero or item, raises."""
-    backend = BY_NAME[name]()
+    backend = PLAIN[name]()
     described = describe_on_host(backend, model_inputs(microbatch(), CPU), CPU)
     with FakeTensorMode() as mode:
         model = Qwen3(SPECS[head], backend)
-        inputs = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in described.items()}
+        inputs = tree_map_only(torch.Tensor, mode.from_tensor, described)
         loss = model(**inputs)
         loss.sum().backward()
         assert loss.shape == (1,)
@@ -132,7 +121,7 @@ def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) 
 
 def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None:
     mesh = distributed.build_mesh(Layout(), CPU)
-    sharded = build_model(Config(), SPECS["tied"], Layout(), Batch(1, 1, 1), mesh, CPU, supervised_share=0.5)
+    sharded = build_model(Config(), SPECS["tied"], Layout(), Batch(1, 1, 1), mesh, CPU, Sdpa(), supervised_share=0.5)
     model = sharded.parts[0]
     distributed.fill_parameters(sharded.named_parameters(), lambda name, shape, offset, size: torch.ones(size))
     seen: list[dict[str, Any]] = []
@@ -173,12 +162,12 @@ def test_short_documents_cost_no_more_memory_traffic_than_long_ones() -> None:
     for length in (32, 4):
         documents = Documents(2, 64, (length,) * (128 // length))
         with Written() as counter:
-            out = SdpaDocuments()(*leaves, documents)
+            out = Sdpa()(*leaves, documents)
             gradients = torch.autograd.grad(out.square().sum(), leaves)
         written[length] = counter.elements
         alone = Documents.one_per_row(1, length)
         slices = [
-            SdpaDocuments()(*(x[row : row + 1, start : start + length] for x in leaves), alone)
+            Sdpa()(*(x[row : row + 1, start : start + length] for x in leaves), alone)
             for row in range(2)
             for start in range(0, 64, length)
         ]

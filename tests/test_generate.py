@@ -20,11 +20,12 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from titan_mi100 import exact_match, generate
+from titan_mi100.attention import plain
 from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.generation.answers import read_rows
-from titan_mi100.model import attention, decode
+from titan_mi100.model import decode
 from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.weights import convert
@@ -90,7 +91,7 @@ def command(module: str, *arguments: object, **options: Any) -> subprocess.Compl
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, count: int, new: int) -> None:
     hf = reference(SPECS[name])
-    model = ours(SPECS[name], hf, "sdpa_documents")
+    model = ours(SPECS[name], hf, "sdpa")
     prompts = random_prompts(LENGTHS[:count])
     expected = [Generated(said_by_transformers(hf, prompt, new), False) for prompt in prompts]
     assert sum(len(set(said.ids)) for said in expected) > count * 10, "what the model says varies"
@@ -102,10 +103,10 @@ def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, 
     ("dtype", "bar", "backend"),
     [
         (torch.float32, 1e-5, "eager"),
-        (torch.float32, 1e-5, "sdpa_mask"),
-        (torch.float32, 1e-5, "sdpa_documents"),
-        (torch.float64, 1e-12, "sdpa_mask"),
-        (torch.float64, 1e-12, "sdpa_documents"),
+        (torch.float32, 1e-5, "chunked"),
+        (torch.float32, 1e-5, "sdpa"),
+        (torch.float64, 1e-12, "chunked"),
+        (torch.float64, 1e-12, "sdpa"),
     ],
 )
 @torch.no_grad()
@@ -128,7 +129,7 @@ def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar:
 
 def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, seen, read = SPECS["tied"], [], []
-    model = ours(spec, reference(spec), "sdpa_documents")
+    model = ours(spec, reference(spec), "sdpa")
     head, sdpa = Qwen3.head, torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(Qwen3, "head", lambda *a: seen.append(tuple(a[1].shape)) or head(*a))
     prompts = random_prompts([9, 4])
@@ -139,7 +140,7 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
         read.extend((tensor.shape[1], tensor.untyped_storage().data_ptr(), 0 in tensor.stride()) for tensor in (k, v))
         return sdpa(q, k, v, **mask)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(plain.F, "scaled_dot_product_attention", recorded)
     decode.forward(model, torch.tensor([[1], [2]]), cache)
     assert seen == [(2, 1, 64)] * 2
     assert read == [(2, cache._keys_and_values.untyped_storage().data_ptr(), False)] * 6  # of 3 layers
@@ -171,7 +172,7 @@ def test_sampling_is_from_transformers_filtered_distribution(sampling: Sampling)
 
 def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     spec = SPECS["tied"]
-    model, prompts = ours(spec, reference(spec), "sdpa_documents"), random_prompts([9, 4, 9])
+    model, prompts = ours(spec, reference(spec), "sdpa"), random_prompts([9, 4, 9])
     prompts[2] = prompts[0]
     hot = Sampling(1.0, 50)
     first = decode.generate(model, prompts, hot, (), 24, ["a", "b", "c"])
@@ -185,7 +186,7 @@ def test_what_is_drawn_depends_on_the_seed_alone() -> None:
 
 def test_a_stop_token_ends_its_row_alone_and_is_not_part_of_it() -> None:
     hf = reference(SPECS["tied"])
-    model, prompts = ours(SPECS["tied"], hf, "sdpa_documents"), random_prompts([5, 9, 3])
+    model, prompts = ours(SPECS["tied"], hf, "sdpa"), random_prompts([5, 9, 3])
     whole = decode.generate(model, prompts, Sampling(), (), 60)
     others = {*whole[0].ids, *whole[2].ids}
     place, stop = next(

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from titan_mi100.attention.plain import Chunked
 from titan_mi100.checkpoint.resume import Found, check_same_run
 from titan_mi100.config.check import check
 from titan_mi100.config.costs import train_flops
@@ -39,7 +40,6 @@ from titan_mi100.config.settings import Config, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.model import lora as lora_module
 from titan_mi100.model import loss
-from titan_mi100.model.attention import SdpaMask
 from titan_mi100.model.layers import Linear
 from titan_mi100.model.lora import LoRALinear, apply_lora, base_fingerprint, is_adapter, lora_values
 from titan_mi100.model.qwen3 import Qwen3
@@ -129,7 +129,7 @@ def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> No
         {},
         {"parallelism": {"zero_stage": 0}},
         {"parallelism": {"zero_stage": 1}, "checkpointing": "full"},
-        {"checkpointing": "selective", "backend": "sdpa_mask"},
+        {"checkpointing": "selective", "backend": "chunked"},
     ):
         assert_equals_peft(run_split(world, case, {**half, **option}), expected, option)
     some = LoRAConfig(**SOME["lora"])
@@ -347,7 +347,7 @@ def test_flops_without_the_weights_gradients() -> None:
 
 def with_adapter(spec: ModelSpec, tensors: dict[str, torch.Tensor], lora: LoRAConfig) -> Qwen3:
     with torch.device("meta"):
-        model = Qwen3(spec, SdpaMask())
+        model = Qwen3(spec, Chunked())
     apply_lora(model, lora)
     weights = {k: v for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
     model.load_state_dict({**weights, **tensors}, assign=True)

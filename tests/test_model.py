@@ -7,13 +7,14 @@ import torch
 from conftest import documents_of, supervised_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from titan_mi100.attention.backends import PLAIN
+from titan_mi100.attention.base import Documents
+from titan_mi100.attention.plain import document_mask
 from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
-from titan_mi100.model.attention import Documents, document_mask
-from titan_mi100.model.attention_choice import BY_NAME
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 
-BACKENDS = ["eager", "sdpa_mask", "sdpa_documents"]
+BACKENDS = ["eager", "chunked", "sdpa"]
 PAD = 208  # a token of these tests' documents
 SPECS = {
     "tied": ModelSpec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, pad_token_id=PAD),
@@ -36,7 +37,7 @@ def reference(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Qwen3ForCa
 
 
 def ours(spec: ModelSpec, hf: Qwen3ForCausalLM, backend: str) -> Qwen3:
-    model = Qwen3(spec, BY_NAME[backend]())
+    model = Qwen3(spec, PLAIN[backend]())
     weights = hf.state_dict()
     if spec.tie_word_embeddings:
         del weights["lm_head.weight"]

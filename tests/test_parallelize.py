@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import (
@@ -22,7 +23,6 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.model.attention import SdpaDocuments
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
@@ -57,7 +57,7 @@ def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "
     mesh = distributed.build_mesh(Layout(), world.device)
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
-    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), mesh, world.device, supervised_share=0.5)
+    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), mesh, world.device, Sdpa(), supervised_share=0.5)
     distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
     return sharded.parts[0]
 
@@ -76,13 +76,13 @@ def test_backward_recomputes_what_the_mode_says(
 ) -> None:
     model = build(world, mode, CompileConfig())
     calls = {"mlp": 0, "attention": 0}
-    plain = SdpaDocuments.__call__
+    plain = Sdpa.__call__
 
     def counted(*arguments: Any) -> torch.Tensor:
         calls["attention"] += 1
         return plain(*arguments)
 
-    monkeypatch.setattr(SdpaDocuments, "__call__", counted)
+    monkeypatch.setattr(Sdpa, "__call__", counted)
     for layer in model.model.blocks():
         layer.mlp.register_forward_pre_hook(lambda *_: calls.update(mlp=calls["mlp"] + 1))
     loss = run(model, 20)

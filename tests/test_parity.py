@@ -72,7 +72,7 @@ def test_every_split_on_one_process_equals_fp64(name: str, world: World) -> None
     case, expected = make_case(name), fp64_reference(SPECS[name])
     splits = [{"local_batch_size": size, "accumulation": ROWS // size} for size in (8, 4, 2, 1)]
     for stage in (0, 1, 2):
-        split = {"local_batch_size": 2, "accumulation": 4, "backend": "sdpa_mask"}
+        split = {"local_batch_size": 2, "accumulation": 4, "backend": "chunked"}
         splits.append({**split, "parallelism": {"zero_stage": stage}})
     splits += [{"local_batch_size": 4, "accumulation": 2, "checkpointing": mode} for mode in ("full", "selective")]
     one_document_per_row = {"local_batch_size": len(documents()), "accumulation": 1, "seq_len": 32}
@@ -135,12 +135,12 @@ def test_every_split_on_two_processes_equals_fp64(full: bool, tmp_path: Path) ->
         {"parallelism": {"zero_stage": 0}, "checkpointing": "selective"},
         {"parallelism": {"tensor_parallel_degree": 2}, "checkpointing": "full"},
         {"parallelism": pipeline(), "checkpointing": "selective"},
-        {"parallelism": pipeline("GPipe"), "checkpointing": "full", "backend": "sdpa_mask"},
+        {"parallelism": pipeline("GPipe"), "checkpointing": "full", "backend": "chunked"},
     ]
     if full:
         options += [
             {"compile": True, "parallelism": pipeline(), "checkpointing": "selective"},
-            {"compile": True, "backend": "sdpa_mask"},
+            {"compile": True, "backend": "chunked"},
             {"compile": True, "parallelism": {"tensor_parallel_degree": 2}},
             {"compile": True, "parallelism": {"zero_stage": 0}},
         ]

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_mi100.attention.base import Shape
+from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
@@ -29,7 +31,7 @@ from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
-from titan_mi100.data.prepare import prepare_run
+from titan_mi100.data.prepare import cache_folder, prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
@@ -188,9 +190,11 @@ def open_run(
     progress = _restore_progress(found, rows, data.facts.plan)
     steps = _last_step(config, progress, rows.rows_per_epoch, batch)
 
+    choice = _choose_attention(config, spec, layout, world, found)
+    about["chosen"] = {"attention": asdict(choice)}
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share = data.facts.train.supervised_share(config.training.seq_len)
-    model = build_model(config, spec, layout, batch, mesh, world.device, supervised_share)
+    model = build_model(config, spec, layout, batch, mesh, world.device, choice.make(), supervised_share)
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
@@ -299,6 +303,24 @@ def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batc
             **lora,
         },
     }
+
+
+def _choose_attention(config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None) -> Choice:
+    """The attention backend of the run, chosen by rank 0 on its device. A collective."""
+    heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
+    training = config.training
+    dtype = training.mixed_precision_param
+    shape = Shape(training.local_batch_size, training.seq_len, heads, kv_heads, spec.head_dim, dtype)
+    chosen = found.manifest.get("chosen", {}).get("attention") if found else None
+    before, arch = Choice(**chosen) if chosen else None, distributed.device_name(world.device)[1]
+    wanted, cache = config.model.attention_backend, cache_folder(config.data)
+    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
+    for line in said:
+        log.warning(line)
+    if before and (choice.name, choice.launch) != (before.name, before.launch):
+        log.warning(f"attention was {before.name} until now: sums are added in another order from here on")
+    log.info(f"attention: {choice.name} ({choice.why})")
+    return choice
 
 
 def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> Progress:

@@ -1,10 +1,11 @@
 """Which attention backend is fastest on this device: forward and backward of one layer, side by side in one run.
 
-    python scripts/bench/attention.py [--seq 1024 4096] [--document 200 1024] [--rounds 5] [--json]
+    python scripts/bench/attention.py [--seq 1024 4096] [--document 200 1024 0] [--backend sdpa triton ...] [--json]
 
 Times are medians in ms over the rounds; the backends take turns within a round, so that drift hits all alike. The
-ratio is to the first backend. The winner goes into FASTEST in titan_mi100/model/attention_choice.py, under the
-architecture that the output names.
+ratio is to the first backend that works. A row is filled with documents of one length; 0 is one document per row. A
+backend that does not work here is named with the reason. The winner goes into FASTEST in
+titan_mi100/attention/choice.py, under the architecture that the output names.
 """
 
 import argparse
@@ -12,72 +13,111 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
+from titan_mi100.attention.base import Backend, Documents, Shape
+from titan_mi100.attention.running import running_kernel
 from titan_mi100.cli import exit_code
-from titan_mi100.config.model_spec import PRESETS
-from titan_mi100.model.attention import Backend, Documents, Eager, SdpaDocuments, SdpaMask
-from titan_mi100.model.attention_choice import running_kernel
 from titan_mi100.parallel.distributed import device_name
+from titan_mi100.wording import shortened
 
-BACKENDS: tuple[Backend, ...] = (SdpaDocuments(), SdpaMask(), Eager())
-NAMES = [backend.name for backend in BACKENDS]
+NAMES = ("sdpa", TRITON, *LIBRARY, *(name for name in PLAIN if name != "sdpa"))
 
 
-def measure(seq: int, document: int, heads: tuple[int, int], dim: int, rounds: int, device: torch.device) -> dict:
-    """Median milliseconds of forward plus backward for each backend; documents of the given length fill the row."""
-    shape = (1, seq, heads[0], dim)
-    q = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
-    k, v = (
-        torch.randn(1, seq, heads[1], dim, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)
-    )
-    rest = seq % document
-    documents = Documents(1, seq, (document,) * (seq // document) + (rest,) * (rest > 0))
-    grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    for round_number in range(rounds + 1):
-        for backend in BACKENDS:
-            started = time.perf_counter()
-            backend(q, k, v, backend.prepare(documents, device)).backward(grad)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if round_number:  # the first is a warm-up
-                times[backend.name].append(1000 * (time.perf_counter() - started))
-    spec = replace(PRESETS["debug"], num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=dim)
-    kernels = {b.name: running_kernel(b, spec, documents, torch.bfloat16, device) for b in BACKENDS}
-    return {"seq": seq, "document": document, "ms": {n: statistics.median(t) for n, t in times.items()},
-            "kernel": kernels}  # fmt: skip
+def documents_of(batch: int, seq: int, length: int) -> Documents:
+    """Rows of documents of this length; the last of a row is what is left. 0: a row is one document."""
+    length = min(length or seq, seq)
+    row = (length,) * (seq // length) + (seq % length,) * (seq % length > 0)
+    return Documents(batch, seq, row * batch)
+
+
+def once(backend: Backend, tensors: list[Tensor], documents: Documents) -> float:
+    """Milliseconds of forward and backward."""
+    q, k, v, grad = tensors
+    wait(q.device)
+    started = time.perf_counter()
+    out = backend(q, k, v, backend.prepare(documents, q.device))
+    torch.autograd.grad(out, (q, k, v), grad)
+    wait(q.device)
+    return 1000 * (time.perf_counter() - started)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(shape: Shape, length: int, names: list[str], rounds: int, device: torch.device, arch: str) -> dict:
+    """Median milliseconds and the kernel by backend, or why there are none."""
+    documents = documents_of(shape.batch, shape.seq, length)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    dtype = getattr(torch, shape.dtype)
+    tensors = [torch.randn(shape.batch, shape.seq, n, shape.head_dim, dtype=dtype, device=device) for n in heads]
+    for tensor in tensors[:3]:
+        tensor.requires_grad_()
+    backends: dict[str, Backend] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            backend = make_backend(name, "", arch)
+            once(backend, tensors, documents)  # a warm-up, which compiles too
+            backends[name] = backend
+        except Exception as error:  # whatever a library raises where it does not work
+            refused[name] = f"{type(error).__name__}: {shortened(str(error), 160)}"
+    times: dict[str, list[float]] = {name: [] for name in backends}
+    for _ in range(rounds):
+        for name, backend in backends.items():
+            times[name].append(once(backend, tensors, documents))
+    return {
+        "seq": shape.seq,
+        "document": length,
+        "ms": {name: statistics.median(found) for name, found in times.items()},
+        "kernel": {name: running_kernel(backend, shape, documents, device) for name, backend in backends.items()},
+        "refused": refused,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, nargs="+", default=[1024, 4096], help="tokens per row")
-    parser.add_argument("--document", type=int, nargs="+", default=[200, 1024], help="tokens per document")
+    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument(
+        "--document", type=int, nargs="+", default=[200, 1024], help="tokens per document; 0: the row's"
+    )
     parser.add_argument("--heads", type=int, nargs=2, default=[16, 8], help="query heads, key heads (Qwen3-0.6B)")
     parser.add_argument("--head_dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--backend", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     words, arch, _ = device_name(device)
-    results = [
-        measure(seq, document, tuple(options.heads), options.head_dim, options.rounds, device)
-        for seq in options.seq
-        for document in options.document
-    ]
+    arch = arch.split(":")[0]
+    results = []
+    for seq in options.seq:
+        shape = Shape(options.batch, seq, *options.heads, options.head_dim, options.dtype)
+        for length in options.document:
+            results.append(measure(shape, length, options.backend, options.rounds, device, arch))
     if options.json:
         print(json.dumps({"torch": torch.__version__, "device": words, "arch": arch, "results": results}))
         return
-    print(f"torch {torch.__version__}, {words} [{arch}], bf16, heads {options.heads}, D {options.head_dim}\n")
-    print("| seq | document | " + " | ".join(f"{name} ms (ratio)" for name in NAMES) + " |")
-    print("|---" * (2 + len(NAMES)) + "|")
+    shape_words = f"batch {options.batch}, heads {options.heads}, D {options.head_dim}"
+    print(f"torch {torch.__version__}, {words} [{arch}], {options.dtype}, {shape_words}\n")
+    names = [name for name in options.backend if any(name in result["ms"] for result in results)]
+    print("| seq | document | " + " | ".join(f"{name} ms (ratio)" for name in names) + " |")
+    print("|---" * (2 + len(names)) + "|")
     for result in results:
-        first = result["ms"][NAMES[0]]
-        cells = [f"{result['ms'][name]:.0f} ({result['ms'][name] / first:.2f})" for name in NAMES]
-        print(f"| {result['seq']} | {result['document']} | " + " | ".join(cells) + " |")
+        ms = result["ms"]
+        first = next(iter(ms.values()))
+        cells = [f"{ms[name]:.1f} ({ms[name] / first:.2f})" if name in ms else "-" for name in names]
+        print(f"| {result['seq']} | {result['document'] or 'row'} | " + " | ".join(cells) + " |")
     print("\nkernels:", "; ".join(f"{name}: {kernel}" for name, kernel in results[0]["kernel"].items()))
+    for name, why in results[0]["refused"].items():
+        print(f"{name} does not work here: {why}")
 
 
 if __name__ == "__main__":

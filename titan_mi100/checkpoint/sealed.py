@@ -41,6 +41,19 @@ class _Fingerprints(TypedDict, total=False):
     base: str
 
 
+class _Attention(TypedDict):
+    name: str
+    why: str
+    arch: str
+    launch: str
+
+
+class _Chosen(TypedDict, total=False):
+    """What a run measured or counted and then keeps, because it decides in which order numbers are added."""
+
+    attention: _Attention
+
+
 class _Adapter(TypedDict):
     rank: int
     alpha: float
@@ -58,6 +71,7 @@ class _Manifest(_Sealed, total=False):
     data: dict[str, Any]
     rows: int
     fingerprints: _Fingerprints
+    chosen: _Chosen
     lora: _Adapter
 
 

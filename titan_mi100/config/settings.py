@@ -39,7 +39,11 @@ class ModelConfig:
         False, "train with a tokenizer_path whose tokenizer is not that of checkpoint.initial_load_path"
     )
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
-    attention_backend: str = _key("sdpa", "attention implementation; eager is the reference", choices=("sdpa", "eager"))
+    attention_backend: str = _key(
+        "auto",
+        "attention implementation; auto: the fastest that works on this machine, eager: the reference",
+        choices=("auto", "triton", "varlen", "flash_attn", "flex", "sdpa", "chunked", "eager"),
+    )
 
 
 @dataclass(frozen=True)

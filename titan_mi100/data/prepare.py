@@ -127,7 +127,7 @@ def prepare_data(
     """
     patterns = expand((*config.path, *config.validation_path))
     request = Request(config, patterns, tokenizer_path, chat_template, seq_len)
-    cache = _cache_folder(config)
+    cache = cache_folder(config)
 
     def make(aside: Path) -> None:
         make_folder(aside, request, before)
@@ -145,7 +145,7 @@ def prepare_data(
         raise UserError(f"{where}: {error.strerror or error}; name another place in data.cache_folder") from error
 
 
-def _cache_folder(config: DataConfig) -> Path:
+def cache_folder(config: DataConfig) -> Path:
     if config.cache_folder:
         return Path(config.cache_folder)
     try:

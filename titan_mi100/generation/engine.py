@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_mi100.attention.choice import without_trial
 from titan_mi100.config.assets import GENERATION, PROMPTS, enable_thinking, folder_of, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object
 from titan_mi100.files.templates import template_files
-from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.model.qwen3 import Qwen3
@@ -99,7 +99,7 @@ class Model:
         """Build the network on the device, with its weights."""
         verify_files(self.source.path)
         with torch.device("meta"):
-            network = Qwen3(self.spec, choose_backend("sdpa", device_name(self.device)[1])).to(self.dtype)
+            network = Qwen3(self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), self.source.weights.read)
         return network

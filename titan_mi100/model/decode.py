@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from titan_mi100.attention.base import Documents
+from titan_mi100.attention.plain import cached
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.model import attention
 from titan_mi100.model.loss import at_least_fp32
 from titan_mi100.model.qwen3 import Qwen3, rotary_tables
 
@@ -132,7 +133,7 @@ class KVCache:
         batch, longest = padded.shape
         padding = [longest - len(prompt) for prompt in prompts]
         lengths = (length for pad in padding for length in (pad, longest - pad) if length)
-        documents = attention.Documents(batch, longest, tuple(lengths))
+        documents = Documents(batch, longest, tuple(lengths))
         self.documents = model.model.backend.prepare(documents, weight.device)
         self.prompts = padded.to(weight.device)  # (batch, longest)
         self.padding = torch.tensor(padding, device=weight.device)[:, None]
@@ -169,7 +170,7 @@ def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
     for layer, block in enumerate(decoder.blocks()):
         q, k, v = block.before_attention(x, cos, sin)
         stored = cache.put(layer, k, v)
-        attended = attention.cached(q, *stored, visible) if cache.used else block.backend(q, k, v, cache.documents)
+        attended = cached(q, *stored, visible) if cache.used else block.backend(q, k, v, cache.documents)
         x = block.after_attention(x, attended)
     cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_mi100.attention.base import Backend, Documents
+from titan_mi100.attention.plain import Eager
 from titan_mi100.config.layout import Stage
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.model.attention import Backend, Documents, Eager
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight
 from titan_mi100.model.loss import at_least_fp32, head_loss
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titan_mi100.attention.base import Backend, Documents, to_device
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.model.attention import Backend, Documents, to_device
 from titan_mi100.model.qwen3 import Qwen3
 
 

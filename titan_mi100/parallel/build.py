@@ -7,17 +7,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from titan_mi100.attention.base import Backend
 from titan_mi100.config.costs import end_costs
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
-from titan_mi100.model.attention_choice import choose_backend
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
-from titan_mi100.parallel.distributed import device_name
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.pipeline import PipelinedModel
@@ -31,15 +30,15 @@ def build_model(
     batch: Batch,
     mesh: DeviceMesh,
     device: torch.device,
+    backend: Backend,
     supervised_share: float,
 ) -> ParallelModel:
     """The model in its layout, on this rank's device; its weights hold nothing yet.
 
     Args:
+        backend: of attention.
         supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
     """
-    backend = choose_backend(config.model.attention_backend, device_name(device)[1])
-    log.info(f"attention: {backend.name} ({backend.why})")
 
     def part(stage: Stage | None = None) -> Qwen3:
         with torch.device("meta"):
@@ -72,8 +71,9 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
     # Checkpointing goes around what is compiled: the compiled parts are then alike in all blocks and compiled once.
-    apply_compile(model, config.compile)
-    apply_activation_checkpointing(model, config.activation_checkpoint.mode, is_random=lora.dropout > 0)
+    mode = config.activation_checkpoint.mode
+    apply_compile(model, config.compile, is_whole=mode != "selective")
+    apply_activation_checkpointing(model, mode, is_random=lora.dropout > 0)
     # FSDP2 goes around all: its gather and free must surround whatever reads the weights, the recomputation included.
     if layout.zero_stage == 0:
         model.model.dtype = compute_dtype(training)  # DDP keeps fp32 weights and casts them where they are used
@@ -98,11 +98,16 @@ def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share:
     return split_layers(spec.num_hidden_layers, stages, first, last)
 
 
-def apply_compile(model: Qwen3, config: CompileConfig) -> None:
-    """Compile what lies before and after attention in each block; the blocks are alike, so they share the result."""
+def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
+    """Compile each block, or what lies before and after its attention; the blocks are alike, so they share the result.
+
+    Args:
+        is_whole: compile a block as one graph, where its attention can be part of one.
+    """
+    whole = is_whole and model.model.backend.is_traceable
     if config.enable:
         for layer in model.model.blocks():
-            for name in ("before_attention", "after_attention"):
+            for name in ("forward",) if whole else ("before_attention", "after_attention"):
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
 

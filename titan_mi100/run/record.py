@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
+from titan_mi100.attention.running import running_kernel
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
 from titan_mi100.config.costs import train_flops
@@ -20,12 +22,9 @@ from titan_mi100.config.model_spec import ModelSpec, adapter_shapes
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
 from titan_mi100.logging import log
-from titan_mi100.model.attention import Documents
-from titan_mi100.model.attention_choice import NO_KERNEL, running_kernel
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
-from titan_mi100.parallel.dtypes import compute_dtype
 from titan_mi100.run.faults import FILE
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.progress import Progress
@@ -52,7 +51,9 @@ def open_record(
     dtype = _SHORT[config.training.mixed_precision_param]
     documents = Documents.from_ends(collate([rows.row(0)])["document_ends"])  # to try the kernel on
     backend = model.parts[0].model.backend
-    kernel = running_kernel(backend, spec, documents, compute_dtype(config.training), world.device)
+    heads, precision = (spec.num_attention_heads, spec.num_key_value_heads), config.training.mixed_precision_param
+    shape = Shape(documents.batch, documents.seq, *heads, spec.head_dim, precision)
+    kernel = running_kernel(backend, shape, documents, world.device)
     log.info(f"attention kernel: {kernel}, compute in {dtype}")
     if kernel == NO_KERNEL and world.device.type != "cpu":
         log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")

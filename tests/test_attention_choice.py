@@ -1,0 +1,223 @@
+"""The trial of a backend in a process of its own, and the choice that follows from it."""
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_mi100.attention import choice, trial
+from titan_mi100.attention.backends import make_backend
+from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
+from titan_mi100.attention.choice import Choice, choose
+from titan_mi100.attention.plain import Eager, Sdpa
+from titan_mi100.attention.trial import Verdict, judge, try_backend
+from titan_mi100.config.settings import ModelConfig
+from titan_mi100.errors import UserError
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 40, 4, 2, 16, "float32")
+
+
+class Faulty(Sdpa):
+    """Wrong in the way that `fault` says."""
+
+    name = "faulty"
+    fault = ""
+    calls = 0
+
+    def prepare(self, documents: Documents, device: torch.device) -> Documents:
+        if self.fault == "knows no documents":
+            return Documents.one_per_row(documents.batch, documents.seq)
+        return documents
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Documents) -> Tensor:
+        if self.fault == "raises":
+            raise RuntimeError("no kernel image\nfor this device")
+        Faulty.calls += 1
+        if self.fault == "wrong gradient":
+            k = k * 0.9 + k.detach() * 0.1
+        if self.fault == "not a number":
+            q = q / 0
+        if self.fault == "leaks a little":  # too little to be found by the comparison of values
+            v = v + 1e-7 * v.mean(dim=1, keepdim=True)
+        if self.fault == "other bits":
+            v = v * (1 + 1.2e-7 * (Faulty.calls % 2))
+        return super().__call__(q, k, v, prepared)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", ""),
+        ("raises", "RuntimeError: no kernel image"),
+        ("knows no documents", "wrong: its results differ"),
+        ("wrong gradient", "wrong: its results differ"),
+        ("not a number", "wrong: its results differ from explicit attention by nan"),
+        ("leaks a little", "wrong: what another document holds changes its results"),
+        ("other bits", ""),
+    ],
+)
+def test_a_trial_refuses_what_is_wrong(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Faulty, "fault", fault)
+    monkeypatch.setattr(trial, "make_backend", lambda *_: Faulty())
+    verdict = judge("faulty", SHAPE, CPU, "cpu", "")
+    assert verdict.refused.startswith(said) and bool(verdict.refused) == bool(said)
+    if not said:
+        assert verdict.repeatable == (fault == "") and verdict.ms > 0
+        assert verdict.kernel == "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["sdpa", "chunked", "eager"])
+def test_what_is_right_passes_in_every_dtype(name: str, dtype: str) -> None:
+    assert judge(name, replace(SHAPE, dtype=dtype), CPU, "cpu", "").refused == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "it crashed (signal 11): no message"),
+        ("import sys; sys.exit('no device')", "it crashed (exit code 1): no device"),
+        ("print('no JSON')", "it crashed (exit code 0): no message"),
+        ("import time; time.sleep(60)", "it hung: no answer in 1 s"),
+    ],
+)
+def test_a_child_that_crashes_or_hangs_is_a_refusal(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_CHILD", [sys.executable, "-c", code])
+    monkeypatch.setattr(trial, "_PATIENCE", 1 if "sleep" in code else 60)
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == said
+
+
+def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path)  # a real child
+    assert first.refused == "" and first.ms > 0
+    asked: list[dict[str, Any]] = []
+
+    def ask(question: dict[str, Any]) -> Verdict:
+        asked.append(question)
+        return Verdict("asked")
+
+    monkeypatch.setattr(trial, "_ask_child", ask)
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path) == first
+    (note,) = (tmp_path / "attention").iterdir()
+    for change in ({"seq": 48}, {"dtype": "float64"}, {"heads": 2}):
+        assert try_backend("sdpa", replace(SHAPE, **change), CPU, "cpu", tmp_path).refused == "asked"
+    monkeypatch.setattr(trial, "_machine", lambda _: {"torch": "another"})
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == "asked"
+    monkeypatch.undo()
+    monkeypatch.setattr(trial, "_ask_child", ask)
+    note.write_text('{"refused": 1}')
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == "asked"  # damaged: asked again
+    assert len(asked) == 5
+    (tmp_path / "file").touch()
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path / "file").refused == "asked"  # nothing can be kept there
+
+
+def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Verdict]) -> list[tuple[str, str]]:
+    asked = []
+
+    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
+        asked.append((name, launch))
+        return found[name]
+
+    monkeypatch.setattr(choice, "try_backend", answer)
+    return asked
+
+
+TRIED = {
+    "triton": Verdict(ms=2.0, kernel="titan_mi100::attention", launch="64.64.4.1 64.64.4.1 64.64.4.1"),
+    "varlen": Verdict("needs torch 2.10 or later"),
+    "flash_attn": Verdict(ms=1.0, repeatable=False, kernel="flash_attn"),
+    "flex": Verdict("it crashed (signal 11): no message"),
+    "sdpa": Verdict(ms=0.5, kernel=NO_KERNEL),
+    "chunked": Verdict(ms=9.0, kernel="explicit scores of a few hundred queries at a time"),
+}
+
+
+def test_on_a_cpu_the_measured_fastest_runs_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = verdicts(monkeypatch, {})
+    assert choose("auto", SHAPE, CPU, "cpu", tmp_path) == (Choice("sdpa", "measured fastest on cpu", "cpu"), [])
+    assert choose("eager", SHAPE, CPU, "cpu", tmp_path)[0].why == "reference implementation"
+    assert choose("chunked", SHAPE, CPU, "cpu", tmp_path)[0].why == "chosen by name"
+    assert asked == []
+
+
+def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts(monkeypatch, TRIED)
+    chosen, said = choose("auto", SHAPE, CPU, "gfx908:sramecc+:xnack-", tmp_path)
+    assert chosen == Choice("triton", chosen.why, "gfx908", TRIED["triton"].launch)
+    assert chosen.why == (
+        "fastest of those tried just now, for a layer: triton 2.0 ms, chunked 9.0 ms; nobody has measured gfx908 before"
+    )
+    assert [line.split(": ", 1)[1] for line in said] == [
+        "varlen is refused: needs torch 2.10 or later",
+        "flash_attn is refused: the same call gives other bits each time, so a resumed run would differ; name it to "
+        "use it all the same",
+        "flex is refused: it crashed (signal 11): no message",
+        f"sdpa is refused: it runs as {NO_KERNEL}",
+    ]
+
+
+def test_a_named_backend_is_tried_and_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts(monkeypatch, TRIED)
+    assert choose("flash_attn", SHAPE, CPU, "gfx908", tmp_path)[0].why == "chosen by name"
+    assert choose("triton", SHAPE, CPU, "gfx908", tmp_path)[0].launch == TRIED["triton"].launch
+    with pytest.raises(UserError, match=r"attention_backend = flex: flex is refused on this machine: it crashed"):
+        choose("flex", SHAPE, CPU, "gfx908", tmp_path)
+
+
+def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = verdicts(monkeypatch, TRIED)
+    before = Choice("triton", "fastest then", "gfx908", "32.32.4.1 32.32.4.1 32.32.4.1")
+    for wanted in ("auto", "triton"):
+        assert choose(wanted, SHAPE, CPU, "gfx908", tmp_path, before) == (before, [])
+    assert asked == [("triton", before.launch)] * 2
+    assert choose("chunked", SHAPE, CPU, "gfx908", tmp_path, before)[0].name == "chunked"
+    assert choose("auto", SHAPE, CPU, "cpu", tmp_path, before)[0].name == "sdpa"  # another machine
+    monkeypatch.setitem(TRIED, "triton", Verdict("it crashed"))
+    chosen, said = choose("auto", SHAPE, CPU, "gfx908", tmp_path, before)
+    assert chosen.name == "chunked"
+    assert said[0] == "attention: triton, which the run used until now, is refused here: it crashed"
+
+
+def test_the_config_knows_every_backend() -> None:
+    field = ModelConfig.__dataclass_fields__["attention_backend"]
+    assert sorted(field.metadata["choices"]) == sorted(choice.NAMES)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flex", "flash_attn", "triton"])
+def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
+    assert judge(name, SHAPE, CPU, "sm90" if name == "triton" else "cpu", "").refused
+
+
+def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with flash_attn's interface, which is on no machine of ours."""
+
+    def flash_attn_varlen_func(q, k, v, ends_q, ends_k, longest_q, longest_k, causal=False, deterministic=False):
+        assert causal and deterministic and ends_q.dtype == torch.int32 and ends_q is ends_k
+        limits = ends_q.tolist()
+        assert longest_q == longest_k == max(b - a for a, b in itertools.pairwise(limits))
+        alone = [
+            Sdpa()(*(x[None, a:b] for x in (q, k, v)), Documents.one_per_row(1, b - a))[0]
+            for a, b in itertools.pairwise(limits)
+        ]
+        return torch.cat(alone)
+
+    module = type(sys)("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert judge("flash_attn", SHAPE, CPU, "cpu", "").refused == ""
+    backend: Backend = make_backend("flash_attn", "", "cpu")
+    q, k, v = (torch.randn(2, 5, heads, 16) for heads in (4, 2, 2))
+    documents = Documents(2, 5, (2, 3, 5))
+    expected = Eager()(q, k, v, Eager().prepare(documents, CPU))
+    torch.testing.assert_close(backend(q, k, v, backend.prepare(documents, CPU)), expected)

@@ -1,0 +1,150 @@
+"""Our Triton kernels in Triton's interpreter: against fp64, isolation to the bit, as operators, and in a whole step."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from conftest import documents_of
+from interpreted import triton_backend
+from test_model import SPECS
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_mi100.attention.backends import make_backend
+from titan_mi100.attention.base import Backend, Documents, boundaries
+from titan_mi100.attention.plain import Eager
+from titan_mi100.model.qwen3 import Qwen3
+
+CPU = torch.device("cpu")
+BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# tiles (forward, gradient of queries, gradients of keys), batch, documents, heads, head_dim
+CASES = {
+    "one token and odd lengths": ("32.16 32.16 16.32", 1, (1, 16, 15, 32, 1, 29), (4, 2), 64),
+    "one document over many tiles": ("16.32 16.32 32.16", 1, (97,), (2, 2), 64),
+    "boundaries on tile edges": ("32.32 16.16 32.32", 2, (32, 32, 16, 16, 32), (3, 1), 64),
+    "several documents inside a tile": ("64.64 64.32 32.64", 1, (3, 5, 1, 1, 2, 20, 9, 30), (2, 1), 64),
+    "eight heads per key head": ("16.16 16.16 16.16", 1, (20, 13), (8, 1), 64),
+    "head_dim 128": ("32.16 32.16 16.32", 2, (30, 10, 40), (2, 1), 128),
+    "fewer tokens than a tile": ("64.32 64.32 32.64", 1, (2, 5), (2, 1), 64),
+}
+
+
+def launch(tiles: str) -> str:
+    return " ".join(f"{tile}.4.1" for tile in tiles.split())
+
+
+def case(name: str) -> tuple[Backend, Documents, tuple[int, int], int]:
+    tiles, batch, lengths, heads, dim = CASES[name]
+    return (
+        make_backend("triton", "", "cpu", launch(tiles)),
+        Documents(batch, sum(lengths) // batch, lengths),
+        heads,
+        dim,
+    )
+
+
+def inputs(documents: Documents, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v, and the gradient of the output; some of them no plain rows of heads."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(documents.batch, documents.seq, count, dim, generator=generator).to(dtype)
+
+    q, both, grad = draw(heads[0]), draw(2 * heads[1]), draw(heads[0])
+    k, v = both.chunk(2, dim=2)  # as one projection of both would give them
+    return [q, k, v, grad.transpose(1, 2).contiguous().transpose(1, 2)]
+
+
+def results(backend: Backend, documents: Documents, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    q, k, v, grad = (x.detach().requires_grad_() for x in tensors)
+    out = backend(q, k, v, backend.prepare(documents, CPU))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_equal_explicit_attention_in_fp64(name: str, dtype: torch.dtype) -> None:
+    backend, documents, heads, dim = case(name)
+    tensors = inputs(documents, heads, dim, dtype)
+    expected = results(Eager(), documents, [x.double() for x in tensors])
+    for what, ours, exact in zip(("out", "q", "k", "v"), results(backend, documents, tensors), expected, strict=True):
+        assert ours.shape == exact.shape and ours.dtype == dtype
+        difference = ((ours.double() - exact).abs().max() / exact.abs().max()).item()
+        assert difference <= BARS[dtype], (what, difference)
+
+
+@pytest.mark.parametrize("name", ["one token and odd lengths", "several documents inside a tile"])
+def test_nothing_crosses_a_boundary(name: str) -> None:
+    """Other contents and other lengths around a document leave its results as they are, to the bit."""
+    backend, documents, heads, dim = case(name)
+    tensors = inputs(documents, heads, dim, torch.float32)
+    before = results(backend, documents, tensors)
+    third = slice(sum(documents.lengths[:2]), sum(documents.lengths[:3]))
+    outside = torch.ones(documents.seq, dtype=torch.bool)
+    outside[third] = False
+    for x in tensors:
+        x[0, outside] *= -100
+    merged = (sum(documents.lengths[:2]), documents.lengths[2], sum(documents.lengths[3:]))
+    for lengths in (documents.lengths, merged):
+        after = results(backend, Documents(1, documents.seq, lengths), tensors)
+        for ours, theirs in zip(before, after, strict=True):
+            assert torch.equal(ours[0, third], theirs[0, third])
+            assert not torch.equal(ours[0, outside], theirs[0, outside])
+
+
+def test_the_operator_is_what_torch_expects_of_one() -> None:
+    documents = Documents(1, 16, (9, 7))
+    q, k, v, _ = (x.requires_grad_() for x in inputs(documents, (2, 1), 16, torch.float32))
+    limits = torch.from_numpy(boundaries(documents))
+    arguments = (q, k, v, limits, launch("16.16 16.16 16.16"))
+    assert set(torch.library.opcheck(torch.ops.titan_mi100.attention.default, arguments).values()) == {"SUCCESS"}
+
+
+def test_flops_are_those_of_the_pairs_inside_documents() -> None:
+    documents = Documents(1, 16, (9, 7))
+    backend = make_backend("triton", "", "cpu")
+    with FlopCounterMode(display=False) as counter:
+        results(backend, documents, inputs(documents, (2, 1), 16, torch.float32))
+    pairs = 9 * 10 // 2 + 7 * 8 // 2
+    assert counter.get_total_flops() == (4 + 14) * 2 * 16 * pairs
+
+
+def whole_step(backend: Backend, wrap: Any = None) -> list[torch.Tensor]:
+    """Loss and gradients of a small model on rows of several documents."""
+    torch.manual_seed(1)
+    model = Qwen3(SPECS["tied"], backend)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.1, 0.1)
+    for layer in model.model.blocks():
+        layer.forward = wrap(layer.forward) if wrap else layer.forward
+    ids = torch.randint(0, 64, (2, 24))
+    documents = documents_of((torch.arange(24) >= 13).long().expand(2, 24).contiguous())
+    prepared = backend.prepare(documents, CPU)
+    loss = model(ids, documents=prepared, labels=ids, supervised=torch.arange(48))
+    loss.sum().backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        None,
+        lambda forward: functools.partial(checkpoint, forward, use_reentrant=False),
+        lambda forward: torch.compile(forward, backend="aot_eager", fullgraph=True),
+        lambda forward: functools.partial(
+            checkpoint, torch.compile(forward, backend="aot_eager", fullgraph=True), use_reentrant=False
+        ),
+    ],
+    ids=["plain", "recomputed", "compiled as one graph", "compiled and recomputed"],
+)
+def test_a_whole_step_equals_the_reference(wrap: Any) -> None:
+    torch.compiler.reset()
+    expected = whole_step(Eager())
+    for ours, theirs in zip(whole_step(make_backend("triton", "", "cpu"), wrap), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+def test_a_launch_survives_its_text() -> None:
+    for candidates in triton_backend.CANDIDATES.values():
+        assert triton_backend.Launch.parse(str(candidates.first())) == candidates.first()

@@ -1,0 +1,47 @@
+"""Our kernels, compiled for AMD's cards without one, by scripts/bench/compile_report.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from conftest import REPO
+
+REQUIRED = os.environ.get("TITAN_TESTS_REQUIRE", "")
+LINKERS = ("ld.lld", *(f"ld.lld-{version}" for version in range(22, 15, -1)))
+if "triton" not in REQUIRED:
+    pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(
+    "lld" not in REQUIRED and not any(map(shutil.which, LINKERS)), reason="no ld.lld: apt-get install lld-16"
+)
+@pytest.mark.parametrize("arch", ["gfx908", "gfx90a"])
+def test_every_launch_compiles_with_matrix_instructions_and_without_spills(arch: str) -> None:
+    script = REPO / "scripts" / "bench" / "compile_report.py"
+    done = subprocess.run([sys.executable, script, "--json", "--arch", arch], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    kinds = {(report["kernel"], report["dtype"], report["head_dim"]) for report in reports}
+    assert len(kinds) == 3 * 2 * 2
+    for report in reports:
+        assert report["matrix_instructions"] > 0 and report["spilled"] == 0 and report["shared"] <= 65_536
+        assert int(report["registers"].split()[0]) > 0
+
+
+@pytest.mark.skipif(find_spec("triton.backends.amd") is None, reason="this triton has no AMD compiler")
+def test_what_must_not_be_is_named() -> None:
+    from compile_report import Report, Tile
+
+    sound = Report("gfx908", "forward", "fp16", 128, Tile(128, 64, 4, 1), "200", 0, 65_536, 1)
+    assert list(sound.problems()) == []
+    bad = replace(sound, spilled=4, shared=65_540, matrix_instructions=0)
+    assert [problem.removeprefix("gfx908 forward fp16 D 128 128.64.4.1: ") for problem in bad.problems()] == [
+        "4 bytes of registers per thread are kept in memory",
+        "65,540 bytes of shared memory of 65,536",
+        "no matrix instructions",
+    ]

@@ -1,0 +1,33 @@
+"""Every attention backend by its name."""
+
+from collections.abc import Mapping
+
+from titan_mi100.attention.base import Backend
+from titan_mi100.attention.library import FlashAttention, Flex, TorchVarlen
+from titan_mi100.attention.plain import Chunked, Eager, Sdpa
+from titan_mi100.errors import UserError
+
+PLAIN: Mapping[str, type[Backend]] = {kind.name: kind for kind in (Eager, Sdpa, Chunked)}
+LIBRARY: Mapping[str, type[Backend]] = {kind.name: kind for kind in (TorchVarlen, FlashAttention, Flex)}
+TRITON = "triton"
+
+
+def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
+    """The backend of this name.
+
+    Args:
+        arch: "gfx908", "sm90", "cpu"; a key of hardware.GPUS.
+        launch: of triton: how its kernels are launched; "": the likeliest for the architecture.
+
+    Raises:
+        UserError: what it needs is not there.
+    """
+    if name != TRITON:
+        return {**PLAIN, **LIBRARY}[name](why)
+    try:
+        from titan_mi100.attention import triton_backend  # it imports triton, which not everybody has
+    except ImportError as error:
+        raise UserError(f"Triton cannot be imported ({error})") from None
+    if not launch and arch not in triton_backend.CANDIDATES:
+        raise UserError(f"the kernels have no launch table for {arch}")
+    return triton_backend.Triton(why, launch or str(triton_backend.CANDIDATES[arch].first()))

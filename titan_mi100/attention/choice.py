@@ -1,0 +1,118 @@
+"""Which attention backend a run uses, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
+from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
+from titan_mi100.attention.plain import Chunked, Eager, Sdpa
+from titan_mi100.attention.trial import Verdict, try_backend
+from titan_mi100.errors import UserError
+
+AUTO = "auto"
+NAMES = (AUTO, TRITON, *LIBRARY, *PLAIN)
+# The fastest by architecture (the keys of hardware.GPUS, and "cpu"), measured by scripts/bench/attention.py;
+# docs/PERFORMANCE.md has the figures. Elsewhere the candidates are timed before the run.
+FASTEST: Mapping[str, str] = {"cpu": Sdpa.name}
+_CANDIDATES = (TRITON, *LIBRARY, Sdpa.name, Chunked.name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and its reason. It is stored with the run: a resumed one adds numbers in the same order.
+
+    Attributes:
+        launch: of Triton: how the kernels are launched.
+        arch: what it was chosen for.
+    """
+
+    name: str
+    why: str
+    arch: str
+    launch: str = ""
+
+    def make(self) -> Backend:
+        return make_backend(self.name, self.why, self.arch, self.launch)
+
+
+def choose(
+    wanted: str, shape: Shape, device: torch.device, arch: str, cache: Path, before: Choice | None = None
+) -> tuple[Choice, list[str]]:
+    """The backend for the config's `attention_backend`. Tries kernels on the device: call it on one rank.
+
+    Args:
+        arch: as distributed.device_name has it: "gfx908:sramecc+:xnack-", "sm90", "cpu".
+        cache: folder in which verdicts of trials are kept.
+        before: what the run used until now; kept if it is still wanted and works.
+
+    Returns:
+        The choice, and what there is to say of it: backends that were refused, for the log.
+
+    Raises:
+        UserError: the backend that was named is refused.
+    """
+    arch = arch.split(":")[0]
+    trial = _Trials(shape, device, arch, cache)
+    said: list[str] = []
+    if before and before.arch == arch and wanted in (AUTO, before.name):
+        problem = trial.refusal(before.name, before.launch)
+        if not problem:
+            return before, []
+        said.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
+    if wanted == AUTO and arch not in FASTEST:
+        choice, more = trial.fastest()
+        return choice, said + more
+    name = FASTEST[arch] if wanted == AUTO else wanted
+    if problem := trial.refusal(name):
+        raise UserError(f"[model] attention_backend = {wanted}: {name} is refused on this machine: {problem}; use auto")
+    why = f"measured fastest on {arch}" if wanted == AUTO else "chosen by name"
+    why = "reference implementation" if name == Eager.name else why
+    launch = trial.of(name).launch if name == TRITON else ""
+    return Choice(name, why, arch, launch), said
+
+
+def without_trial(arch: str) -> Backend:
+    """A backend that needs no trial, for generation: PyTorch's own where it has a kernel."""
+    has_no_kernel = arch.split(":")[0] == "gfx908"
+    return (Chunked if has_no_kernel else Sdpa)()
+
+
+@dataclass(frozen=True)
+class _Trials:
+    shape: Shape
+    device: torch.device
+    arch: str
+    cache: Path
+
+    def of(self, name: str, launch: str = "") -> Verdict:
+        return try_backend(name, self.shape, self.device, self.arch, self.cache, launch)
+
+    def refusal(self, name: str, launch: str = "") -> str:
+        """Why the backend must not be used here; "": it may. PyTorch's own on a CPU is what CI tests, and the explicit
+        forms are what others are compared with.
+        """
+        if name in (Eager.name, Chunked.name) or (name == Sdpa.name and self.device.type == "cpu"):
+            return ""
+        return self.of(name, launch).refused
+
+    def fastest(self) -> tuple[Choice, list[str]]:
+        """Of those that work, need no S x S scores, and give the same bits each time."""
+        verdicts = {name: self.of(name) for name in _CANDIDATES}
+        refused = {name: _problem(verdict) for name, verdict in verdicts.items()}
+        times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
+        name = min(times, key=lambda name: times[name])
+        timed = ", ".join(f"{other} {ms:.1f} ms" for other, ms in sorted(times.items(), key=lambda item: item[1]))
+        why = f"fastest of those tried just now, for a layer: {timed}; nobody has measured {self.arch} before"
+        said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
+        return Choice(name, why, self.arch, verdicts[name].launch), said
+
+
+def _problem(verdict: Verdict) -> str:
+    if verdict.refused:
+        return verdict.refused
+    if not verdict.repeatable:
+        return "the same call gives other bits each time, so a resumed run would differ; name it to use it all the same"
+    return f"it runs as {NO_KERNEL}" if verdict.kernel == NO_KERNEL else ""

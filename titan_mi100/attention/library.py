@@ -1,0 +1,95 @@
+"""Attention by kernels of installed libraries: PyTorch's varlen and FlexAttention, and the flash_attn package.
+
+A constructor raises UserError where its kernel is not there. What is there is tried by trial.py before a run uses it.
+"""
+
+import importlib
+import inspect
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_mi100.attention.base import Backend, Documents, to_device
+from titan_mi100.errors import UserError
+
+
+class Cumulative(NamedTuple):
+    """A flattened batch's documents, as the varlen kernels take them."""
+
+    ends: Tensor  # (documents + 1,) int32 on the device: 0, then the token behind each document
+    longest: int
+
+
+class _Varlen(Backend):
+    """A kernel that takes all tokens in one row, and where each document ends."""
+
+    _call: Any  # q, k, v, the ends twice, the longest document's length twice -> the output
+
+    def prepare(self, documents: Documents, device: torch.device) -> Cumulative:
+        ends = np.cumsum([0, *documents.lengths], dtype=np.int32)
+        return Cumulative(to_device(torch.from_numpy(ends), device), max(documents.lengths))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Cumulative) -> Tensor:
+        ends, longest = prepared
+        out: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
+        return out.view(q.shape)
+
+
+class TorchVarlen(_Varlen):
+    """torch.nn.attention.varlen: flash attention without padding, from torch 2.10."""
+
+    name = "varlen"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        kernel = _function("torch.nn.attention.varlen", "varlen_attn", "needs torch 2.10 or later")
+        options = inspect.signature(kernel).parameters
+        causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
+        grouped = {"enable_gqa": True} if "enable_gqa" in options else {}
+        self._call = lambda *arguments: kernel(*arguments, **causal, **grouped)
+
+
+class FlashAttention(_Varlen):
+    """The flash_attn package: on CUDA its own kernels, on ROCm those of Composable Kernel."""
+
+    name = "flash_attn"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        kernel = _function("flash_attn", "flash_attn_varlen_func", "the package flash_attn is not installed")
+        self._call = lambda *arguments: kernel(*arguments, causal=True, deterministic=True)
+
+
+class Flex(Backend):
+    """FlexAttention, compiled, with a mask of blocks."""
+
+    name = "flex"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        module = "torch.nn.attention.flex_attention"
+        self._blocks = _function(module, "create_block_mask", "this torch has no FlexAttention")
+        self._kernel = torch.compile(_function(module, "flex_attention", "this torch has no FlexAttention"))
+
+    def prepare(self, documents: Documents, device: torch.device) -> Any:
+        numbers = np.repeat(np.arange(len(documents.lengths)), documents.lengths).reshape(documents.batch, -1)
+        number = to_device(torch.from_numpy(numbers), device)
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (number[batch, query] == number[batch, key])
+
+        return self._blocks(visible, documents.batch, None, documents.seq, documents.seq, device=device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = self._kernel(q, k, v, block_mask=prepared, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def _function(module: str, name: str, lacking: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that it needs cannot be loaded
+        raise UserError(f"{lacking} ({error})") from None

@@ -1,0 +1,239 @@
+"""Does a backend work on this machine? Tried in a process of its own, which may crash or hang.
+
+The child runs forward and backward at the run's shapes on random documents and compares with explicit attention in
+higher precision (Chunked): the values, that other documents change nothing, and whether the same call gives the same
+bits twice. Of our own kernels it also times how they may be launched. `python -m titan_mi100.attention.trial` is the
+child; it reads one JSON object and prints one.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_mi100.attention.backends import TRITON, make_backend
+from titan_mi100.attention.base import Backend, Documents, Shape
+from titan_mi100.attention.plain import Chunked
+from titan_mi100.attention.running import running_kernel
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
+from titan_mi100.files.plain import read_checked
+from titan_mi100.wording import shortened
+
+_CHILD = [sys.executable, "-m", "titan_mi100.attention.trial"]
+_PATIENCE = 600  # seconds: compiling a dozen kernels included
+_SLACK = 4.0  # times the error of explicit attention in the run's own dtype
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial showed.
+
+    Attributes:
+        refused: why the backend must not be used; "": it may.
+        error: the largest difference from attention in fp32, of output and gradients, by the largest element.
+        repeatable: equal calls give equal bits.
+        kernel: what ran, as running.running_kernel names it.
+        ms: of forward and backward of one layer; the median.
+        launch: of Triton's kernels, the fastest.
+    """
+
+    refused: str = ""
+    error: float = 0.0
+    repeatable: bool = True
+    kernel: str = ""
+    ms: float = 0.0
+    launch: str = ""
+
+
+def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
+    """The verdict on a backend: tried now, or remembered from an earlier trial of the same on the same machine.
+
+    Args:
+        launch: try no other way to launch Triton's kernels.
+        cache: folder of the verdicts; it need not exist, and may be one that cannot be written to.
+    """
+    question = {"name": name, "arch": arch, "launch": launch, "device": str(device), **asdict(shape)}
+    depends = {**question, "machine": _machine(device)}
+    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
+    note = cache / "attention" / f"{name}-{digest}.json"
+    with suppress(UserError):
+        remembered: Verdict = read_checked(note, Verdict, "")
+        return remembered
+    verdict = _ask_child(question)
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        replace(note, json.dumps(asdict(verdict)))
+    return verdict
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What a verdict depends on beside the question: device, driver, versions, and our own code."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    for name in ("triton", "pytorch-triton-rocm", "flash_attn"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
+        with suppress(OSError):
+            found[driver] = Path(driver).read_text()
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    found["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return found
+
+
+def _ask_child(question: dict[str, Any]) -> Verdict:
+    where = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    try:
+        ended = subprocess.run(
+            _CHILD,
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            env={**os.environ, "PYTHONPATH": where},
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(f"it hung: no answer in {_PATIENCE} s")
+    with suppress(ValueError, IndexError):
+        return Verdict(**json.loads(ended.stdout.splitlines()[-1]))
+    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+    return Verdict(f"it crashed ({how}): {last[:300]}")
+
+
+def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Verdict:
+    """The child's part: try it here and now."""
+    documents = _documents(shape)
+    tensors = _inputs(shape, device)
+    try:
+        if name == TRITON and not launch:
+            launch = _fastest_launch(tensors, documents, arch)
+        backend = make_backend(name, "", arch, launch)
+        found = _run(backend, tensors, documents)
+        again = _run(backend, tensors, documents)
+        ms = _milliseconds(backend, tensors, documents)
+        others = _run(backend, _with_another_first_document(tensors, documents), documents)
+    except Exception as error:  # whatever a kernel's compiler or launcher raises
+        return Verdict(f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}")
+    wide = torch.float32 if tensors[0].itemsize == 2 else torch.float64
+    exact = _run(Chunked(), [x.detach().to(wide).requires_grad_(x.requires_grad) for x in tensors], documents)
+    usual = _run(Chunked(), tensors, documents)
+    off = max(map(_difference, found, exact))
+    bar = _SLACK * max(*map(_difference, usual, exact), torch.finfo(tensors[0].dtype).eps)
+    repeatable = all(map(torch.equal, found, again))
+    kernel = running_kernel(backend, shape, documents, device)
+    verdict = Verdict("", off, repeatable, kernel, ms, launch)
+    if not off <= bar:
+        return Verdict(f"wrong: its results differ from explicit attention by {off:.1e} (at most {bar:.1e})")
+    rest = slice(documents.lengths[0], None)
+    for ours, theirs in zip(found, others, strict=True):
+        a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
+        if not (torch.equal(a, b) if repeatable else _difference(a, b) <= bar):
+            return Verdict("wrong: what another document holds changes its results")
+    return verdict
+
+
+def _documents(shape: Shape) -> Documents:
+    """Rows of documents of all lengths from 1 to 1024; the last of several rows is a single one."""
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
+    for row in range(shape.batch):
+        left = shape.seq
+        while left:
+            length = int(2 ** random.uniform(0, 10)) if lengths else -(-shape.seq // 3)
+            length = left if 0 < row == shape.batch - 1 else min(left, length)
+            lengths.append(length)
+            left -= length
+    return Documents(shape.batch, shape.seq, tuple(lengths))
+
+
+def _inputs(shape: Shape, device: torch.device) -> list[Tensor]:
+    """q, k, v, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    made = [torch.randn(shape.batch, shape.seq, n, shape.head_dim, generator=generator) for n in heads]
+    *inputs, grad = (x.to(device, getattr(torch, shape.dtype)) for x in made)
+    return [*(x.requires_grad_() for x in inputs), grad]
+
+
+def _with_another_first_document(tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
+    changed = [x.detach().clone() for x in tensors]
+    for x in changed:
+        x[0, : documents.lengths[0]] *= -3
+    return [*(x.requires_grad_() for x in changed[:3]), changed[3]]
+
+
+def _run(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
+    """The output and the three gradients."""
+    q, k, v, grad = tensors
+    out = backend(q, k, v, backend.prepare(documents, grad.device))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def _milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents, rounds: int = _ROUNDS) -> float:
+    times = []
+    for _ in range(rounds + 1):  # the first is a warm-up
+        _wait(tensors[0].device)
+        started = time.perf_counter()
+        _run(backend, tensors, documents)
+        _wait(tensors[0].device)
+        times.append(1000 * (time.perf_counter() - started))
+    return statistics.median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -> str:
+    """One kernel after the other: the tile with which the whole is fastest."""
+    from titan_mi100.attention.triton_backend import CANDIDATES, Triton
+
+    if arch not in CANDIDATES:
+        raise UserError(f"the kernels have no launch table for {arch}")
+    best = CANDIDATES[arch].first()
+    problem: Exception = AssertionError("there are no candidates")
+    for kernel, tiles in CANDIDATES[arch]._asdict().items():
+        times = {}
+        for tile in tiles:
+            launch = best._replace(**{kernel: tile})
+            try:
+                times[launch] = _milliseconds(Triton("", str(launch)), tensors, documents)
+            except Exception as error:  # one that this device has too little shared memory for, say
+                problem = error
+        if not times:
+            raise problem
+        best = min(times, key=lambda launch: times[launch])
+    return str(best)
+
+
+def main() -> None:
+    question = json.loads(sys.stdin.read())
+    name, arch, launch, device = (question.pop(key) for key in ("name", "arch", "launch", "device"))
+    print(json.dumps(asdict(judge(name, Shape(**question), torch.device(device), arch, launch))))
+
+
+if __name__ == "__main__":
+    main()

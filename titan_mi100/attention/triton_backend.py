@@ -1,0 +1,232 @@
+"""Attention by our Triton kernels (kernels.py), as operators that autograd, torch.compile and FLOP counters know."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_mi100.attention import kernels
+from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+
+HEAD_DIMS = (16, 32, 64, 128)
+
+
+class Tile(NamedTuple):
+    """How one kernel is launched. The two blocks decide in which order numbers are added."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Launch(NamedTuple):
+    """How the three kernels are launched. Its text travels through operators, caches and checkpoints."""
+
+    forward: Tile
+    queries: Tile  # the gradient of q
+    keys: Tile  # the gradients of k and v
+
+    @classmethod
+    def parse(cls, text: str) -> "Launch":
+        """From its text; ValueError: it is none."""
+        forward, queries, keys = (Tile(*map(int, tile.split("."))) for tile in text.split())
+        return cls(forward, queries, keys)
+
+    def __str__(self) -> str:
+        return " ".join(".".join(map(str, tile)) for tile in self)
+
+
+class Candidates(NamedTuple):
+    """What may be launched on an architecture, the likeliest first; `trial.py` times them. Compiled for gfx908,
+    gfx90a, gfx942, sm_80 and sm_90 by scripts/bench/compile_report.py: none keeps registers in memory."""
+
+    forward: Sequence[Tile]
+    queries: Sequence[Tile]
+    keys: Sequence[Tile]
+
+    def first(self) -> Launch:
+        return Launch(self.forward[0], self.queries[0], self.keys[0])
+
+    def kernels(self) -> Iterator[tuple[Any, Sequence[Tile]]]:
+        names = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
+        return zip((getattr(kernels, name) for name in names), self, strict=True)
+
+
+_CDNA2 = Candidates(
+    (Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),
+    (Tile(128, 32, 4, 1), Tile(128, 32, 8, 1)),
+    (Tile(32, 128, 4, 1), Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
+)
+CANDIDATES: Mapping[str, Candidates] = {  # by the keys of hardware.GPUS; "cpu" is Triton's interpreter, for the tests
+    "gfx908": Candidates(
+        (Tile(128, 64, 4, 1), Tile(64, 32, 2, 1)), (Tile(128, 32, 4, 1),), (Tile(32, 128, 4, 1), Tile(16, 64, 2, 1))
+    ),
+    "gfx90a": _CDNA2,
+    "gfx942": _CDNA2,
+    "sm80": Candidates(
+        (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 3)),
+        (Tile(32, 64, 8, 1), Tile(16, 64, 8, 2)),
+    ),
+    "sm90": Candidates(
+        (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
+        (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
+        (Tile(32, 128, 8, 1), Tile(64, 64, 8, 1), Tile(32, 64, 4, 1)),
+    ),
+    "cpu": Candidates((Tile(32, 16, 4, 1),), (Tile(32, 16, 4, 1),), (Tile(16, 32, 4, 1),)),
+}
+
+
+def launch_options(arch: str, tile: Tile) -> dict[str, int]:
+    """What the compiler is told beside the blocks. On AMD: matrix instructions of 16 x 16, and two of them per read of
+    shared memory.
+    """
+    amd = {"matrix_instr_nonkdim": 16, "kpack": 2} if arch.startswith("gfx") else {}
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **amd}
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return str(getattr(found, "gcnArchName", "")).split(":")[0] or f"sm{found.major}{found.minor}"
+
+
+def _start(kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any) -> None:
+    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
+    shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
+    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
+        kernel[programs](*arguments, **shape, **launch_options(_arch(q.device), tile))
+
+
+def _token_stride(x: Tensor) -> int:
+    """Of (batch, seq, heads, head_dim) as one row of tokens; see _flat."""
+    return x.stride(1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """As the kernels want it: a batch that is one row of tokens, each with its heads side by side."""
+    batch, seq, _, dim = x.shape
+    fits = x.stride()[2:] == (dim, 1) and (batch == 1 or x.stride(0) == seq * x.stride(1))
+    return x if fits else x.contiguous()
+
+
+@torch.library.custom_op("titan_mi100::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
+    """Attention inside documents.
+
+    Args:
+        q: (batch, seq, heads, head_dim). k, v: (batch, seq, kv_heads, head_dim).
+        boundaries: (2, batch x seq) int32: per token of the flattened batch the first of its document, and the one
+            behind its last.
+        launch: a Launch's text.
+
+    Returns:
+        The output, like q, and what backward needs: (heads, batch x seq) fp32.
+    """
+    q, k, v = _flat(q), _flat(k), _flat(v)
+    batch, seq, heads, dim = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
+    tile = Launch.parse(launch).forward
+    programs = (triton.cdiv(batch * seq, tile.block_q), heads)
+    strides = [_token_stride(x) for x in (q, k, v, out)]
+    arguments = (q, k, v, out, lse, boundaries, dim**-0.5, batch * seq, *strides)
+    _start(kernels.forward_kernel, tile, q, k, programs, *arguments)
+    return out, lse
+
+
+@torch.library.custom_op("titan_mi100::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `grad` is that of the output, the rest is as `attention` has it."""
+    grad, q, k, v = _flat(grad), _flat(q), _flat(k), _flat(v)
+    batch, seq, heads, dim = q.shape
+    tokens, kv_heads, tiles = batch * seq, k.shape[2], Launch.parse(launch)
+    grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    strides = [_token_stride(x) for x in (q, k, v)]
+    arguments = (q, k, v, out, grad, grad_q, lse, delta, boundaries, dim**-0.5, tokens, *strides)
+    programs = (triton.cdiv(tokens, tiles.queries.block_q), heads)
+    more = (_token_stride(out), _token_stride(grad))
+    _start(kernels.queries_gradient_kernel, tiles.queries, q, k, programs, *arguments, *more)
+    arguments = (q, k, v, grad, grad_k, grad_v, lse, delta, boundaries, dim**-0.5, tokens, *strides)
+    programs = (triton.cdiv(tokens, tiles.keys.block_k), kv_heads)
+    more = (_token_stride(grad), _token_stride(grad_k))
+    _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *more)
+    return grad_q, grad_k, grad_v
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
+    batch, seq, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.launch = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, out, lse)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    q, k, v, boundaries, out, lse = ctx.saved_tensors
+    return *attention_backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
+
+
+attention.register_autograd(_gradients, setup_context=_keep)
+
+
+def _pairs(q: Tensor, boundaries: Tensor) -> int:
+    """(query, key) pairs; of tensors without values, as if each row were one document."""
+    batch, seq = q.shape[:2]
+    if isinstance(boundaries, torch._subclasses.FakeTensor) or boundaries.is_meta:
+        return batch * seq * (seq + 1) // 2
+    columns = torch.arange(1, boundaries.shape[1] + 1, device=boundaries.device)
+    return int((columns - boundaries[0]).sum())
+
+
+@register_flop_formula(torch.ops.titan_mi100.attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return 4 * q.shape[2] * q.shape[3] * _pairs(q, boundaries)  # two products
+
+
+@register_flop_formula(torch.ops.titan_mi100.attention_backward, get_raw=True)
+def _backward_flops(grad: Tensor, q: Tensor, *others: Any, out_val: Any = None, **__: Any) -> int:
+    return 14 * q.shape[2] * q.shape[3] * _pairs(q, others[4])  # seven: scores and their slopes are computed twice
+
+
+class Triton(Backend):
+    """Our own kernels; see kernels.py."""
+
+    name = "triton"
+    is_traceable = True
+
+    def __init__(self, why: str, launch: str) -> None:
+        """Args: launch: a Launch's text."""
+        super().__init__(why)
+        self.launch = launch
+
+    def prepare(self, documents: Documents, device: torch.device) -> Tensor:
+        return to_device(torch.from_numpy(boundaries(documents)), device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor) -> Tensor:
+        return attention(q, k, v, prepared, self.launch)[0]
