@@ -2,13 +2,12 @@
 
 The child runs forward and backward at the run's shapes on random documents and compares with explicit attention in
 higher precision (Chunked): the values, that other documents change nothing, and whether the same call gives the same
-bits twice. Of our own kernels it also times how they may be launched. `python -m titan_mi100.attention.trial` is the
-child; it reads one JSON object and prints one.
+bits twice. Of our own kernels it also times how they may be launched. The child reads one
+JSON object and prints one.
 """
 
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,9 +29,12 @@ from titan_mi100.attention.running import running_kernel
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import read_checked
+from titan_mi100.logging import log
 from titan_mi100.wording import shortened
 
-_CHILD = [sys.executable, "-m", "titan_mi100.attention.trial"]
+# Isolated (-I): no file of the current folder takes the place of a module.
+_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.attention import trial; trial.main()"
+_CHILD = [sys.executable, "-I", "-c", _CODE]
 _PATIENCE = 600  # seconds: compiling a dozen kernels included
 _SLACK = 4.0  # times the error of explicit attention in the run's own dtype
 _ROUNDS = 5
@@ -67,16 +69,21 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         cache: folder of the verdicts; it need not exist, and may be one that cannot be written to.
     """
     question = {"name": name, "arch": arch, "launch": launch, "device": str(device), **asdict(shape)}
-    depends = {**question, "machine": _machine(device)}
-    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:32]
-    note = cache / "attention" / f"{name}-{digest}.json"
+    machine = _machine(device)
+
+    def note(launch: str) -> Path:
+        depends = json.dumps([{**question, "launch": launch}, machine], sort_keys=True)
+        return cache / "attention" / f"{name}-{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
+
     with suppress(UserError):
-        remembered: Verdict = read_checked(note, Verdict, "")
+        remembered: Verdict = read_checked(note(launch), Verdict, "")
         return remembered
+    log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
     with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        replace(note, json.dumps(asdict(verdict)))
+        note(launch).parent.mkdir(parents=True, exist_ok=True)
+        for known in {launch, verdict.launch}:  # a resumed run asks about the launch that was found
+            replace(note(known), json.dumps(asdict(verdict)))
     return verdict
 
 
@@ -99,15 +106,14 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _ask_child(question: dict[str, Any]) -> Verdict:
-    where = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     try:
         ended = subprocess.run(
-            _CHILD,
+            [*_CHILD, where],
             input=json.dumps(question),
             capture_output=True,
             text=True,
             timeout=_PATIENCE,
-            env={**os.environ, "PYTHONPATH": where},
         )
     except subprocess.TimeoutExpired:
         return Verdict(f"it hung: no answer in {_PATIENCE} s")
@@ -233,7 +239,3 @@ def main() -> None:
     question = json.loads(sys.stdin.read())
     name, arch, launch, device = (question.pop(key) for key in ("name", "arch", "launch", "device"))
     print(json.dumps(asdict(judge(name, Shape(**question), torch.device(device), arch, launch))))
-
-
-if __name__ == "__main__":
-    main()
