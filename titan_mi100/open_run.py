@@ -134,7 +134,8 @@ class Run:
     def judge_last_save(self) -> None:
         """After the last step no other shows whether its update was sound: try one that updates nothing."""
         result = self.trainer.step(update=False)
-        self.checkpointer.judge(NO_FINITE_STEP if result.skipped else self.progress.suspect(result.loss))
+        is_broken = result.skipped and not result.overflowed
+        self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
 
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
@@ -214,7 +215,8 @@ def open_run(
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     child.end()  # no more files from elsewhere are read
-    trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags)
+    scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
+    trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags, scale)
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
     return Run(*run, reporter, observers, wants_to_stop)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepared import PADDING_DOCUMENT
+from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.optimizer import AdamW
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values, measure_gradients
@@ -29,6 +30,7 @@ class Trainer:
         max_norm: float,
         first_row: int = 0,
         flags: Flags | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Read the first step's rows. A collective.
 
@@ -36,9 +38,10 @@ class Trainer:
             max_norm: clip the gradient's global norm to this; 0: off.
             first_row: number of the row that the first step begins with.
             flags: name -> whether it holds on this rank; read once in every step, true if it holds on any rank.
+            loss_scale: of fp16; moved by every step.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
-        self._flags = flags or {}
+        self._flags, self._loss_scale = flags or {}, loss_scale
         self._row = first_row
         self._microbatches = stream.step(first_row)
         # later steps' counts travel with the step before
@@ -57,7 +60,8 @@ class Trainer:
         # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
         # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
         weight = 1 / supervised if supervised else 0.0
-        losses = model.forward_backward(self._microbatches, weight)
+        scale = self._loss_scale.value if self._loss_scale else 1.0
+        losses = model.forward_backward(self._microbatches, weight * scale)
         waited = self._read_ahead()
         gradients = measure_gradients((p for _, p in model.trained_parameters()), model.copies())
 
@@ -67,12 +71,17 @@ class Trainer:
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
         ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
         squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
-        grad_norm = math.sqrt(squares)
+        grad_norm = math.sqrt(squares) / scale
         skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
+        can_fall = self._loss_scale is not None and self._loss_scale.can_fall()
+        overflowed = can_fall and skipped and math.isfinite(loss_sum)
         if update and not skipped:
-            if 0 < self._max_norm < grad_norm:
-                gradients.scale(self._max_norm / grad_norm)
+            clip = self._max_norm / grad_norm if 0 < self._max_norm < grad_norm else 1.0
+            if clip != 1 or scale != 1:
+                gradients.scale(clip / scale)
             self._optimizer.step()
+        if update and self._loss_scale is not None:
+            self._loss_scale.after_step(overflowed)
         self._optimizer.zero_grad(set_to_none=True)
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
         return StepResult(
@@ -90,6 +99,8 @@ class Trainer:
             gradient_bytes=model.gradient_bytes,
             skipped=skipped,
             nonfinite_microbatches=nonfinite,
+            loss_scale=None if self._loss_scale is None else scale,
+            overflowed=overflowed,
             flags=frozenset(name for name, on in zip(self._flags, (ranks[:, 7:] > 0).any(0), strict=True) if on),
         )
 

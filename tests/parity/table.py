@@ -49,6 +49,7 @@ STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 KINDS = ("gradients", "loss", "norm", "weights")
 BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8}}
 BARS["float32"] = dict.fromkeys(KINDS, 1e-5)
+BARS["float16"] = {"gradients": 1e-2, "loss": 1e-3, "norm": 1e-2, "weights": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ def holds(cell: Cell, found: dict[str, float]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="*", default=list(BARS), choices=list(BARS))
+    parser.add_argument("--precision", nargs="*", default=["float64", "float32"], choices=list(BARS))
     parser.add_argument("--layout", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")

@@ -104,6 +104,11 @@ def check_layout(config: Config, world_size: int) -> list[str]:
             f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
             'mixed_precision_reduce = "float32"'
         )
+    if p.powersgd_rank and config.training.mixed_precision_param == "float16":
+        errors.append(
+            f"[parallelism] powersgd_rank = {p.powersgd_rank} keeps errors from step to step, which do not follow the "
+            'loss scale of float16; set [training] mixed_precision_param = "bfloat16"'
+        )
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
         errors.append(refused)
     return errors

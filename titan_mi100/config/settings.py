@@ -116,8 +116,9 @@ class TrainingConfig:
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
     mixed_precision_param: str = _key(
         "bfloat16",
-        "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit)",
-        choices=("bfloat16", "float32", "float64"),
+        "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit); "
+        "float16 scales the loss",
+        choices=("bfloat16", "float16", "float32", "float64"),
     )
     mixed_precision_reduce: str = _key(
         "float32", "dtype in which gradients are reduced", choices=("float32", "bfloat16")

@@ -45,6 +45,10 @@ class FaultWatch:
         if not result.skipped:
             self._rows = []
             return
+        if result.overflowed:
+            scale = f"the loss scale {result.loss_scale:,.0f} is halved"
+            log.info(f"step {step}: gradients overflowed fp16; the step was skipped on all ranks, {scale}")
+            return
         found = gather(self._stream.row_numbers(result.first_row, result.nonfinite_microbatches))
         if not any(found):  # the losses are finite, the gradients are not: any row may be the cause
             everything = range(self._stream.batch.gradient_accumulation_steps)

@@ -40,6 +40,8 @@ class StepResult:
     gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
     skipped: bool = False  # loss or gradients were not finite: nothing was updated
     nonfinite_microbatches: Sequence[int] = ()  # of this rank, by their loss
+    loss_scale: float | None = None  # that the step used; None: not fp16
+    overflowed: bool = False  # skipped, but only because the loss scale is too large still
     flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
 
 
@@ -119,6 +121,7 @@ class Reporter:
             "data_wait": result.waited / seconds,
             "gradient_bytes": result.gradient_bytes,
             "skipped": result.skipped,
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
         }
         self._write(step, record, prefix="train/")
         if step % self._config.log_freq == 0 or step == self._steps:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from titan_mi100.checkpoint.resume import REMEDY
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import checked
+from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.run.metrics import StepResult
 
 _REMEMBERED = 128  # losses of steps that a new one is compared with
@@ -28,13 +29,15 @@ class Progress:
     plan: str = ""  # fingerprint of the rows to train and to validate on: losses on other rows are not comparable
     recent_losses: list[float] = field(default_factory=list)  # of the last steps that were not skipped
     suspicion: str = ""  # why the weights that the last step began with may be ruined; empty: no reason
+    loss_scale: LossScale = field(default_factory=LossScale)  # of fp16; the trainer moves it
     rows_consumed: int = 0  # over all ranks; the whole state of the data
 
     def after_step(self, result: StepResult) -> None:
         self.step += 1
         self.rows_consumed = result.next_row
         self.skipped_steps += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if not result.overflowed:  # that is no fault: the next step has a smaller loss scale
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             self.suspicion = self.suspect(result.loss)
             self.recent_losses = [*self.recent_losses, result.loss][-_REMEMBERED:]

@@ -29,7 +29,7 @@ from titan_mi100.run.faults import FILE
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.progress import Progress
 
-_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def open_record(

@@ -1,0 +1,64 @@
+"""Runs under torchrun: fp16 in several layouts; in step 2 one rank's gradient overflows. Each rank saves what it saw.
+
+Arguments: folder for the ranks' output files.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from gloo.job_parity import save, whole
+from parity.table import LAYOUTS, Cell, config_of, dataset, spec_of
+
+from titan_mi100.data.made_up import made_up
+from titan_mi100.open_run import Run, open_run
+from titan_mi100.parallel import distributed
+
+WHERE = ("FSDP2 x2", "PP2 1F1B", "TP2", "DDP x2")
+
+
+def let_step_overflow(run: Run, step: int, rank: int) -> None:
+    plain = run.model.forward_backward
+
+    def forward_backward(*arguments):
+        losses = plain(*arguments)
+        if run.progress.step + 1 == step and run.world.rank == rank:
+            *_, (_, parameter) = run.model.trained_parameters()
+            gradient = parameter.grad
+            getattr(gradient, "_local_tensor", gradient).view(-1)[0] = torch.inf
+        return losses
+
+    run.model.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def opened(cell: Cell, checkpoint: Path | None = None) -> Run:
+    return open_run(config_of(cell), here, spec=spec_of(cell), data=made_up(dataset()), checkpoint=checkpoint)
+
+
+def seen(run: Run, steps: int) -> list[tuple]:
+    results = [run.step() for _ in range(steps)]
+    return [(r.loss, r.grad_norm, r.skipped, r.overflowed, r.loss_scale) for r in results]
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [whole(parameter) for _, parameter in run.model.named_parameters()]
+
+
+if __name__ == "__main__":
+    here, folder = distributed.init_distributed(), Path(sys.argv[1])
+    found = {}
+    for name in WHERE:
+        processes, parallelism = LAYOUTS[name]
+        cell = Cell(name, processes, parallelism, tied=True, accumulation=2, precision="float16", steps=4, layers=2)
+        run = opened(cell)
+        let_step_overflow(run, step=2, rank=1)
+        first = seen(run, 3)
+        progress = run.progress.skipped_steps, run.progress.skipped_in_a_row
+        save(run, folder / str(WHERE.index(name)))
+        last, after = seen(run, 1), weights(run)
+        resumed = opened(cell, folder / str(WHERE.index(name)) / "step-3")
+        again = seen(resumed, 1)
+        same = all(map(torch.equal, weights(resumed), after))
+        found[name] = {"steps": first + last, "progress": progress, "again": again, "same": same}
+    torch.save(found, folder / f"rank-{here.rank}.pt")
+    distributed.leave(0)
