@@ -1,6 +1,7 @@
 """The parity table: every layout against one process, in fp64 and in fp32, on real processes over gloo.
 
-    python tests/parity/table.py [--precision float64] [--layout "PP2 1F1B" ...] [--clip 0.05] [--output FOLDER]
+    python tests/parity/table.py [--precision float64] [--layout "PP2 1F1B" ...] [--backend chunked] [--clip 0.05]
+                                  [--output FOLDER]
     python tests/parity/table.py --resume
 
 Each cell trains the same small model on the same packed rows for 8 steps with the trainer's own step, and is compared
@@ -35,6 +36,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
+    ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
@@ -66,6 +68,7 @@ class Cell:
     steps: int = STEPS
     layers: int = 4
     save_to: str = ""  # run only the first half of the steps, then save a checkpoint there
+    backend: str = "auto"  # of attention
     load_from: str = ""  # a checkpoint to go on from, for the second half
 
     @property
@@ -143,6 +146,7 @@ def config_of(cell: Cell) -> Config:
         mixed_precision_param=cell.precision,
     )
     return Config(
+        model=ModelConfig(attention_backend=cell.backend),
         training=training,
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
         lr_scheduler=CONSTANT,
@@ -292,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="*", default=["float64", "float32"], choices=list(BARS))
     parser.add_argument("--layout", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
+    parser.add_argument("--backend", default="auto", help="of attention; the one process has its own")
     parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")
     parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
@@ -305,7 +310,7 @@ def main() -> int:
             results = [result for name in arguments.precision for result in resume(name, Path(folder) / name)]
         else:
             jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
-            results = measure(jobs, Path(folder))
+            results = measure([replace(cell, backend=arguments.backend) for cell in jobs], Path(folder))
     text = f"torch {torch.__version__}, clipping {arguments.clip or 'off'}\n\n{table(results)}"
     print(text)
     if arguments.output:
