@@ -315,10 +315,7 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss, "_BLOCK_ELEMENTS", 1)
+def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(world: World) -> None:
     case = make_case("untied")
     model = open_split(world, case, {**FP64, "param": "bfloat16", "local_batch_size": 8, "accumulation": 1}).model
     kinds = {(is_adapter(name), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
@@ -327,7 +324,7 @@ def test_the_frozen_head_gets_no_gradient_and_frozen_weights_are_bf16(
     hidden, labels = torch.randn(1, 4, 64, requires_grad=True), torch.arange(4)[None]
     for frozen in (True, False):
         weight = torch.randn(2000, 64, requires_grad=not frozen)  # more than one block of the loss
-        summed = loss.head_loss(hidden, weight, labels, torch.arange(4))
+        summed = loss.head_loss(hidden, weight, labels, torch.arange(4), memory=loss.HeadMemory(1))
         with Shapes() as shapes:
             summed.sum().backward()
         assert (tuple(weight.shape) in shapes.found) is not frozen and hidden.grad is not None

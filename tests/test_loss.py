@@ -4,8 +4,7 @@ import pytest
 import torch
 from conftest import supervised_of
 
-from titan_mi100.model import loss as loss_module
-from titan_mi100.model.loss import IGNORE, head_loss
+from titan_mi100.model.loss import IGNORE, HeadMemory, head_loss
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -24,12 +23,18 @@ def case(dtype: torch.dtype, tokens: int = 40, vocabulary: int = 5000) -> tuple[
     return hidden, weight, labels
 
 
-@pytest.mark.parametrize("block_elements", [1, 1 << 25], ids=["five blocks", "one block"])
-def test_loss_and_gradients_equal_fp64(block_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", block_elements)
+FIVE_BLOCKS = HeadMemory(block_elements=1)
+MEMORIES = {
+    "five blocks": FIVE_BLOCKS, "one block": HeadMemory(1 << 25),
+    "five blocks that are kept": HeadMemory(1, 1 << 25), "one that is kept": HeadMemory(1 << 25, 1 << 25),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_loss_and_gradients_equal_fp64(memory: HeadMemory) -> None:
     hidden, weight, labels = case(torch.float32)
     labels[1, 3], labels[1, 4] = 1023, 1024  # the last and the first of a block
-    result = head_loss(hidden, weight, labels, supervised_of(labels))
+    result = head_loss(hidden, weight, labels, supervised_of(labels), memory=memory)
     (result / 7).sum().backward()
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = plain(h, w, labels)
@@ -39,10 +44,41 @@ def test_loss_and_gradients_equal_fp64(block_elements: int, monkeypatch: pytest.
         assert (ours.double() - theirs).norm() / theirs.norm() < 1e-6
 
 
-def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_kept_changes_no_bit(dtype: torch.dtype) -> None:
+    found = []
+    for kept in (0, 1 << 25):
+        hidden, weight, labels = case(dtype)
+        result = head_loss(hidden, weight, labels, supervised_of(labels), memory=HeadMemory(1, kept))
+        result.sum().backward()
+        found.append((result, hidden.grad, weight.grad))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 25])
+def test_backward_can_run_twice(kept: int) -> None:
+    """As a zero-bubble pipeline runs it: for what came in, then for the weights."""
+    hidden, weight, labels = case(torch.float32)
+    loss = head_loss(hidden, weight, labels, supervised_of(labels), memory=HeadMemory(1, kept)).sum()
+    (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(first, second)
+
+
+def test_logits_as_large_as_they_come_overflow_nothing() -> None:
+    """The greatest of a row is subtracted before the exponential, across blocks too."""
+    hidden, weight, labels = case(torch.float32)
+    large = (weight * 1000).detach().requires_grad_()
+    result = head_loss(hidden, large, labels, supervised_of(labels), memory=FIVE_BLOCKS)
+    result.sum().backward()
+    torch.testing.assert_close(result[0].double(), plain(hidden, large, labels), rtol=1e-6, atol=0)
+    assert hidden.grad.isfinite().all() and large.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("memory", [FIVE_BLOCKS, HeadMemory(1, 1 << 25)], ids=["computed again", "kept"])
+def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(memory: HeadMemory) -> None:
     hidden, weight, labels = case(torch.bfloat16)
-    head_loss(hidden, weight, labels, supervised_of(labels)).sum().backward()
+    head_loss(hidden, weight, labels, supervised_of(labels), memory=memory).sum().backward()
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     plain(h, w, labels).backward()
     h16, w16 = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
@@ -62,8 +98,7 @@ def test_a_microbatch_without_supervision_is_zero_and_still_reaches_the_paramete
     assert not hidden.grad.any() and not weight.grad.any()
 
 
-def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_BLOCK_ELEMENTS", 1)
+def test_logits_of_all_tokens_never_exist() -> None:
     hidden, weight, labels = case(torch.float32, vocabulary=9000)
     largest = 0
 
@@ -76,6 +111,6 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
             return out
 
     with Watch():
-        head_loss(hidden, weight, labels, supervised_of(labels)).sum().backward()
+        head_loss(hidden, weight, labels, supervised_of(labels), memory=FIVE_BLOCKS).sum().backward()
     supervised = int((labels != IGNORE).sum())
     assert largest <= supervised * 1024

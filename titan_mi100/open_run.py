@@ -36,6 +36,7 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.logging import log
+from titan_mi100.model.loss import HeadMemory
 from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
@@ -191,11 +192,11 @@ def open_run(
     progress = _restore_progress(found, rows, data.facts.plan)
     steps = _last_step(config, progress, rows.rows_per_epoch, batch)
 
-    choice = _choose_attention(config, spec, layout, world, found)
-    about["chosen"] = {"attention": asdict(choice)}
+    attention, head = _choose(config, spec, layout, world, found)
+    about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share = data.facts.train.supervised_share(config.training.seq_len)
-    model = build_model(config, spec, layout, batch, mesh, world.device, choice.make(), supervised_share)
+    model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     load_weights(model, config, spec, found.path if found else None)
     optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
@@ -307,14 +308,20 @@ def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batc
     }
 
 
-def _choose_attention(config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None) -> Choice:
-    """The attention backend of the run, chosen by rank 0 on its device. A collective."""
+def _choose(
+    config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None
+) -> tuple[Choice, HeadMemory]:
+    """What decides in which order numbers are added: rank 0's choice for its device, or what the run had before on the
+    same kind of device. A collective.
+    """
     heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
-    training = config.training
-    dtype = training.mixed_precision_param
-    shape = Shape(training.local_batch_size, training.seq_len, heads, kv_heads, spec.head_dim, dtype)
-    chosen = found.manifest.get("chosen", {}).get("attention") if found else None
-    before, arch = Choice(**chosen) if chosen else None, distributed.device_name(world.device)[1]
+    training, arch = config.training, distributed.device_name(world.device)[1].split(":")[0]
+    shape = Shape(
+        training.local_batch_size, training.seq_len, heads, kv_heads, spec.head_dim, training.mixed_precision_param
+    )
+    chosen = found.manifest.get("chosen", {}) if found else {}
+    before = Choice(**chosen["attention"]) if "attention" in chosen else None
+    head = HeadMemory(**chosen["head"]) if before and before.arch == arch and "head" in chosen else None
     wanted, cache = config.model.attention_backend, cache_folder(config.data)
     choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
     for line in said:
@@ -322,7 +329,7 @@ def _choose_attention(config: Config, spec: ModelSpec, layout: Layout, world: Wo
     if before and (choice.name, choice.launch) != (before.name, before.launch):
         log.warning(f"attention was {before.name} until now: sums are added in another order from here on")
     log.info(f"attention: {choice.name} ({choice.why})")
-    return choice
+    return choice, head or from_rank_zero(partial(HeadMemory.of, world.device))
 
 
 def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> Progress:

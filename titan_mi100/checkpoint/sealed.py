@@ -48,10 +48,16 @@ class _Attention(TypedDict):
     launch: str
 
 
+class _Head(TypedDict):
+    block_elements: int
+    kept_elements: int
+
+
 class _Chosen(TypedDict, total=False):
     """What a run measured or counted and then keeps, because it decides in which order numbers are added."""
 
     attention: _Attention
+    head: _Head
 
 
 class _Adapter(TypedDict):

@@ -3,6 +3,8 @@
 Legend: n supervised tokens, V vocabulary, H hidden size.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +14,28 @@ from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
 
-_BLOCK_ELEMENTS = 1 << 25  # logits held at a time: 128 MiB in fp32, or tokens x _LEAST_BLOCK if that is more
-_LEAST_BLOCK = 1024
+_LEAST_BLOCK = 1024  # columns; matrix products of fewer are slow
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """How much of the logits head_loss holds. It decides in which order numbers are added, so a run keeps it.
+
+    Attributes:
+        block_elements: logits that are worked on at a time.
+        kept_elements: if a microbatch has no more logits than these, backward does not compute them again.
+    """
+
+    block_elements: int = 1 << 20  # in fp32 4 MiB, which a CPU's caches hold
+    kept_elements: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> "HeadMemory":
+        """What suits the device. A CPU would spend a matrix product's time on getting the memory to keep logits."""
+        if device.type == "cpu":
+            return cls()
+        total = torch.cuda.get_device_properties(device).total_memory
+        return cls(1 << 25, total // 64)  # in 16 bits that is a 32nd of the memory
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -22,7 +44,12 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, supervised: Tensor, group: dist.ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    supervised: Tensor,
+    group: dist.ProcessGroup | None = None,
+    memory: HeadMemory = HeadMemory(),
 ) -> Tensor:
     """Sum of the cross-entropy over supervised tokens.
 
@@ -34,6 +61,7 @@ def head_loss(
             host; counting labels here would make the host wait for the device.
         group: ranks that hold equal shards of the head, in order (vocabulary parallel): `weight` is then this rank's
             shard, (V / ranks, H), and the gradient of `hidden` is this rank's share of the sum over the ranks.
+        memory: see there; it changes no number but by rounding.
 
     Returns:
         (1,) in fp32 at least: a 0-dim output breaks the pipeline schedules.
@@ -41,17 +69,13 @@ def head_loss(
     The head runs on the tokens of `supervised` only. A token labelled IGNORE weighs zero: a batch without supervision
     names one such token, so that backward reaches the same parameters, and starts the same collectives, on every rank.
     """
-    return _BlockedCrossEntropy.apply(hidden.flatten(0, 1)[supervised], weight, labels.flatten()[supervised], group)
-
-
-def _blocks(tokens: int, vocabulary: int) -> list[tuple[int, int]]:
-    """Ranges of the vocabulary; see _BLOCK_ELEMENTS."""
-    size = max(_LEAST_BLOCK, _BLOCK_ELEMENTS // tokens)
-    return [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
+    return _BlockedCrossEntropy.apply(
+        hidden.flatten(0, 1)[supervised], weight, labels.flatten()[supervised], group, memory
+    )
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over blocks of the vocabulary; backward recomputes the logits block by block.
+    """Cross-entropy over blocks of the vocabulary. Backward takes the logits that forward kept, or computes them again.
 
     Blocks of the vocabulary rather than of tokens: each row of the weight's gradient is one matrix product over all
     tokens, rounded once. Blocks of tokens would need a second (V, H) buffer in fp32 to be as exact.
@@ -59,45 +83,99 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, memory: HeadMemory
     ) -> Tensor:  # (n, H), (V, H), (n,) -> (1,)
         supervised = labels != IGNORE
         labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this shard
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_sum = torch.full(labels.shape, -torch.inf, dtype=wide, device=hidden.device)  # (n,)
-        target = torch.zeros_like(log_sum)  # (n,), logit of the label
-        for start, stop in _blocks(len(labels), len(weight)):
-            logits = at_least_fp32(hidden @ weight[start:stop].t())  # (n, block)
-            log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, dim=1))
-            inside = (labels >= start) & (labels < stop)
-            column = (labels - start).clamp(0, stop - start - 1)
-            target = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), target)
+        blocks = _Blocks(hidden, weight, memory)
+        highest = torch.full(labels.shape, -torch.inf, dtype=blocks.wide, device=hidden.device)  # (n,)
+        total, target = torch.zeros_like(highest), torch.zeros_like(highest)  # sum of exp(logit - highest); the label's
+        for start, stop in blocks:
+            logits = blocks.widened(blocks.compute(start, stop))
+            inside, column = _columns(labels, start, stop)
+            target = torch.where(inside, logits.gather(1, column).squeeze(1), target)
+            raised = torch.maximum(highest, logits.amax(dim=1))
+            total.mul_(highest.sub_(raised).exp_()).add_(blocks.exponential(logits, raised).sum(dim=1))
+            highest = raised
         if group is not None:
-            highest = log_sum.clone()
+            own = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-            sums = (log_sum - highest).exp()
-            dist.all_reduce(sums, group=group)
-            log_sum = highest + sums.log()
+            total *= (own - highest).exp()
+            dist.all_reduce(total, group=group)
             dist.all_reduce(target, group=group)  # zero, except on the rank that holds the label
+        log_sum = highest + total.log()
         ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
+        ctx.blocks = blocks
         return torch.where(supervised, log_sum - target, 0.0).sum(dim=0, keepdim=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
+        blocks: _Blocks = ctx.blocks
         scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # not of a frozen head
         rows = torch.arange(len(labels), device=labels.device)
-        for start, stop in _blocks(len(labels), len(weight)):
-            block = weight[start:stop]
-            delta = at_least_fp32(hidden @ block.t()).sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
-            inside = (labels >= start) & (labels < stop)
-            column = (labels - start).clamp(0, stop - start - 1)
-            delta.index_put_((rows, column), -inside.to(delta.dtype), accumulate=True)
-            delta = delta.mul_(scale).to(hidden.dtype)
-            grad_hidden += delta @ block
+        for start, stop in blocks:
+            logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(start, stop)
+            delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
+            inside, column = _columns(labels, start, stop)
+            delta.index_put_((rows, column.squeeze(1)), -inside.to(delta.dtype), accumulate=True)
+            delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
+            if delta.dtype == grad_hidden.dtype:
+                grad_hidden.addmm_(delta, weight[start:stop])
+            else:
+                grad_hidden += delta @ weight[start:stop]
             if grad_weight is not None:
-                grad_weight[start:stop] = delta.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None
+                torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
+        blocks.holds_logits = False  # they were overwritten; a zero-bubble pipeline calls this twice
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+
+class _Blocks:
+    """The blocks of one call, as ranges of the vocabulary, and its buffers: of one block, or of all if they are kept.
+
+    Allocating memory anew for each block would take longer than what is done in it: on a CPU the system fills it with
+    zeros first.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, memory: HeadMemory) -> None:
+        self._hidden, self._weight = hidden, weight
+        tokens, vocabulary = len(hidden), len(weight)
+        self._size = max(_LEAST_BLOCK, memory.block_elements // tokens)
+        self._keeps = self.holds_logits = tokens * vocabulary <= memory.kept_elements
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._logits = hidden.new_empty(tokens * (vocabulary if self._keeps else min(self._size, vocabulary)))
+        # beside logits in the same dtype that are not to be overwritten, or for their values in fp32
+        own = self._keeps or hidden.dtype != self.wide
+        self._wide = hidden.new_empty(tokens * self._size, dtype=self.wide) if own else self._logits
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, len(self._weight), self._size):
+            yield start, min(start + self._size, len(self._weight))
+
+    def compute(self, start: int, stop: int) -> Tensor:
+        """Logits of a block, (n, block), in the dtype of the activations."""
+        return torch.mm(self._hidden, self._weight[start:stop].t(), out=self.place(start, stop))
+
+    def place(self, start: int, stop: int) -> Tensor:
+        """The place of a block's logits."""
+        tokens, first = len(self._hidden), start if self._keeps else 0
+        return self._logits[tokens * first : tokens * (first + stop - start)].view(tokens, stop - start)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """The same in fp32 at least."""
+        return logits if logits.dtype == self.wide else self._scratch(logits).copy_(logits)
+
+    def exponential(self, logits: Tensor, highest: Tensor) -> Tensor:
+        """exp(logits - highest); the logits are lost where they need not be kept."""
+        return torch.sub(logits, highest[:, None], out=self._scratch(logits)).exp_()
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        return self._wide[: like.numel()].view(like.shape)
+
+
+def _columns(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Which labels lie in a block, (n,), and their columns in it, (n, 1); any column for the others."""
+    return (labels >= start) & (labels < stop), (labels - start).clamp(0, stop - start - 1)[:, None]

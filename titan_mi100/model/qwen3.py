@@ -133,7 +133,7 @@ class Decoder(nn.Module):
 
 
 # hidden states, the head's weight, labels, index of the supervised tokens -> (1,); see loss.head_loss
-HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+HeadLoss = Callable[..., Tensor]
 
 
 class Head(nn.Module):

@@ -14,6 +14,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
 from titan_mi100.model.lora import apply_lora
+from titan_mi100.model.loss import HeadMemory, head_loss
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
@@ -32,17 +33,21 @@ def build_model(
     device: torch.device,
     backend: Backend,
     supervised_share: float,
+    head_memory: HeadMemory | None = None,
 ) -> ParallelModel:
     """The model in its layout, on this rank's device; its weights hold nothing yet.
 
     Args:
         backend: of attention.
         supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
+        head_memory: None: what suits the device.
     """
+    loss = functools.partial(head_loss, memory=head_memory or HeadMemory.of(device))
 
     def part(stage: Stage | None = None) -> Qwen3:
         with torch.device("meta"):
             model = Qwen3(spec, backend, stage)
+        model.head_loss = loss
         parallelize(model, config, layout, mesh)
         read_on_host(model, device)  # last: its hook must run before FSDP2's
         return model.to_empty(device=device)

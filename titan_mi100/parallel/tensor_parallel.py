@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRALinear
-from titan_mi100.model.loss import head_loss
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
@@ -57,7 +56,7 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
         model.model.norm.register_forward_hook(gather)
         if model.lm_head is not None:
             _distribute(model.lm_head, mesh, Shard(0))
-        model.head_loss = functools.partial(head_loss, group=group)
+        model.head_loss = functools.partial(model.head_loss, group=group)
 
 
 def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
