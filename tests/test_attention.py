@@ -120,8 +120,8 @@ def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) 
 
 
 def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None:
-    mesh = distributed.build_mesh(Layout(), CPU)
-    sharded = build_model(Config(), SPECS["tied"], Layout(), Batch(1, 1, 1), mesh, CPU, Sdpa(), supervised_share=0.5)
+    mesh, two = distributed.build_mesh(Layout(), CPU), Layout(dp_shard=2)  # one rank alone would not be sharded
+    sharded = build_model(Config(), SPECS["tied"], two, Batch(1, 1, 1), mesh, CPU, Sdpa(), supervised_share=0.5)
     model = sharded.parts[0]
     distributed.fill_parameters(sharded.named_parameters(), lambda name, shape, offset, size: torch.ones(size))
     seen: list[dict[str, Any]] = []

@@ -12,14 +12,13 @@ import argparse
 import json
 import statistics
 import sys
-import time
 
 import torch
-from torch import Tensor
 
 from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.running import running_kernel
+from titan_mi100.attention.trial import inputs, milliseconds
 from titan_mi100.cli import exit_code
 from titan_mi100.parallel.distributed import device_name
 from titan_mi100.wording import shortened
@@ -34,43 +33,23 @@ def documents_of(batch: int, seq: int, length: int) -> Documents:
     return Documents(batch, seq, row * batch)
 
 
-def once(backend: Backend, tensors: list[Tensor], documents: Documents) -> float:
-    """Milliseconds of forward and backward."""
-    q, k, v, grad = tensors
-    wait(q.device)
-    started = time.perf_counter()
-    out = backend(q, k, v, backend.prepare(documents, q.device))
-    torch.autograd.grad(out, (q, k, v), grad)
-    wait(q.device)
-    return 1000 * (time.perf_counter() - started)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(shape: Shape, length: int, names: list[str], rounds: int, device: torch.device, arch: str) -> dict:
     """Median milliseconds and the kernel by backend, or why there are none."""
     documents = documents_of(shape.batch, shape.seq, length)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    dtype = getattr(torch, shape.dtype)
-    tensors = [torch.randn(shape.batch, shape.seq, n, shape.head_dim, dtype=dtype, device=device) for n in heads]
-    for tensor in tensors[:3]:
-        tensor.requires_grad_()
+    tensors = inputs(shape, device)
     backends: dict[str, Backend] = {}
     refused: dict[str, str] = {}
     for name in names:
         try:
             backend = make_backend(name, "", arch)
-            once(backend, tensors, documents)  # a warm-up, which compiles too
+            milliseconds(backend, tensors, documents)  # a warm-up, which compiles too
             backends[name] = backend
         except Exception as error:  # whatever a library raises where it does not work
             refused[name] = f"{type(error).__name__}: {shortened(str(error), 160)}"
     times: dict[str, list[float]] = {name: [] for name in backends}
     for _ in range(rounds):
         for name, backend in backends.items():
-            times[name].append(once(backend, tensors, documents))
+            times[name].append(milliseconds(backend, tensors, documents))
     return {
         "seq": shape.seq,
         "document": length,

@@ -74,7 +74,7 @@ def compile_kernel(kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile
     is_amd = arch.startswith("gfx")
     target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[2:]), 32)
     source = ASTSource(kernel, signature, constants, divisible)
-    compiled = triton.compile(source, target=target, options=launch_options(arch, tile))
+    compiled = triton.compile(source, target=target, options=launch_options(tile, is_amd))
     read = _read_amd if is_amd else _read_nvidia
     name = kernel.fn.__name__.removesuffix("_kernel")
     return Report(arch, name, dtype, head_dim, tile, *read(compiled, arch))

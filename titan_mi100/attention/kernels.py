@@ -39,21 +39,26 @@ def _dot(a, b, accumulator=None):
 
 
 @triton.jit
+def _own_queries(boundaries, tokens, BLOCK_Q: tl.constexpr):
+    """The queries of this program: their numbers, the same moved back to the last token, the first tokens of their
+    documents; of these three the first number, the last and the latest first token."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # late queries have most keys: they begin first
+    rows = first + tl.arange(0, BLOCK_Q)
+    there = tl.minimum(rows, tokens - 1)
+    last = tl.minimum(first + BLOCK_Q, tokens) - 1
+    return rows, there, tl.load(boundaries + there), first, last, tl.load(boundaries + last)
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, out, lse, boundaries, scale, tokens, q_stride, k_stride, v_stride, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T scale) v and lse = log2(sum(exp(scores))), for BLOCK_Q queries of one head."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # late queries have most keys: they begin first
+    rows, there, starts, first, last, latest_start = _own_queries(boundaries, tokens, BLOCK_Q)
     head = tl.program_id(1)
-    kv_head = head // GROUP
-    k += kv_head * HEAD_DIM
-    v += kv_head * HEAD_DIM
-    rows = first + tl.arange(0, BLOCK_Q)
-    there = tl.minimum(rows, tokens - 1)
-    last = tl.minimum(first + BLOCK_Q, tokens) - 1
-    starts = tl.load(boundaries + there)
-    latest_start = tl.load(boundaries + last)
+    k += head // GROUP * HEAD_DIM
+    v += head // GROUP * HEAD_DIM
     queries = _rows(q + head * HEAD_DIM, there, q_stride, HEAD_DIM)
 
     highest = tl.full((BLOCK_Q,), -1e30, tl.float32)  # finite: a tile without any pair then adds exactly 0
@@ -86,16 +91,10 @@ def queries_gradient_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """grad_q, and delta = sum(out * grad), for BLOCK_Q queries of one head. grad is that of the output."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    rows, there, starts, first, last, latest_start = _own_queries(boundaries, tokens, BLOCK_Q)
     head = tl.program_id(1)
-    kv_head = head // GROUP
-    k += kv_head * HEAD_DIM
-    v += kv_head * HEAD_DIM
-    rows = first + tl.arange(0, BLOCK_Q)
-    there = tl.minimum(rows, tokens - 1)
-    last = tl.minimum(first + BLOCK_Q, tokens) - 1
-    starts = tl.load(boundaries + there)
-    latest_start = tl.load(boundaries + last)
+    k += head // GROUP * HEAD_DIM
+    v += head // GROUP * HEAD_DIM
     grads = _rows(grad + head * HEAD_DIM, there, grad_stride, HEAD_DIM)
     outputs = _rows(out + head * HEAD_DIM, there, out_stride, HEAD_DIM)
     deltas = tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)

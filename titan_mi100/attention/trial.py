@@ -2,8 +2,7 @@
 
 The child runs forward and backward at the run's shapes on random documents and compares with explicit attention in
 higher precision (Chunked): the values, that other documents change nothing, and whether the same call gives the same
-bits twice. Of our own kernels it also times how they may be launched. The child reads one
-JSON object and prints one.
+bits twice. Of our own kernels it also times how they may be launched. The child reads one JSON object and prints one.
 """
 
 import hashlib
@@ -14,7 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
+from titan_mi100.files import durable
 from titan_mi100.files.plain import read_checked
 from titan_mi100.logging import log
 from titan_mi100.wording import shortened
@@ -46,7 +46,7 @@ class Verdict:
 
     Attributes:
         refused: why the backend must not be used; "": it may.
-        error: the largest difference from attention in fp32, of output and gradients, by the largest element.
+        error: the largest difference from attention in higher precision, relative to the largest element.
         repeatable: equal calls give equal bits.
         kernel: what ran, as running.running_kernel names it.
         ms: of forward and backward of one layer; the median.
@@ -77,20 +77,21 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
 
     with suppress(UserError):
         remembered: Verdict = read_checked(note(launch), Verdict, "")
-        return remembered
+        again = f" (so it was when it was tried; remove {note(launch)} to try it again)" if remembered.refused else ""
+        return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
+    if torch.OutOfMemoryError.__name__ in verdict.refused:  # another process may hold the memory today
+        return verdict
     with suppress(OSError):
         note(launch).parent.mkdir(parents=True, exist_ok=True)
         for known in {launch, verdict.launch}:  # a resumed run asks about the launch that was found
-            replace(note(known), json.dumps(asdict(verdict)))
+            durable.replace(note(known), json.dumps(asdict(verdict)))
     return verdict
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
     """What a verdict depends on beside the question: device, driver, versions, and our own code."""
-    from importlib.metadata import PackageNotFoundError, version
-
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     for name in ("triton", "pytorch-triton-rocm", "flash_attn"):
         with suppress(PackageNotFoundError):
@@ -117,7 +118,7 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
         )
     except subprocess.TimeoutExpired:
         return Verdict(f"it hung: no answer in {_PATIENCE} s")
-    with suppress(ValueError, IndexError):
+    with suppress(ValueError, IndexError, TypeError):  # it printed something else
         return Verdict(**json.loads(ended.stdout.splitlines()[-1]))
     how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
@@ -127,14 +128,15 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
 def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Verdict:
     """The child's part: try it here and now."""
     documents = _documents(shape)
-    tensors = _inputs(shape, device)
+    tensors = inputs(shape, device)
     try:
+        backend = make_backend(name, "", arch, launch)
         if name == TRITON and not launch:
             launch = _fastest_launch(tensors, documents, arch)
-        backend = make_backend(name, "", arch, launch)
+            backend = make_backend(name, "", arch, launch)
         found = _run(backend, tensors, documents)
         again = _run(backend, tensors, documents)
-        ms = _milliseconds(backend, tensors, documents)
+        ms = _median_ms(backend, tensors, documents)
         others = _run(backend, _with_another_first_document(tensors, documents), documents)
     except Exception as error:  # whatever a kernel's compiler or launcher raises
         return Verdict(f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}")
@@ -170,7 +172,7 @@ def _documents(shape: Shape) -> Documents:
     return Documents(shape.batch, shape.seq, tuple(lengths))
 
 
-def _inputs(shape: Shape, device: torch.device) -> list[Tensor]:
+def inputs(shape: Shape, device: torch.device) -> list[Tensor]:
     """q, k, v, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
@@ -197,15 +199,18 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
-def _milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents, rounds: int = _ROUNDS) -> float:
-    times = []
-    for _ in range(rounds + 1):  # the first is a warm-up
-        _wait(tensors[0].device)
-        started = time.perf_counter()
-        _run(backend, tensors, documents)
-        _wait(tensors[0].device)
-        times.append(1000 * (time.perf_counter() - started))
-    return statistics.median(times[1:])
+def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
+    """Of one forward and backward. Args: tensors: as `inputs` makes them."""
+    _wait(tensors[0].device)
+    started = time.perf_counter()
+    _run(backend, tensors, documents)
+    _wait(tensors[0].device)
+    return 1000 * (time.perf_counter() - started)
+
+
+def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
+    milliseconds(backend, tensors, documents)  # a warm-up
+    return statistics.median(milliseconds(backend, tensors, documents) for _ in range(_ROUNDS))
 
 
 def _wait(device: torch.device) -> None:
@@ -217,8 +222,6 @@ def _fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) 
     """One kernel after the other: the tile with which the whole is fastest."""
     from titan_mi100.attention.triton_backend import CANDIDATES, Triton
 
-    if arch not in CANDIDATES:
-        raise UserError(f"the kernels have no launch table for {arch}")
     best = CANDIDATES[arch].first()
     problem: Exception = AssertionError("there are no candidates")
     for kernel, tiles in CANDIDATES[arch]._asdict().items():
@@ -226,7 +229,7 @@ def _fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) 
         for tile in tiles:
             launch = best._replace(**{kernel: tile})
             try:
-                times[launch] = _milliseconds(Triton("", str(launch)), tensors, documents)
+                times[launch] = _median_ms(Triton("", str(launch)), tensors, documents)
             except Exception as error:  # one that this device has too little shared memory for, say
                 problem = error
         if not times:

@@ -1,6 +1,5 @@
 """Attention by our Triton kernels (kernels.py), as operators that autograd, torch.compile and FLOP counters know."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
-
-HEAD_DIMS = (16, 32, 64, 128)
 
 
 class Tile(NamedTuple):
@@ -83,27 +80,21 @@ CANDIDATES: Mapping[str, Candidates] = {  # by the keys of hardware.GPUS; "cpu" 
 }
 
 
-def launch_options(arch: str, tile: Tile) -> dict[str, int]:
+def launch_options(tile: Tile, is_amd: bool) -> dict[str, int]:
     """What the compiler is told beside the blocks. On AMD: matrix instructions of 16 x 16, and two of them per read of
     shared memory.
     """
-    amd = {"matrix_instr_nonkdim": 16, "kpack": 2} if arch.startswith("gfx") else {}
+    amd = {"matrix_instr_nonkdim": 16, "kpack": 2} if is_amd else {}
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **amd}
-
-
-@functools.cache
-def _arch(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    found = torch.cuda.get_device_properties(device)
-    return str(getattr(found, "gcnArchName", "")).split(":")[0] or f"sm{found.major}{found.minor}"
 
 
 def _start(kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any) -> None:
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
     shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        kernel[programs](*arguments, **shape, **launch_options(_arch(q.device), tile))
+        kernel[programs](
+            *arguments, **shape, **launch_options(tile, is_amd=q.is_cuda and torch.version.hip is not None)
+        )
 
 
 def _token_stride(x: Tensor) -> int:
