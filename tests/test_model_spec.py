@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import GPUS, count_gpus, find_gpu
+from titan_mi100.config.hardware import GPUS, count_gpus, dtype_advice, find_gpu
 from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
@@ -81,6 +81,23 @@ def test_gpus_are_known_by_architecture_and_size() -> None:
     mi100 = find_gpu("gfx908:sramecc+:xnack-", 120)
     assert mi100 is not None and mi100.tflops["bfloat16"] == 92.3
     assert find_gpu("gfx908", 64) is None
+
+
+def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name\t: bf16\nflags\t\t: fpu avx2 f16c\n")
+    assert "no bfloat16 instructions" in dtype_advice("bfloat16", None, True, cpuinfo)
+    assert "no float16 instructions" in dtype_advice("float16", None, True, cpuinfo)
+    assert not dtype_advice("float32", None, True, cpuinfo)
+    assert not dtype_advice("bfloat16", None, False, cpuinfo)
+    cpuinfo.write_text("flags : avx512f avx512_bf16\n")
+    assert not dtype_advice("bfloat16", None, True, cpuinfo) and dtype_advice("float16", None, True, cpuinfo)
+    cpuinfo.write_text("Features : fp asimd bf16 asimdhp\n")
+    assert not dtype_advice("bfloat16", None, True, cpuinfo) and not dtype_advice("float16", None, True, cpuinfo)
+    assert not dtype_advice("bfloat16", None, True, tmp_path / "none")
+    assert "2.0 times" in dtype_advice("bfloat16", find_gpu("gfx908", 120), False)
+    assert not dtype_advice("float16", find_gpu("gfx908", 120), False)
+    assert not dtype_advice("bfloat16", find_gpu("sm90", 132), False)
 
 
 def test_peak_rates_are_units_times_clock() -> None:

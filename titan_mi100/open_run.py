@@ -26,6 +26,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.check import check_layout
+from titan_mi100.config.hardware import dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
@@ -172,7 +173,10 @@ def open_run(
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
         log.info(line)
-    log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
+    words, arch, units = distributed.device_name(world.device)
+    log.info(f"{world.size} process(es), each on {words}")
+    if advice := dtype_advice(config.training.mixed_precision_param, find_gpu(arch, units), world.device.type == "cpu"):
+        log.warning(advice)
     with raise_together():
         spec = spec or config.spec()
     data = data or _load_data(config, world, folder)
@@ -315,13 +319,12 @@ def _choose(
     same kind of device. A collective.
     """
     heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
-    training, arch = config.training, distributed.device_name(world.device)[1].split(":")[0]
+    training, arch = config.training, distributed.device_name(world.device)[1]
     shape = Shape(
         training.local_batch_size, training.seq_len, heads, kv_heads, spec.head_dim, training.mixed_precision_param
     )
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
-    head = HeadMemory(**chosen["head"]) if before and before.arch == arch and "head" in chosen else None
     wanted, cache = config.model.attention_backend, cache_folder(config.data)
     choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
     for line in said:
@@ -329,7 +332,9 @@ def _choose(
     if before and (choice.name, choice.launch) != (before.name, before.launch):
         log.warning(f"attention was {before.name} until now: sums are added in another order from here on")
     log.info(f"attention: {choice.name} ({choice.why})")
-    return choice, head or from_rank_zero(partial(HeadMemory.of, world.device))
+    if before and before.arch == choice.arch and "head" in chosen:
+        return choice, HeadMemory(**chosen["head"])
+    return choice, from_rank_zero(partial(HeadMemory.of, world.device))
 
 
 def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> Progress:

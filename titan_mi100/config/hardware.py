@@ -33,6 +33,29 @@ def find_gpu(arch: str, compute_units: int) -> Gpu | None:
     return GPUS.get((arch.split(":")[0], compute_units))
 
 
+_INSTRUCTIONS = {  # by which a CPU multiplies in a dtype: the names that Linux gives them, on x86 and Arm
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What speaks against computing in a dtype on this hardware; "": nothing that is known."""
+    if gpu and dtype == "bfloat16" and (ratio := gpu.tflops["float16"] / gpu.tflops[dtype]) > 1.5:
+        return (
+            f"float16's peak on {gpu.name} is {ratio:.1f} times {dtype}'s; scripts/bench/gemm.py shows what is reached"
+        )
+    if is_cpu and dtype in _INSTRUCTIONS and cpuinfo.is_file():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        known = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+        if known and not known & _INSTRUCTIONS[dtype]:
+            return (
+                f"this CPU has no {dtype} instructions, so it computes many times more slowly than in float32; "
+                'set training.mixed_precision_param = "float32"'
+            )
+    return ""
+
+
 def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
     """GPUs that a process started here would see, without importing torch: from the kernel's files.
 

@@ -84,7 +84,7 @@ class ParallelModel(ABC):
         """
 
     def copies(self) -> list[nn.Parameter]:
-        """Parameters that another rank holds too and counts: a pipeline's second copy of a tied weight."""
+        """Plain parameters that another rank holds too and counts: DDP's, a pipeline's second copy of a tied weight."""
         return []
 
     def _after_evaluation(self) -> None:  # noqa: B027  # most layouts leave nothing behind

@@ -16,11 +16,11 @@ from titan_mi100.logging import log
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory, head_loss
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.parallel.alone import AloneModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
-from titan_mi100.parallel.pipeline import PipelinedModel
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 
 
@@ -59,9 +59,13 @@ def build_model(
         boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)
         tied = spec.tie_word_embeddings and not config.lora.rank  # copies of a frozen weight stay as they are
         dtype = compute_dtype(config.training)
+        from titan_mi100.parallel.pipeline import PipelinedModel  # half a second, which other layouts need not wait for
+
         return PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
     if layout.zero_stage == 0:
         return ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
+    if layout.dp_degree == 1:
+        return AloneModel(part(), mesh, device)
     return ShardedModel(part(), mesh, layout.zero_stage, device)
 
 
@@ -80,8 +84,8 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
     apply_compile(model, config.compile, is_whole=mode != "selective")
     apply_activation_checkpointing(model, mode, is_random=lora.dropout > 0)
     # FSDP2 goes around all: its gather and free must surround whatever reads the weights, the recomputation included.
-    if layout.zero_stage == 0:
-        model.model.dtype = compute_dtype(training)  # DDP keeps fp32 weights and casts them where they are used
+    if layout.zero_stage == 0 or layout.dp_degree == 1:
+        model.model.dtype = compute_dtype(training)  # fp32 weights are cast where they are used
     else:
         apply_fsdp(model, mesh, training, layout)
 

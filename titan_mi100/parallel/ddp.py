@@ -39,7 +39,7 @@ class ReplicatedModel(ParallelModel):
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
         self.parts, self.device = [model], device
-        self._world_size, self._step = mesh.size(), 0
+        self._world_size, self._replica, self._step = mesh.size(), mesh["dp_replicate"].get_local_rank(), 0
         group = mesh["dp_replicate"].get_group()
         self._ddp = DistributedDataParallel(
             model,
@@ -79,6 +79,9 @@ class ReplicatedModel(ParallelModel):
         if self._compression is not None and self._compression.is_on(self._step):
             return noop_hook(group, bucket)
         return (bf16_compress_hook if self._in_bf16 else allreduce_hook)(group, bucket)
+
+    def copies(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.trained_parameters()] if self._replica else []
 
     def extra_state(self) -> dict[str, Tensor]:
         return {} if self._compression is None else self._compression.memory()

@@ -25,7 +25,6 @@ class ShardedModel(ParallelModel):
         self.parts, self.device = [model], device
         self._model: Any = model  # with FSDPModule's methods
         self._tp, self._zero_stage = mesh["tp"], zero_stage
-        self._is_alone = mesh["dp_replicate"].size() * mesh["dp_shard"].size() == 1
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
@@ -34,8 +33,7 @@ class ShardedModel(ParallelModel):
             is_last = number == len(microbatches)
             # ZeRO-1 sums the step's gradients before they are reduced, ZeRO-2 and 3 reduce after each forward. The
             # weights are gathered anew for each forward by ZeRO-3 only.
-            # With one data-parallel rank the sum takes no more memory, and a reduction would only copy.
-            self._model.set_requires_gradient_sync(is_last or (self._zero_stage > 1 and not self._is_alone))
+            self._model.set_requires_gradient_sync(is_last or self._zero_stage > 1)
             self._model.set_reshard_after_backward(is_last or self._zero_stage == 3)
             self._model.set_requires_all_reduce(is_last)  # among replicas: once is enough
             loss = self._model(**self._on_device(microbatch))
@@ -49,8 +47,8 @@ class ShardedModel(ParallelModel):
 
 
 def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout) -> None:
-    """Shard over the mesh's dp_shard axis, also when that is one rank, replicate over dp_replicate if it has more, and
-    set the compute and reduction dtypes.
+    """Shard over the mesh's dp_shard axis, replicate over dp_replicate if it has several, and set the compute
+    and reduction dtypes.
 
     Each block is a group. A tied embedding stays in the root's group, because the head reads it outside the
     embedding's forward; an untied embedding and head are groups of their own, so that they are not gathered together.
@@ -71,8 +69,6 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
     if model.model.embed_tokens is not None and model.lm_head is not None:
         fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    if mesh["dp_replicate"].size() * mesh["dp_shard"].size() == 1:
-        return  # nothing is summed; torch would divide a copy of each gradient by 1
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the whole step's supervised tokens: gradients are summed, never averaged.
