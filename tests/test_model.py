@@ -12,6 +12,7 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import document_mask
 from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
 from titan_mi100.model.init import initial_values
+from titan_mi100.model.layers import multiply
 from titan_mi100.model.qwen3 import Qwen3
 
 BACKENDS = ["eager", "chunked", "sdpa"]
@@ -132,3 +133,16 @@ def test_initial_values_do_not_depend_on_who_draws_which_part() -> None:
     assert not torch.equal(initial_values(spec, 8, "w", shape, (0, 0), (3000, 8)), whole)
     assert not torch.equal(initial_values(spec, 7, "v", shape, (0, 0), (3000, 8)), whole)
     assert not torch.equal(whole[:1024], whole[1024:2048])
+
+
+@pytest.mark.parametrize("outputs", [512, 511])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (3, 4), (32, 1), (33, 1)])
+def test_products_of_few_rows_are_those_of_many(shape: tuple[int, ...], outputs: int) -> None:
+    """With and without gradients another order of the factors is used; 2^17 elements are many enough for all cores."""
+    x, weight = torch.randn(*shape, 256), torch.randn(outputs, 256)
+    expected = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(multiply(x, weight), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        found = multiply(x, weight)
+    assert found.shape == (*shape, outputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -19,12 +19,12 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.plain import Eager
 from titan_mi100.config.layout import Stage
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.model.layers import Linear, RMSNorm, local_weight
+from titan_mi100.model.layers import Linear, RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import at_least_fp32, head_loss
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (batch, seq, 1, head_dim) in fp32.
+    """cos and sin of the rotary angles, each (batch, seq, 1, head_dim) in fp32; the first half of sin with a minus.
 
     Args:
         positions: (batch, seq), restarting at 0 in each document.
@@ -33,15 +33,15 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)  # (batch, seq, head_dim / 2)
-    angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1)[:, :, None], torch.cat((-sin, sin), dim=-1)[:, :, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle, in fp32. x: (batch, seq, heads, head_dim)."""
     wide = at_least_fp32(x)
     first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.addcmul(wide * cos, torch.cat((second, first), dim=-1), sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -77,8 +77,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer in three parts. The middle part, attention, changes with the documents of each microbatch: it is not
-    compiled.
+    """One layer in three parts. The middle part, attention, changes with the documents of each microbatch: it is
+    compiled only where they come as tensors.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
@@ -152,7 +152,7 @@ def logits_or_loss(
 ) -> Tensor:
     weight = local_weight(weight, hidden.dtype)
     if labels is None:
-        return F.linear(hidden, weight)
+        return multiply(hidden, weight)
     assert supervised is not None, "labels need the index of the supervised tokens"
     return loss(hidden, weight, labels, supervised)
 
