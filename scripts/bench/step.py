@@ -71,7 +71,7 @@ def rows_of(options: argparse.Namespace, spec: ModelSpec, rows: int) -> PackedDa
     return packed(documents, options.seq)
 
 
-def open_bench(options: argparse.Namespace, name: str, world: distributed.World) -> Run:
+def open_bench(options: argparse.Namespace, spec: ModelSpec, world: distributed.World) -> Run:
     training = TrainingConfig(
         seq_len=options.seq,
         local_batch_size=options.batch,
@@ -86,7 +86,6 @@ def open_bench(options: argparse.Namespace, name: str, world: distributed.World)
         activation_checkpoint=ActivationCheckpointConfig(options.checkpointing),
         compile=CompileConfig(options.compile),
     )
-    spec = MODELS[name]
     rows = rows_of(options, spec, config.batch(world.size).global_batch_size)
     return open_run(config, world, spec=spec, data=made_up(rows))
 
@@ -113,8 +112,8 @@ def wait(device: torch.device) -> None:
 
 
 def measure(options: argparse.Namespace, name: str, world: distributed.World) -> dict[str, Any]:
-    run = open_bench(options, name, world)
     spec, device = MODELS[name], world.device
+    run = open_bench(options, spec, world)
     for _ in range(options.warmup):
         run.step()
     results = [run.step() for _ in range(options.steps)]

@@ -1,0 +1,103 @@
+"""Which compute dtype suits this device: the model's own matrix products in each, and a recommendation.
+
+    python scripts/bench/gemm.py [--model 0.6B] [--tokens 1024] [--dtypes float16 bfloat16 float32] [--json]
+
+Times every product of a step: each matrix of a layer and the head, forward and both gradients, on `tokens` tokens. A
+step is their sum over the layers. The widest dtype is recommended that is at most a tenth slower than the fastest: fp32
+needs no master weights, and bf16 no loss scale.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import torch
+from step import MODELS
+from torch import Tensor
+
+from titan_mi100.cli import exit_code
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.parallel.distributed import device_name
+
+DTYPES = ("float32", "bfloat16", "float16")  # in the order of preference
+_SLOWER = 1.1
+_SECONDS = 0.3  # of one product, at least
+
+
+def products(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
+    """Matrix -> (outputs, inputs, how many of them a forward multiplies with)."""
+    heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers
+    return {
+        "q": (heads, hidden, layers),
+        "k, v": (kv_heads, hidden, 2 * layers),
+        "o": (hidden, heads, layers),
+        "gate, up": (inner, hidden, 2 * layers),
+        "down": (hidden, inner, layers),
+        "head": (spec.vocab_size, hidden, 1),
+    }
+
+
+def seconds(a: Tensor, b: Tensor) -> float:
+    """Of their product; the median of several."""
+    a @ b
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < _SECONDS and len(times) < 100):
+        _wait(a.device)
+        started = time.perf_counter()
+        a @ b
+        _wait(a.device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(spec: ModelSpec, tokens: int, dtype: str, device: torch.device) -> dict[str, list[float]]:
+    """Matrix -> TFLOP/s of the product, of the gradient of its input and of its weight; "step" -> of all of them."""
+    rates, flops, spent = {}, 0.0, 0.0
+    for name, (outputs, inputs, count) in products(spec).items():
+        x, w, grad = (
+            torch.randn(shape, device=device).to(getattr(torch, dtype))
+            for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        )
+        took = [seconds(a, b) for a, b in ((x, w.t()), (grad, w), (grad.t(), x))]
+        each = 2.0 * tokens * outputs * inputs
+        rates[name] = [each / one / 1e12 for one in took]
+        flops, spent = flops + 3 * count * each, spent + count * sum(took)
+    return {**rates, "step": [flops / spent / 1e12]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", choices=MODELS)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a microbatch: local_batch_size x seq_len")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {dtype: measure(MODELS[options.model], options.tokens, dtype, device) for dtype in options.dtypes}
+    fastest = max(rates["step"][0] for rates in found.values())
+    best = next(dtype for dtype in DTYPES if dtype in found and found[dtype]["step"][0] * _SLOWER >= fastest)
+    if options.json:
+        print(json.dumps({"tflops": found, "recommended": best}))
+        return
+    print(
+        f"{options.model}, {options.tokens} tokens, {device_name(device)[0]}, torch {torch.__version__}; TFLOP/s of the"
+    )
+    print("product, of its input's gradient and of its weight's\n")
+    print("| matrix | " + " | ".join(found) + " |\n" + "|---" * (1 + len(found)) + "|")
+    for name in found[best]:
+        print(
+            f"| {name} | " + " | ".join(", ".join(f"{r:.3g}" for r in rates[name]) for rates in found.values()) + " |"
+        )
+    print(f'\nrecommended: training.mixed_precision_param = "{best}"')
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
