@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from titan_mi100.attention.backends import PLAIN
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
-from titan_mi100.attention.plain import Sdpa
+from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
@@ -176,3 +176,35 @@ def test_short_documents_cost_no_more_memory_traffic_than_long_ones() -> None:
         for ours, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
             assert torch.equal(ours, theirs)
     assert written[4] <= 1.05 * written[32]
+
+
+class Lengths(TorchDispatchMode):
+    """Notes the lengths that attention's kernels are called for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention" in str(func):
+            self.seen.add(args[0].shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_in_16_bits_a_cpu_kernel_is_made_for_few_lengths() -> None:
+    """Each length that it meets costs memory for good. What is added to a document changes none of its numbers."""
+    documents = Documents(1, 300, (1, 63, 64, 65, 107))
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 300, heads, 16, generator=generator).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with Lengths() as lengths:
+        out = Sdpa()(*leaves, documents)
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    assert lengths.seen == {64, 128}
+    expected = Eager()(*exact, Eager().prepare(documents, CPU))
+    pairs = zip((out, *gradients), (expected, *torch.autograd.grad(expected.sum(), exact)), strict=True)
+    for ours, theirs in pairs:
+        assert (ours - theirs).abs().max() <= 2e-2 * theirs.abs().max()
+    with torch.no_grad():  # another document's values are as good as none
+        other = [torch.cat((leaf[:, :64], torch.full_like(leaf[:, 64:], 7.0)), dim=1) for leaf in leaves]
+        assert torch.equal(Sdpa()(*other, documents)[:, :64], out[:, :64])

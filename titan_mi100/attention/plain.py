@@ -54,8 +54,21 @@ class Sdpa(Backend):
         # One split of the flattened batch. Its backward is one concatenation; the backward of a slice per document
         # would fill and add a whole row for each of them.
         parts = (x.flatten(0, 1)[None].split(prepared.lengths, dim=1) for x in (q, k, v))
-        outputs = [_sdpa(*document, is_causal=True) for document in zip(*parts, strict=True)]
+        outputs = [_causal(*document) for document in zip(*parts, strict=True)]
         return torch.cat(outputs, dim=1).view(q.shape)
+
+
+# A CPU makes its kernels for 16 bits anew for each length, and keeps the 8 MB that they take: so there are few lengths.
+_TILE = 64
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One document, (1, length, heads, head_dim)."""
+    length = q.shape[1]
+    more = -length % _TILE if q.device.type == "cpu" and q.dtype.itemsize == 2 else 0
+    if more:  # behind its last token, where none of its own attends to
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
+    return _sdpa(q, k, v, is_causal=True)[:, :length]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
