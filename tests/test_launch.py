@@ -111,5 +111,5 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
     monkeypatch.setattr(launch.Launcher, "__init__", lambda self: setattr(self, "_told", None))  # blocks signals
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
-    assert launch.Launcher().train([], "folder") == 1
+    assert launch.Launcher().train(["torchrun"], [], "folder") == 1
     assert workers[0].wait(10) == -signal.SIGKILL

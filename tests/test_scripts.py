@@ -84,6 +84,22 @@ elif argv[1] == "torch.distributed.run":
     if left != "none":
         run_state(int(left))
     sys.exit(int(code))
+elif argv[1] == "titan_mi100.train":  # one process: without torchrun
+    log("trainer", argv[2:])
+    def leave(number, frame):
+        run_state(3)
+        log("signal", [number])
+        os._exit(0)
+    if os.environ.get("STUB_WAIT"):
+        run_state(1, "running")
+        signal.signal(signal.SIGINT, leave)
+        log("waiting", [])
+        time.sleep(0.5)
+        signal.signal(signal.SIGUSR1, leave)
+        time.sleep(30)
+    if os.environ.get("STUB_STATE_CODE") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    run_state(int(os.environ.get("STUB_STATE_CODE", "0")))
 elif argv[1] == "venv":
     log("venv", argv[2:])
     folder = os.path.join(argv[-1], "bin")
@@ -371,6 +387,16 @@ def test_outputs_that_nobody_reads_change_no_exit_code(checkout: Checkout, outpu
     assert checkout.run("bash", "-c", script, str(checkout.folder / "run_train.sh"), **variables).returncode == 4
 
 
+@pytest.mark.parametrize(("state", "code"), [("0", 0), ("2", 2), ("killed", 1)])
+def test_one_process_starts_without_torchrun(checkout: Checkout, state: str, code: int) -> None:
+    result = checkout.train("--nproc_per_node", "1", "--training.steps", "4", STUB_STATE_CODE=state)
+    assert result.returncode == code, result.stderr
+    assert checkout.calls("torchrun") == []
+    ((arguments, environ),) = checkout.calls("trainer")
+    assert arguments == ["--training.steps", "4"] and environ["WORLD_SIZE"] is None
+    assert ("the trainer was killed by SIGKILL; most likely memory ran out" in result.stderr) == (state == "killed")
+
+
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
     assert checkout.train("--nproc_per_node", "2", "-h").returncode == 0
     assert [arguments for arguments, _ in checkout.calls("config")] == [["--help"]]
@@ -448,6 +474,15 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
     assert "goes on" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) -> None:
+    checkout.environ["NGPU"] = "1"
+    code, errors = send_while(checkout, "trainer", number)
+    assert code == 3, errors
+    heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
 
 
 def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout) -> None:

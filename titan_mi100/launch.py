@@ -1,6 +1,7 @@
 """Starts a run and supervises it: `python -m titan_mi100.launch ARGS`, which run_train.sh calls.
 
-Checks the config, prepares the data, runs torchrun, passes signals on, and ends with an exit code of docs/DESIGN.md.
+Checks the config, prepares the data, runs the trainer (several processes under torchrun; one alone, which starts
+sooner), passes signals on, and ends with an exit code of docs/DESIGN.md.
 Imports little and no torch, to start fast. Signals are blocked and waited for, not handled: so none interrupts anything
 else, and none is lost. run_train.sh blocks them before it starts Python.
 """
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             with suppress(OSError):
                 os.rmdir(folder)  # unless there is something in it; not earlier, or another run could get its name
             raise
-        return launcher.train((*_TORCHRUN, "--nproc_per_node", size, *TRAINER, *trainer), folder)
+        torchrun = (*_TORCHRUN, "--nproc_per_node", size) if processes > 1 else ()
+        return launcher.train(torchrun, (*TRAINER, *trainer), folder)
     except UserError as error:
         say(error)
         return 2
@@ -122,7 +124,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self._told: signal.Signals | None = None
-        self._outcome = Path()
+        self._outcome, self._under_torchrun = Path(), True
         # what is ignored stays so: nohup ignores SIGHUP
         heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
         self._signals = heard | {signal.SIGCHLD, signal.SIGALRM}
@@ -137,12 +139,14 @@ class Launcher:
             sys.exit(status if status in _MEANING else 1)
         return output
 
-    def train(self, command: Sequence[str], folder: str) -> int:
-        """Run torchrun to its end; the exit code of the run."""
+    def train(self, torchrun: Sequence[str], trainer: Sequence[str], folder: str) -> int:
+        """Run the trainer, or torchrun with it, to its end; the exit code of the run."""
+        self._under_torchrun = bool(torchrun)
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the run makes it
             environment = {"TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid())}
-            status, _ = self._run("torchrun", command, self._tell_workers, environment)
+            what = "torchrun" if torchrun else "the trainer"
+            status, _ = self._run(what, (*torchrun, *trainer), self._tell_workers, environment)
             for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
                 self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
                 time.sleep(0.1)
@@ -150,7 +154,7 @@ class Launcher:
         if outcome is None:
             self._leave_if_told()
         code, message = outcome or (1, "")
-        # what the run itself said last comes again below torchrun's page about its workers
+        # what the run itself said last, which may be above a page of torchrun's about its workers
         for line in message.splitlines() if status else ():
             say(line)
         if code := code or int(status != 0):
@@ -186,15 +190,18 @@ class Launcher:
             say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
         return status, process.stdout.read() if process.stdout else b""
 
-    def _tell_workers(self, torchrun: Process) -> None:
+    def _tell_workers(self, process: Process) -> None:
         """Tell workers with USR1: torchrun would pass TERM on, but give them only half a minute to save."""
         if self._told != signal.SIGINT:
-            self._signal_workers(signal.SIGUSR1, torchrun.pid)
+            if self._under_torchrun:
+                self._signal_workers(signal.SIGUSR1, process.pid)
+            else:
+                process.send_signal(signal.SIGUSR1)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         elif read_outcome(self._outcome) is None:
-            torchrun.kill()  # nothing can be lost yet, and while modules are imported Ctrl-C would be a traceback
+            process.kill()  # nothing can be lost yet, and while modules are imported Ctrl-C would be a traceback
         else:
-            torchrun.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
 
     def _signal_workers(self, number: int, parent: int | None = None) -> None:
         """Signal this launch's processes, which are in sessions of their own: their environment names the launch.
