@@ -97,6 +97,14 @@ def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, 
     assert sum(len(set(said.ids)) for said in expected) > count * 10, "what the model says varies"
     assert decode.generate(model, prompts, Sampling(), (), new) == expected
     assert [decode.generate(model, [prompt], Sampling(), (), new)[0] for prompt in prompts] == expected
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model.merge()
+    assert decode.generate(model, prompts, Sampling(), (), new) == expected
+    for (now, parameter), (then, value) in zip(model.named_parameters(), before.items(), strict=True):
+        assert now == then and torch.equal(parameter, value)
+    for block in model.model.blocks():
+        block.self_attn.q_proj.weight.data.zero_()  # views: nothing is held twice
+        assert block.self_attn.merged is not None and not block.self_attn.merged[: block.self_attn.head_dim].any()
 
 
 @pytest.mark.parametrize(

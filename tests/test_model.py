@@ -11,6 +11,7 @@ from titan_mi100.attention.backends import PLAIN
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import document_mask
 from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
+from titan_mi100.model import layers
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.layers import multiply
 from titan_mi100.model.qwen3 import Qwen3
@@ -135,14 +136,19 @@ def test_initial_values_do_not_depend_on_who_draws_which_part() -> None:
     assert not torch.equal(whole[:1024], whole[1024:2048])
 
 
+@pytest.mark.parametrize(("on_amd", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.bfloat16)])
 @pytest.mark.parametrize("outputs", [512, 511])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (3, 4), (32, 1), (33, 1)])
-def test_products_of_few_rows_are_those_of_many(shape: tuple[int, ...], outputs: int) -> None:
+def test_products_of_few_rows_are_those_of_many(
+    shape: tuple[int, ...], outputs: int, on_amd: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without gradients another order of the factors is used; 2^17 elements are many enough for all cores."""
-    x, weight = torch.randn(*shape, 256), torch.randn(outputs, 256)
-    expected = (x.double() @ weight.double().t()).float()
-    torch.testing.assert_close(multiply(x, weight), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(layers, "_ON_AMD", on_amd)
+    x, weight = torch.randn(*shape, 256).to(dtype), torch.randn(outputs, 256).to(dtype)
+    expected = x.double() @ weight.double().t()
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.1}
+    torch.testing.assert_close(multiply(x, weight).double(), expected, **near)
     with torch.no_grad():
         found = multiply(x, weight)
-    assert found.shape == (*shape, outputs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert found.shape == (*shape, outputs) and found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, **near)

@@ -38,6 +38,7 @@ def sides(spec: ModelSpec, options: argparse.Namespace, batch: int, device: torc
     )
     theirs = Qwen3ForCausalLM(Qwen3Config(**to_hf_config(spec))).to(device, dtype).eval()
     theirs.load_state_dict(dict(ours.named_parameters()), strict=False)  # a tied head is not in ours
+    ours.merge()
     prompts = torch.randint(0, spec.vocab_size, (batch, options.prompt), generator=torch.Generator().manual_seed(0))
     inputs, rows = prompts.to(device), prompts.tolist()
 

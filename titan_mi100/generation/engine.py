@@ -102,6 +102,7 @@ class Model:
             network = Qwen3(self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), self.source.weights.read)
+        network.merge()
         return network
 
 

@@ -55,7 +55,7 @@ def head_loss(
 
     Args:
         hidden: (batch, seq, H), after the final norm.
-        weight: (V, H), the head's weight.
+        weight: (V, H), the head's weight, in the dtype of `hidden` or a wider one; so is its gradient.
         labels: (batch, seq), already shifted; IGNORE where there is no supervision.
         supervised: (n,), n > 0: positions of the supervised tokens in the flattened batch. Its length comes from the
             host; counting labels here would make the host wait for the device.
@@ -124,11 +124,13 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             delta.index_put_((rows, column.squeeze(1)), -inside.to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
             if delta.dtype == grad_hidden.dtype:
-                grad_hidden.addmm_(delta, weight[start:stop])
+                grad_hidden.addmm_(delta, blocks.weight(start, stop))
             else:
-                grad_hidden += delta @ weight[start:stop]
-            if grad_weight is not None:
+                grad_hidden += delta @ blocks.weight(start, stop)
+            if grad_weight is not None and weight.dtype == hidden.dtype:
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
+            elif grad_weight is not None:
+                grad_weight[start:stop] = delta.t() @ hidden
         blocks.holds_logits = False  # they were overwritten; a zero-bubble pipeline calls this twice
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
@@ -157,7 +159,11 @@ class _Blocks:
 
     def compute(self, start: int, stop: int) -> Tensor:
         """Logits of a block, (n, block), in the dtype of the activations."""
-        return torch.mm(self._hidden, self._weight[start:stop].t(), out=self.place(start, stop))
+        return torch.mm(self._hidden, self.weight(start, stop).t(), out=self.place(start, stop))
+
+    def weight(self, start: int, stop: int) -> Tensor:
+        """A block of the weight, in the dtype of the activations: the whole one is never copied."""
+        return self._weight[start:stop].to(self._hidden.dtype)
 
     def place(self, start: int, stop: int) -> Tensor:
         """The place of a block's logits."""

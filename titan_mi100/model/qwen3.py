@@ -19,7 +19,7 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.plain import Eager
 from titan_mi100.config.layout import Stage
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.model.layers import Linear, RMSNorm, local_weight, multiply
+from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.loss import at_least_fp32, head_loss
 
 
@@ -38,10 +38,9 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle, in fp32. x: (batch, seq, heads, head_dim)."""
-    wide = at_least_fp32(x)
-    first, second = wide.chunk(2, dim=-1)
-    return torch.addcmul(wide * cos, torch.cat((second, first), dim=-1), sin).to(x.dtype)
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle. x: (batch, seq, heads, head_dim), in fp32 at least."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
 class Attention(nn.Module):
@@ -57,12 +56,15 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads, spec.hidden_size)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.merged: Tensor | None = None  # weights of q, k and v; see Qwen3.merge
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        return q, k, self.v_proj(x).view(heads)
+        q, k, v = (y.view(heads) for y in outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged))
+        # rounded to 16 bits once, after both
+        q = rotate(self.q_norm(at_least_fp32(q)), cos, sin).to(x.dtype)
+        k = rotate(self.k_norm(at_least_fp32(k)), cos, sin).to(x.dtype)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -71,9 +73,11 @@ class MLP(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
+        self.merged: Tensor | None = None  # weights of gate and up; see Qwen3.merge
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = outputs_of((self.gate_proj, self.up_proj), x, self.merged)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -150,11 +154,10 @@ class Head(nn.Module):
 def logits_or_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss
 ) -> Tensor:
-    weight = local_weight(weight, hidden.dtype)
     if labels is None:
-        return multiply(hidden, weight)
+        return multiply(hidden, local_weight(weight, hidden.dtype))
     assert supervised is not None, "labels need the index of the supervised tokens"
-    return loss(hidden, weight, labels, supervised)
+    return loss(hidden, local_weight(weight, weight.dtype), labels, supervised)  # which casts it block by block
 
 
 class Qwen3(nn.Module):
@@ -203,6 +206,15 @@ class Qwen3(nn.Module):
             documents = self.model.backend.prepare(Documents.one_per_row(*positions.shape), positions.device)
         hidden = self.model(input_ids, positions, documents)
         return self.head(hidden, labels, supervised) if self.model.stage.last else hidden
+
+    def merge(self) -> None:
+        """Let one product take the place of several with the same input: faster when text is generated. Not for
+        training: the weights become views.
+        """
+        for block in self.model.blocks():
+            attention, mlp = block.self_attn, block.mlp
+            attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
+            mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
 
     def head(self, hidden: Tensor, labels: Tensor | None = None, supervised: Tensor | None = None) -> Tensor:
         """Logits of the last stage's hidden states, or with labels the summed loss."""
