@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import GPUS, count_gpus, dtype_advice, find_gpu
+from titan_mi100.config.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu
 from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
@@ -98,6 +98,15 @@ def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> N
     assert "2.0 times" in dtype_advice("bfloat16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("float16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("bfloat16", find_gpu("sm90", 132), False)
+
+
+def test_compilation_is_advised_where_it_was_measured_to_be_faster(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : avx512f avx512_bf16\n")
+    assert not compile_advice("bfloat16", True, cpuinfo)
+    cpuinfo.write_text("flags : avx512f avx512_bf16 amx_bf16\n")
+    assert "compile.enable = true" in compile_advice("bfloat16", True, cpuinfo)
+    assert not compile_advice("float32", True, cpuinfo) and not compile_advice("bfloat16", False, cpuinfo)
 
 
 def test_peak_rates_are_units_times_clock() -> None:

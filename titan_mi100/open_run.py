@@ -26,7 +26,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.check import check_layout
-from titan_mi100.config.hardware import dtype_advice, find_gpu
+from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
@@ -175,8 +175,11 @@ def open_run(
         log.info(line)
     words, arch, units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {words}")
-    if advice := dtype_advice(config.training.mixed_precision_param, find_gpu(arch, units), world.device.type == "cpu"):
+    dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
+    if advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
         log.warning(advice)
+    if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
+        log.info(advice)
     with raise_together():
         spec = spec or config.spec()
     data = data or _load_data(config, world, folder)

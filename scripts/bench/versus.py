@@ -37,8 +37,8 @@ class Side:
         asks, answers = folder / f"{name}.asks", folder / f"{name}.answers"
         os.mkfifo(asks)
         os.mkfifo(answers)
-        keys = ("seq", "batch", "accumulation", "dtype", "checkpointing", "compile", "trl_attention")
-        given = {key: getattr(options, key) for key in keys}
+        keys = ("seq", "batch", "accumulation", "dtype", "checkpointing", "zero_stage", "trl_attention")
+        given = {key: getattr(options, key) for key in keys} | {"compile": name in options.compile}
         given |= {"model": model, "steps": options.rounds + 1, "folder": str(folder / name)}
         python = options.python if name == "trl" else sys.executable
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
@@ -108,7 +108,8 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="recompute nothing")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="+", default=[], choices=SIDES, help="the sides that use torch.compile")
+    parser.add_argument("--zero_stage", type=int, default=-1, help="of our side; 0 is DDP, as TRL's")
     parser.add_argument("--apart", action="store_true", help="one side after the other: both at once need more memory")
     parser.add_argument("--trl_attention", default="sdpa", help="attn_implementation of transformers")
     parser.add_argument("--python", default=sys.executable, help="the interpreter for TRL's side")

@@ -23,6 +23,7 @@ from titan_mi100.config.settings import (
     Config,
     LRSchedulerConfig,
     OptimizerConfig,
+    ParallelismConfig,
     TrainingConfig,
 )
 from titan_mi100.data.loader import ShuffledEpochs
@@ -97,6 +98,7 @@ def ours(options: argparse.Namespace) -> None:
         lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),
         activation_checkpoint=ActivationCheckpointConfig("full" if options.checkpointing else "none"),
         compile=CompileConfig(options.compile),
+        parallelism=ParallelismConfig(zero_stage=options.zero_stage),
     )
     run = open_run(config, distributed.init_distributed(), spec=MODELS[options.model], data=made_up(rows_of(options)))
     turns, losses = Turns(options), []

@@ -45,15 +45,26 @@ def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path
         return (
             f"float16's peak on {gpu.name} is {ratio:.1f} times {dtype}'s; scripts/bench/gemm.py shows what is reached"
         )
-    if is_cpu and dtype in _INSTRUCTIONS and cpuinfo.is_file():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        known = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    if is_cpu and dtype in _INSTRUCTIONS:
+        known = _cpu_flags(cpuinfo)
         if known and not known & _INSTRUCTIONS[dtype]:
             return (
                 f"this CPU has no {dtype} instructions, so it computes many times more slowly than in float32; "
                 'set training.mixed_precision_param = "float32"'
             )
     return ""
+
+
+def compile_advice(dtype: str, is_cpu: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What speaks for torch.compile on this hardware: where it was measured to be faster; "": nothing that is known."""
+    if is_cpu and dtype == "bfloat16" and "amx_bf16" in _cpu_flags(cpuinfo):
+        return "compile.enable = true makes a step a fifth shorter on CPUs with AMX, after 20 seconds of compilation"
+    return ""
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
+    return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
 
 
 def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
