@@ -135,7 +135,8 @@ def test_fp16_learns_as_bf16_does(world: World) -> None:
     losses = {}
     for dtype in ("bfloat16", "float16"):
         training = TrainingConfig(seq_len=16, local_batch_size=16, steps=200, mixed_precision_param=dtype)
-        schedule = LRSchedulerConfig(warmup_steps=10, decay_type="constant")
+        # decays: at a constant rate the end depends on rounding by 1%, in the same dtype too
+        schedule = LRSchedulerConfig(warmup_steps=10, decay_type="linear")
         config = Config(training=training, lr_scheduler=schedule)
         run = open_run(config, world, spec=spec, data=made_up(packed(documents, 16)))
         for group in run.optimizer.param_groups:
