@@ -88,6 +88,18 @@ def test_bf16_gradients_are_as_near_to_fp64_as_the_plain_loss_in_bf16(memory: He
         assert (ours.double() - exact).norm() <= 1.05 * (usual.double() - exact).norm()
 
 
+@pytest.mark.parametrize("memory", [FIVE_BLOCKS, HeadMemory(1, 1 << 25)], ids=["computed again", "kept"])
+def test_a_weight_in_fp32_is_cast_block_by_block_as_it_would_be_whole(memory: HeadMemory) -> None:
+    hidden, weight, labels = case(torch.bfloat16)
+    wide = (weight.detach().float() * 1.001).requires_grad_()  # not in bf16's values
+    ours = head_loss(hidden, wide, labels, supervised_of(labels), memory=memory)
+    found = torch.autograd.grad(ours.sum(), (hidden, wide))
+    whole = head_loss(hidden, wide.bfloat16(), labels, supervised_of(labels), memory=memory)
+    expected = torch.autograd.grad(whole.sum(), (hidden, wide))
+    assert torch.equal(ours, whole) and found[1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_microbatch_without_supervision_is_zero_and_still_reaches_the_parameters() -> None:
     hidden, weight, labels = case(torch.float32)
     labels = torch.full_like(labels, IGNORE)
