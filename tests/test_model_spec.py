@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu
+from titan_mi100.config.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
@@ -106,6 +106,9 @@ def test_compilation_is_advised_where_it_was_measured_to_be_faster(tmp_path: Pat
     assert not compile_advice("bfloat16", True, cpuinfo)
     cpuinfo.write_text("flags : avx512f avx512_bf16 amx_bf16\n")
     assert "compile.enable = true" in compile_advice("bfloat16", True, cpuinfo)
+    assert not is_amd_cpu(cpuinfo) and not is_amd_cpu(tmp_path / "none")
+    cpuinfo.write_text("vendor_id : AuthenticAMD\nflags : amx_bf16\n")
+    assert is_amd_cpu(cpuinfo)
     assert not compile_advice("float32", True, cpuinfo) and not compile_advice("bfloat16", False, cpuinfo)
 
 

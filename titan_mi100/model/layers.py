@@ -1,17 +1,17 @@
 """The layers that the model, its adapters and tensor parallelism share."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_mi100.config.hardware import is_amd_cpu
+
 _FEW_ROWS, _LARGE = 32, 100_000
-_CPUINFO = Path("/proc/cpuinfo")
 # There MKL, which multiplies in fp32, uses one core for a matrix-vector product, and reads a right factor slowly.
-_ON_AMD = _CPUINFO.is_file() and "AuthenticAMD" in _CPUINFO.read_text(errors="replace")
+_ON_AMD = is_amd_cpu()
 
 
 def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:

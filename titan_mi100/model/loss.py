@@ -91,7 +91,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         highest = torch.full(labels.shape, -torch.inf, dtype=blocks.wide, device=hidden.device)  # (n,)
         total, target = torch.zeros_like(highest), torch.zeros_like(highest)  # sum of exp(logit - highest); the label's
         for start, stop in blocks:
-            logits = blocks.widened(blocks.compute(start, stop))
+            logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
             inside, column = _columns(labels, start, stop)
             target = torch.where(inside, logits.gather(1, column).squeeze(1), target)
             raised = torch.maximum(highest, logits.amax(dim=1))
@@ -118,15 +118,16 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # not of a frozen head
         rows = torch.arange(len(labels), device=labels.device)
         for start, stop in blocks:
-            logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(start, stop)
+            part = blocks.weight(start, stop)
+            logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(part, start)
             delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
             inside, column = _columns(labels, start, stop)
             delta.index_put_((rows, column.squeeze(1)), -inside.to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
             if delta.dtype == grad_hidden.dtype:
-                grad_hidden.addmm_(delta, blocks.weight(start, stop))
+                grad_hidden.addmm_(delta, part)
             else:
-                grad_hidden += delta @ blocks.weight(start, stop)
+                grad_hidden += delta @ part
             if grad_weight is not None and weight.dtype == hidden.dtype:
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
             elif grad_weight is not None:
@@ -157,9 +158,9 @@ class _Blocks:
         for start in range(0, len(self._weight), self._size):
             yield start, min(start + self._size, len(self._weight))
 
-    def compute(self, start: int, stop: int) -> Tensor:
-        """Logits of a block, (n, block), in the dtype of the activations."""
-        return torch.mm(self._hidden, self.weight(start, stop).t(), out=self.place(start, stop))
+    def compute(self, weight: Tensor, start: int) -> Tensor:
+        """Logits of the block of the weight that begins at `start`, (n, block), in the dtype of the activations."""
+        return torch.mm(self._hidden, weight.t(), out=self.place(start, start + len(weight)))
 
     def weight(self, start: int, stop: int) -> Tensor:
         """A block of the weight, in the dtype of the activations: the whole one is never copied."""
