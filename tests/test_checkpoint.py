@@ -265,6 +265,13 @@ def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
     return None
 
 
+def test_a_run_does_not_go_on_with_another_kind_of_optimizer_state() -> None:
+    found = Found(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {}}, {})
+    about = {"fingerprints": FINGERPRINTS, "data": {}, "optimizer": {"state": "8bit", "master": "fp32"}}
+    with pytest.raises(UserError, match=r"optimizer\.state \(fp32, now 8bit\).*initial_load_path"):
+        check_same_run(found, about, ())
+
+
 def test_a_step_that_is_not_finite_changes_nothing(world: World, tmp_path: Path) -> None:
     job = Job(world, tmp_path, precision="float32")
     trainer = job.run.trainer

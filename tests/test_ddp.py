@@ -1,5 +1,6 @@
 """DDP and PowerSGD on two real gloo processes: what is sent, what comes out, and resumes from every layout."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def test_the_checkpoint_names_the_memory_by_rank_and_has_none_before_the_start(f
 def test_powersgd_refuses_bf16_reduction() -> None:
     refused = check(config_of(RANK_1, reduce="bfloat16"), 2)
     assert any("powersgd_rank = 1" in line and 'mixed_precision_reduce = "float32"' in line for line in refused)
+
+
+def test_powersgd_refuses_weights_in_bf16() -> None:
+    config = config_of(RANK_1)
+    refused = check(replace(config, optimizer=replace(config.optimizer, master="bf16_sr")), 2)
+    assert any("powersgd_rank = 1" in line and '[optimizer] master = "bf16_sr"' in line for line in refused)
 
 
 def test_bytes_in_words() -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, torchrun
+from torch import nn
 
 from titan_mi100.errors import UserError
 from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import measure_gradients
 
 
 def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
@@ -38,3 +40,11 @@ def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"4 processes for 2 GPU\(s\); start with --nproc_per_node 2"):
         distributed.init_distributed()
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    for dtype, bar in ((torch.float32, 1e-6), (torch.bfloat16, 1e-5)):
+        parameter = nn.Parameter(torch.empty(3, 1 << 22, dtype=dtype))
+        parameter.grad = torch.randn_like(parameter)
+        squares = measure_gradients([parameter]).squares
+        assert abs(squares / parameter.grad.double().square().sum() - 1) < bar

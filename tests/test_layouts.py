@@ -78,6 +78,13 @@ def test_layouts_train_in_fp16_as_one_process_does(tmp_path: Path) -> None:
     assert_within_the_bars(parity.measure([replace(cell, steps=2) for cell in jobs if cell.tied], tmp_path))
 
 
+@pytest.mark.full
+def test_layouts_train_with_less_state_as_one_process_does(tmp_path: Path) -> None:
+    jobs = parity.cells("float64", 0.0, [name for name, (n, _) in parity.LAYOUTS.items() if n < 8], accumulations=(4,))
+    jobs = [replace(cell, steps=2, state="8bit", master="bf16_sr") for cell in jobs if cell.tied]
+    assert_within_the_bars(parity.measure(jobs, tmp_path))
+
+
 @pytest.mark.parametrize("backend", ["chunked", pytest.param("eager", marks=pytest.mark.full)])
 def test_layouts_train_alike_with_every_backend_of_attention(backend: str, tmp_path: Path) -> None:
     jobs = parity.cells("float64", 0.0, ["FSDP2 x2", "TP2", "PP2 1F1B"], accumulations=(2,))

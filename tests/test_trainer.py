@@ -173,7 +173,7 @@ def test_progress_counts_skipped_steps_and_those_in_a_row() -> None:
 
 def test_the_optimizer_runs_fused_and_scales_each_groups_own_peak() -> None:
     named = [("matrix", nn.Parameter(torch.ones(2, 2))), ("vector", nn.Parameter(torch.ones(2)))]
-    optimizer = build_optimizer(named, OptimizerConfig(lr=0.4, weight_decay=0.5), torch.device("cpu"))
+    optimizer = build_optimizer(named, OptimizerConfig(lr=0.4, weight_decay=0.5), 0, torch.device("cpu"))
     assert optimizer.defaults["fused"] is True
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     optimizer.param_groups[1]["peak_lr"] = 0.2

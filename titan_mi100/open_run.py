@@ -38,7 +38,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.logging import log
 from titan_mi100.model.loss import HeadMemory
-from titan_mi100.optim.optimizer import AdamW, build_optimizer, lr_factor, scale_lr
+from titan_mi100.optim.optimizer import build_optimizer, lr_factor, scale_lr
+from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
@@ -79,7 +80,7 @@ class Run:
     data: Prepared
     about: dict[str, Any]
     model: ParallelModel
-    optimizer: AdamW
+    optimizer: NamedState
     checkpointer: Checkpointer
     stream: RowStream
     progress: Progress
@@ -205,7 +206,7 @@ def open_run(
     supervised_share = data.facts.train.supervised_share(config.training.seq_len)
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     load_weights(model, config, spec, found.path if found else None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, world.device)
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, config.training.seed, world.device)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
     if found is not None:
         checkpointer.load(found.path)
@@ -304,6 +305,7 @@ def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batc
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
         "rows": len(data.train),
+        "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
         "fingerprints": {
             "model": asdict(spec),
             "tokenizer": data.facts.tokenizer,
@@ -373,7 +375,7 @@ def _open_checkpointer(
     spec: ModelSpec,
     data: Prepared,
     model: ParallelModel,
-    optimizer: AdamW,
+    optimizer: NamedState,
 ) -> Checkpointer:
     """A collective."""
     with raise_together():

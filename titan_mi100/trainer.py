@@ -11,7 +11,7 @@ from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepared import PADDING_DOCUMENT
 from titan_mi100.optim.loss_scale import LossScale
-from titan_mi100.optim.optimizer import AdamW
+from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values, measure_gradients
 from titan_mi100.run.metrics import StepResult, peak_memory_gib
@@ -25,7 +25,7 @@ class Trainer:
     def __init__(
         self,
         model: ParallelModel,
-        optimizer: AdamW,
+        optimizer: NamedState,
         stream: RowStream,
         max_norm: float,
         first_row: int = 0,
@@ -77,9 +77,7 @@ class Trainer:
         overflowed = can_fall and skipped and math.isfinite(loss_sum)
         if update and not skipped:
             clip = self._max_norm / grad_norm if 0 < self._max_norm < grad_norm else 1.0
-            if clip != 1 or scale != 1:
-                gradients.scale(clip / scale)
-            self._optimizer.step()
+            self._optimizer.update(clip / scale)
         if update and self._loss_scale is not None:
             self._loss_scale.after_step(overflowed)
         self._optimizer.zero_grad(set_to_none=True)

@@ -83,12 +83,14 @@ def whole(tensor: Tensor | None) -> Tensor:
 def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
     """Will hold the whole gradients of the next step, as they come to the optimizer."""
     kept: list[tuple[str, Tensor]] = []
+    update = run.optimizer.update
 
-    def keep(*_: Any) -> None:
+    def keep(factor: float) -> None:
         if not kept:
-            kept.extend((name, whole(p.grad)) for name, p in run.model.trained_parameters())
+            kept.extend((name, whole(p.grad) * factor) for name, p in run.model.trained_parameters())
+        update(factor)
 
-    run.optimizer.register_step_pre_hook(keep)
+    run.optimizer.update = keep  # type: ignore[method-assign]
     return kept
 
 

@@ -38,7 +38,7 @@ from titan_mi100.files.durable import sync
 from titan_mi100.files.plain import read_checked
 from titan_mi100.files.stored import StoredTensors, open_dcp
 from titan_mi100.logging import log
-from titan_mi100.optim.optimizer import AdamW
+from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, fill_parameters, from_rank_zero, gather, raise_together
 
@@ -54,7 +54,7 @@ class Checkpointer:
         folder: Path,
         keep_latest_k: int,
         model: ParallelModel,
-        optimizer: AdamW,
+        optimizer: NamedState,
         world: World,
         in_background: bool = False,
         assets: Mapping[str, bytes] = MappingProxyType({}),

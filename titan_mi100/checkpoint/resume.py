@@ -16,6 +16,7 @@ NEWEST = -1
 TRAINER = "trainer.json"  # the file of a checkpoint that says how far the run had come
 REMEDY = "remove this checkpoint to resume from the one before"
 _OF_A_RUN = ("layout", "data", "rows", "fingerprints")  # what a manifest says of the run
+_FP32 = {"state": "fp32", "master": "fp32"}  # the optimizer's, where a manifest names none
 _COUNTS = ("rows", "global_batch_size", "local_batch_size", "gradient_accumulation_steps", "dp_degree")  # in these
 
 
@@ -154,6 +155,12 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
         (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with another {some(permitted, 30)}")
+    before, now = found.manifest.get("optimizer", _FP32), about.get("optimizer", _FP32)
+    if different := differing({"optimizer": before}, {"optimizer": now}).values():
+        raise UserError(
+            f"{found.path}: was saved with another {some(list(different), 30)}; resume with what it was saved with, or "
+            "begin with its weights and a new optimizer: checkpoint.initial_load_path, and another job.run_folder"
+        )
     if refused:
         remedy = "name what may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
         what = f"was made with another {some(refused, 30)}; resume with what it was made with"

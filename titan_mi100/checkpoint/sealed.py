@@ -60,6 +60,11 @@ class _Chosen(TypedDict, total=False):
     head: _Head
 
 
+class _Optimizer(TypedDict):
+    state: str
+    master: str
+
+
 class _Adapter(TypedDict):
     rank: int
     alpha: float
@@ -76,6 +81,7 @@ class _Manifest(_Sealed, total=False):
     layout: dict[str, int]
     data: dict[str, Any]
     rows: int
+    optimizer: _Optimizer
     fingerprints: _Fingerprints
     chosen: _Chosen
     lora: _Adapter

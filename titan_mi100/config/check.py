@@ -104,6 +104,11 @@ def check_layout(config: Config, world_size: int) -> list[str]:
             f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
             'mixed_precision_reduce = "float32"'
         )
+    if p.powersgd_rank and config.optimizer.master != "fp32":
+        errors.append(
+            f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32, and gradients are bfloat16 with "
+            f'[optimizer] master = "{config.optimizer.master}"; set it to "fp32"'
+        )
     if p.powersgd_rank and config.training.mixed_precision_param == "float16":
         errors.append(
             f"[parallelism] powersgd_rank = {p.powersgd_rank} keeps errors from step to step, which do not follow the "

@@ -137,6 +137,22 @@ class OptimizerConfig:
     beta2: float = _key(0.95, "decay of the second moment")
     eps: float = _key(1e-8, "added to the denominator")
     weight_decay: float = _key(0.1, "decoupled weight decay of matrices; norms have none")
+    state: str = _key(
+        "fp32",
+        "of AdamW's two moments: fp32, or bf16 rounded at random, or 8 bits each with an exponent per block",
+        choices=("fp32", "bf16", "8bit"),
+    )
+    master: str = _key(
+        "fp32",
+        "what the weights themselves are kept in: fp32; bf16_sr, bf16 rounded at random (stochastic rounding); 24bit, "
+        "bf16 and 8 bits more",
+        choices=("fp32", "bf16_sr", "24bit"),
+    )
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether anything is kept in fewer bits than fp32 has."""
+        return (self.state, self.master) != ("fp32", "fp32")
 
 
 @dataclass(frozen=True)

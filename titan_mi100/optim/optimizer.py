@@ -1,32 +1,29 @@
-"""AdamW over named parameters, its state by name, and the learning rate.
+"""The optimizer of a run, and the learning rate.
 
 The learning rate is a pure function of the step: there is nothing to save, and a resume cannot be off by one.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.settings import LRSchedulerConfig, OptimizerConfig
+from titan_mi100.optim.lean import LeanAdamW
+from titan_mi100.optim.state import NamedState
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter, 2019) whose state can be named before its first step, for a checkpoint to fill."""
+class AdamW(NamedState, torch.optim.AdamW):
+    """Torch's AdamW (Loshchilov & Hutter, 2019): state in the weights' dtype."""
 
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(`<parameter>.<state>`, tensor) of everything a resume needs; made here where no step has made it yet.
-
-        The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
-        cast them to the parameter's dtype, and goes by position instead of by name.
-        """
-        for group in self.param_groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if not self.state[parameter]:
-                    self._start(parameter)
-                for key, value in self.state[parameter].items():
-                    yield f"{name}.{key}", value
+    @torch.no_grad()
+    def update(self, factor: float) -> None:
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        if factor != 1:
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        self.step()
 
     def _start(self, parameter: nn.Parameter) -> None:
         # fused kernels want the step count on the parameter's device
@@ -36,12 +33,14 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, device: torch.device
-) -> AdamW:
-    """AdamW, fused, in groups: matrices with weight decay, the norms' vectors without.
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, seed: int, device: torch.device
+) -> NamedState:
+    """AdamW in groups: matrices with weight decay, the norms' vectors without. Torch's, fused, unless the config asks
+    for state or master weights of fewer bytes.
 
     Args:
         parameters: by HF name; what is trained.
+        seed: of what is rounded at random.
     """
     matrices: list[tuple[str, nn.Parameter]] = []
     vectors: list[tuple[str, nn.Parameter]] = []
@@ -53,6 +52,8 @@ def build_optimizer(
         for alike, decay in decays
         if alike
     ]
+    if config.is_lean:
+        return LeanAdamW(groups, config, seed)
     return AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda"))
 
 

@@ -71,12 +71,11 @@ def build_model(
 
 def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
     """Wrap a model, or a pipeline stage of one, that is on the meta device, in place. No parameter changes its name."""
-    training, lora = config.training, config.lora
+    training, lora, master = config.training, config.lora, master_dtype(config.training, config.optimizer)
     if lora.rank:
         apply_lora(model, lora)
     for parameter in model.parameters():
-        dtype = master_dtype(training) if parameter.requires_grad else compute_dtype(training)
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(master if parameter.requires_grad else compute_dtype(training))
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
     # Checkpointing goes around what is compiled: the compiled parts are then alike in all blocks and compiled once.

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -51,11 +50,12 @@ class ReplicatedModel(ParallelModel):
         if parallelism.powersgd_rank:
             self.extra_state_name = "powersgd"
             self._compression = PowerSGD(self.trained_parameters(), group, parallelism)
-        self._in_bf16 = reduce_dtype(training) == torch.bfloat16
-        if self._compression is not None or self._in_bf16:
+        self._sent_in = reduce_dtype(training)
+        gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
+        if self._compression is not None or gradients != {self._sent_in}:
             self._ddp.register_comm_hook(group, self._reduce)
         # until a step is compressed, each gradient is sent once
-        self.gradient_bytes = sum(2 * p.numel() if self._in_bf16 else p.nbytes for _, p in self.trained_parameters())
+        self.gradient_bytes = sum(self._sent_in.itemsize * p.numel() for _, p in self.trained_parameters())
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._step += 1
@@ -72,13 +72,15 @@ class ReplicatedModel(ParallelModel):
         return torch.cat(losses)
 
     def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's hook. In a compressed step it leaves this rank's gradients as they are, for after backward.
-
-        Torch's bf16 hook goes through here because DDP refuses it by its name where there is no NCCL.
+        """DDP's hook: the average in the dtype of reduction. In a compressed step it leaves this rank's gradients as
+        they are, for after backward.
         """
         if self._compression is not None and self._compression.is_on(self._step):
             return noop_hook(group, bucket)
-        return (bf16_compress_hook if self._in_bf16 else allreduce_hook)(group, bucket)
+        buffer = bucket.buffer()
+        sent = buffer.to(self._sent_in).div_(self._world_size)
+        reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
+        return reduced.then(lambda done: buffer.copy_(done.value()[0]))
 
     def copies(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.trained_parameters()] if self._replica else []

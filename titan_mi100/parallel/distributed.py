@@ -221,13 +221,11 @@ class Gradients:
         finite: 0-dim bool: whether all values are finite that this rank holds, replicas included.
     """
 
-    local: list[Tensor]
     squares: Tensor
     finite: Tensor
 
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        torch._foreach_mul_(self.local, factor)
+
+_PIECE = 1 << 16
 
 
 @torch.no_grad()
@@ -238,16 +236,20 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
         copies: parameters that this rank holds but another one counts.
     """
     counted_elsewhere = {id(parameter) for parameter in copies}
-    local, counted = [], []
+    local: list[Tensor] = []
+    counted: list[bool] = []
     for parameter in parameters:
         assert parameter.grad is not None, "a parameter has no gradient"
         gradient, first = _local_gradient(parameter.grad)
-        local.append(gradient)
-        counted.append(first and id(parameter) not in counted_elsewhere)
-    squares = torch.stack(torch._foreach_norm(local)).double().square()
+        # On a CPU torch sums squares one after the other: of 67M values 0.5% are lost to rounding.
+        pieces = gradient.reshape(-1).split(_PIECE) if gradient.device.type == "cpu" else [gradient]
+        local.extend(pieces)
+        counted.extend([first and id(parameter) not in counted_elsewhere] * len(pieces))
+    wide = torch.promote_types(local[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(local, 2, dtype=wide)).double().square()
     mask = torch.tensor(counted, device=squares.device)
     # a sum of squares is finite if all of them are
-    return Gradients(local, squares.where(mask, 0.0).sum(), squares.sum().isfinite())
+    return Gradients(squares.where(mask, 0.0).sum(), squares.sum().isfinite())
 
 
 def _local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:

@@ -2,15 +2,17 @@
 
 import torch
 
-from titan_mi100.config.settings import TrainingConfig
+from titan_mi100.config.settings import OptimizerConfig, TrainingConfig
 
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:
     return getattr(torch, training.mixed_precision_param)
 
 
-def master_dtype(training: TrainingConfig) -> torch.dtype:
-    """Of weights and optimizer state: float32, or float64 where the computation is that."""
+def master_dtype(training: TrainingConfig, optimizer: OptimizerConfig) -> torch.dtype:
+    """Of trained weights and their gradients: as configured, but float64 where computation and state are exact."""
+    if optimizer.is_lean:
+        return torch.float32 if optimizer.master == "fp32" else torch.bfloat16
     return torch.promote_types(getattr(torch, training.mixed_precision_param), torch.float32)
 
 

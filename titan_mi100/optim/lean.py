@@ -1,0 +1,250 @@
+"""AdamW whose state and master weights take fewer bytes than fp32: one update in every layout and on every device.
+
+What is rounded at random is rounded by noise that is a function of the seed, the step, the parameter's name and the
+element's number in the whole parameter. Sums and products are single operations of fp32, which IEEE 754 rounds in one
+way only: a kernel that fuses two of them, as `torch.lerp` may, gives other bits on other devices, or at the end of a
+tensor. So equal gradients give equal updates, on replicas, on both copies of a tied weight, and after a resume in
+another layout.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_mi100.config.settings import OptimizerConfig
+from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
+from titan_mi100.optim.state import NamedState
+
+_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are worked on at a time: what caches hold; 128 MiB of buffers
+
+
+class LeanAdamW(NamedState):
+    """AdamW (Loshchilov & Hutter, 2019) with less state.
+
+    Per parameter it keeps, each sharded as the parameter is:
+        exp_avg, exp_avg_sq: the moments in fp32; or in bf16, rounded at random; or as codes of 8 bits, see formats.py,
+            with exp_avg_exponent and exp_avg_sq_exponent: there exp_avg_sq is the root of the second moment. Vectors,
+            and matrices with rows too short for blocks, have fp32 instead of codes.
+        residual: int8, the next 8 bits of weights of which the parameter itself holds 16 (`master = "24bit"`).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, seed: int) -> None:
+        """Args: groups: of parameters in fp32, or in bf16 unless `config.master` is fp32; see build_optimizer."""
+        defaults = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        super().__init__(groups, defaults)
+        self._config, self._seed = config, seed
+        self._buffers: dict[torch.device, _Buffers] = {}
+
+    def _start(self, parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        block = block_size(parameter.shape[-1]) if parameter.ndim == 2 and self._config.state == "8bit" else 0
+        for name in ("exp_avg", "exp_avg_sq"):
+            if block:
+                state[name] = _like(parameter, torch.uint8)
+                state[f"{name}_exponent"] = _like(parameter, torch.uint8, block)
+            else:
+                state[name] = _like(parameter, torch.bfloat16 if self._config.state == "bf16" else torch.float32)
+        if self._config.master == "24bit":
+            state["residual"] = _like(parameter, torch.int8)
+
+    @torch.no_grad()
+    def update(self, factor: float) -> None:
+        """One step. Args: factor: what gradients are multiplied with first."""
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                assert parameter.grad is not None, "a parameter has no gradient"
+                if not self.state[parameter]:
+                    self._start(parameter)
+                self.state[parameter]["step"] += 1
+                step = int(self.state[parameter]["step"])
+                seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
+                numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
+                for part in self._parts(parameter):
+                    _update(part, numbers, self._config)
+
+    def _parts(self, parameter: nn.Parameter) -> Iterator["_Part"]:
+        """This rank's part of a parameter, some rows at a time."""
+        row, column = _offset(parameter)
+        tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **self.state[parameter]}
+        del tensors["step"]
+        local = {name: _rows_of(tensor) for name, tensor in tensors.items()}
+        rows, columns = local["weight"].shape
+        if not local["weight"].numel():
+            return
+        size = max(1, _ELEMENTS[parameter.device.type] // columns)
+        buffers = self._buffers_of(parameter.device, size * columns)
+        whole = parameter.shape[-1]
+        for start in range(0, rows, size):
+            part = {name: tensor[start : start + size] for name, tensor in local.items()}
+            yield _Part(part, (row + start) * whole + column, whole, buffers.of(part["weight"].shape))
+
+    def _buffers_of(self, device: torch.device, size: int) -> "_Buffers":
+        if device not in self._buffers or self._buffers[device].size < size:
+            self._buffers[device] = _Buffers(size, device)
+        return self._buffers[device]
+
+
+class _Buffers:
+    """Memory that every update uses again: allocating it anew would take longer than many operations."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._floats = torch.empty(5, size, device=device)
+        self._integers = torch.empty(3, size, dtype=torch.int32, device=device)
+
+    def of(self, shape: torch.Size) -> "_Scratch":
+        count = shape.numel()
+        return _Scratch(*(x[:count].view(shape) for x in (*self._floats, *self._integers)))
+
+
+class _Scratch(NamedTuple):
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    weight: Tensor
+    other: Tensor
+    noise: Tensor
+    integers: Tensor
+    more_integers: Tensor
+
+
+class _Part(NamedTuple):
+    """Some rows of a parameter and what belongs to them. first: number of the first element; whole: columns of all."""
+
+    tensors: dict[str, Tensor]
+    first: int
+    whole: int
+    scratch: _Scratch
+
+
+class _Numbers:
+    """What is the same for all elements of a parameter in a step."""
+
+    def __init__(self, group: dict[str, Any], step: int, factor: float, key: int) -> None:
+        self.beta1, self.beta2 = group["betas"]
+        self.eps, self.factor, self.key = group["eps"], factor, key
+        self.kept = 1 - group["lr"] * group["weight_decay"]
+        self.rate = group["lr"] / (1 - self.beta1**step)
+        self.correction = 1 / math.sqrt(1 - self.beta2**step)
+
+
+def _update(part: _Part, numbers: _Numbers, config: OptimizerConfig) -> None:
+    tensors, s = part.tensors, part.scratch
+    weight = tensors["weight"]
+    if config.state != "fp32" or config.master == "bf16_sr":
+        rows, columns = weight.shape
+        lines = torch.arange(part.first, part.first + rows * part.whole, part.whole, device=weight.device)
+        torch.add(
+            lines.to(torch.int32)[:, None],
+            torch.arange(columns, dtype=torch.int32, device=weight.device),
+            out=s.noise,
+        )
+        draw_noise(s.noise, numbers.key, s.integers)
+
+    gradient = s.gradient.copy_(tensors["gradient"])
+    if numbers.factor != 1:
+        gradient.mul_(numbers.factor)
+    second = _load(tensors, "exp_avg_sq", UNSIGNED, s.second, s.integers)
+    if "exp_avg_sq_exponent" in tensors:
+        second.mul_(second)
+    second.mul_(numbers.beta2)
+    second.add_(torch.mul(gradient, gradient, out=s.other).mul_(1 - numbers.beta2))
+    root = torch.sqrt(second, out=s.other)
+    first = _load(tensors, "exp_avg", SIGNED, s.first, s.integers)
+    first.mul_(numbers.beta1).add_(gradient.mul_(1 - numbers.beta1))
+
+    divisor = torch.mul(root, numbers.correction, out=s.gradient).add_(numbers.eps)
+    change = torch.div(first, divisor, out=divisor).mul_(numbers.rate)
+    wide = _load_weight(tensors, s)
+    wide.mul_(numbers.kept).sub_(change)
+    _store_weight(tensors, wide, s, config.master)
+
+    _store(tensors, "exp_avg", first, SIGNED, 16, s)
+    is_coded = "exp_avg_sq_exponent" in tensors
+    _store(tensors, "exp_avg_sq", root if is_coded else second, UNSIGNED, 24, s)
+
+
+def _load(tensors: dict[str, Tensor], name: str, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
+    """A moment in fp32, as it is kept."""
+    exponents = tensors.get(f"{name}_exponent")
+    return out.copy_(tensors[name]) if exponents is None else decode(tensors[name], exponents, kind, out, scratch)
+
+
+def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, bit: int, s: _Scratch) -> None:
+    """Args: value: lost. bit: the first of the eight bits of noise to use."""
+    kept, exponents = tensors[name], tensors.get(f"{name}_exponent")
+    if exponents is not None:
+        encode(value, kept, exponents, kind, part_of_noise(s.noise, bit, kind.shift, s.integers), s.more_integers)
+    elif kept.dtype == torch.bfloat16:
+        _round_to_bf16(value, kept, part_of_noise(s.noise, bit, 16, s.integers))
+    else:
+        kept.copy_(value)
+
+
+def _load_weight(tensors: dict[str, Tensor], s: _Scratch) -> Tensor:
+    """The weight in fp32, whatever it is kept in."""
+    if "residual" not in tensors:
+        return s.weight.copy_(tensors["weight"])
+    bits = s.weight.view(torch.int32).copy_(tensors["weight"].view(torch.int16))
+    bits.bitwise_left_shift_(8).add_(tensors["residual"]).bitwise_left_shift_(8)
+    return s.weight
+
+
+def _store_weight(tensors: dict[str, Tensor], value: Tensor, s: _Scratch, master: str) -> None:
+    """Args: value: lost."""
+    weight = tensors["weight"]
+    if master == "bf16_sr":
+        _round_to_bf16(value, weight, torch.bitwise_and(s.noise, 0xFFFF, out=s.integers))
+    elif master == "24bit":
+        # The upper 24 bits as a whole number; of these the upper 16, rounded, and what is missing then: -128 to 127.
+        bits = value.view(torch.int32).add_(0x80).bitwise_right_shift_(8)
+        upper = torch.add(bits, 0x80, out=s.integers).bitwise_right_shift_(8)
+        weight.view(torch.int16).copy_(upper)
+        tensors["residual"].copy_(bits.sub_(upper.bitwise_left_shift_(8)))
+    else:
+        weight.copy_(value)
+
+
+def _round_to_bf16(value: Tensor, out: Tensor, noise: Tensor) -> None:
+    """Args: value: fp32, lost. noise: int32, from 0 to 2 ** 16."""
+    out.view(torch.int16).copy_(value.view(torch.int32).add_(noise).bitwise_right_shift_(16))
+
+
+def _like(parameter: nn.Parameter, dtype: torch.dtype, block: int = 1) -> Tensor:
+    """Zeros, sharded as the parameter is; of `block` columns one."""
+    local = _local(parameter)
+    *rows, columns = local.shape
+    assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
+    zeros = torch.zeros(*rows, columns // block, dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    *rows, columns = parameter.shape
+    shape = torch.Size((*rows, columns // block))
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
+    return DTensor(zeros, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _offset(parameter: nn.Parameter) -> tuple[int, int]:
+    """Row and column of the parameter at which this rank's part begins; a vector is a single row."""
+    if not isinstance(parameter, DTensor):
+        return 0, 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return (0, offset[0]) if len(offset) == 1 else (offset[0], offset[1])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    local = _local(tensor)
+    return local[None] if local.ndim == 1 else local
