@@ -1,11 +1,12 @@
-"""What the compilers make of our attention kernels, without a GPU: registers, memory, matrix instructions.
+"""What the compilers make of our kernels, without a GPU: registers, memory, matrix instructions.
 
     python scripts/bench/compile_report.py [--arch gfx908 gfx90a ...] [--head_dim 64 128] [--first] [--json]
 
 Every launch that titan_mi100/attention/triton_backend.py offers an architecture is compiled, for fp16 and bf16. Exit
 code 1, and a line each, if one spills registers into scratch memory, needs more shared memory (LDS) than there is, or
-uses no matrix instructions (MFMA, MMA). AMD's kernels need a linker, lld 16 or later: `apt-get install lld-16`, or
-TRITON_HIP_LLD_PATH.
+uses no matrix instructions (MFMA, MMA). Then the optimizer's kernel for each kind of state; its last column counts
+products and sums that became one operation, of which there must be none. AMD's kernels need a linker, lld 16 or later:
+`apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: the interpreter compiles nothing
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: the interpreter compiles nothing
 
 from titan_mi100.attention.triton_backend import CANDIDATES, Tile, launch_options
 from titan_mi100.cli import exit_code
@@ -57,10 +59,6 @@ class Report:
 
 
 def compile_kernel(kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile) -> Report:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     fixed = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
     kinds = {"lse": "*fp32", "delta": "*fp32", "boundaries": "*i32", "scale": "fp32", "tokens": "i32"}
     signature, constants, divisible = {}, {}, {}
@@ -71,13 +69,71 @@ def compile_kernel(kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile
             constants[(place,)] = fixed[name]
         elif name not in ("scale", "tokens"):  # as at run time, where all of these are multiples of 16
             divisible[(place,)] = [["tt.divisibility", 16]]
-    is_amd = arch.startswith("gfx")
-    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", int(arch[2:]), 32)
-    source = ASTSource(kernel, signature, constants, divisible)
-    compiled = triton.compile(source, target=target, options=launch_options(tile, is_amd))
-    read = _read_amd if is_amd else _read_nvidia
+    compiled = _compile(kernel, arch, signature, constants, divisible, launch_options(tile, arch.startswith("gfx")))
     name = kernel.fn.__name__.removesuffix("_kernel")
-    return Report(arch, name, dtype, head_dim, tile, *read(compiled, arch))
+    return Report(arch, name, dtype, head_dim, tile, *_read(compiled, arch))
+
+
+def _compile(kernel: Any, arch: str, signature: Any, constants: Any, divisible: Any, options: dict[str, Any]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[2:]), 32)
+    return triton.compile(ASTSource(kernel, signature, constants, divisible), target=target, options=options)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """The optimizer's kernel, compiled. fused: sums that became one operation with a product."""
+
+    arch: str
+    state: str
+    master: str
+    registers: str
+    spilled: int
+    shared: int
+    fused: int
+
+    def problems(self) -> Iterator[str]:
+        what = f"{self.arch} update, state {self.state}, weights {self.master}"
+        if self.spilled:
+            yield f"{what}: {self.spilled} bytes of registers per thread are kept in memory"
+        if self.fused:
+            yield f"{what}: {self.fused} sums of a thread are no operations of their own"
+
+
+def compile_update(arch: str, state: str, master: str) -> UpdateReport:
+    from titan_mi100.optim import fused, kernels
+
+    kernel, moment = kernels.update_kernel, {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}[state]
+    weight = "*fp32" if master == "fp32" else "*i16"
+    fixed = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256, "BLOCKS": 4}
+    kinds = {"weight": weight, "gradient": weight, "first": moment, "second": moment, "residual": "*i8"}
+    kinds |= {f"{name}_exponent": "*u8" for name in ("first", "second")}
+    kinds |= dict.fromkeys(("rows", "columns", "number", "whole", "key"), "i32") | dict.fromkeys(fixed, "constexpr")
+    signature = {name: kinds.get(name, "fp32") for name in kernel.arg_names}
+    constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
+    aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "columns"]
+    divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    compiled = _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
+    registers, spilled, shared, _ = _read(compiled, arch)
+    threads = fused.LAUNCH["num_warps"] * (64 if arch.startswith("gfx") else 32)
+    alone = _SUMS * 4 * 256 // threads - _count_sums(compiled.asm)
+    return UpdateReport(arch, state, master, registers, spilled, shared, alone)
+
+
+_SUMS = 4  # of an element: both moments, the divisor, the weight
+
+
+def _count_sums(code: Mapping[str, str]) -> int:
+    """Sums of fp32 that are operations of their own, in a thread."""
+    found = re.findall(r"v_(pk_)?(?:add|sub)_f32|(?:add|sub)\.rn\.f32", code.get("amdgcn") or code["ptx"])
+    return sum(2 if packed else 1 for packed in found)
+
+
+def _read(compiled: Any, arch: str) -> tuple[str, int, int, int]:
+    return (_read_amd if arch.startswith("gfx") else _read_nvidia)(compiled, arch)
 
 
 def _read_amd(compiled: Any, arch: str) -> tuple[str, int, int, int]:
@@ -139,18 +195,29 @@ def main() -> int:
                     for head_dim in options.head_dim:
                         report = compile_kernel(kernel, arch, dtype, head_dim, tile)
                         problems += report.problems()
-                        print(json.dumps(asdict(report)) if options.json else _row(report), flush=True)
+                        print(json.dumps(asdict(report)) if options.json else _cells(report), flush=True)
+    if not options.json:
+        print("\n| arch | state | weights | registers | spilled | shared | fused |\n" + "|---" * 7 + "|")
+    for arch in options.arch:
+        for state, master in (("8bit", "bf16_sr"), ("8bit", "24bit"), ("bf16", "bf16_sr"), ("fp32", "bf16_sr")):
+            update = compile_update(arch, state, master)
+            problems += update.problems()
+            print(json.dumps(asdict(update)) if options.json else _row(asdict(update).values()), flush=True)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 
-def _row(report: Report) -> str:
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _cells(report: Report) -> str:
     q, k, warps, stages = report.tile
     launch = f"{q} x {k}, {warps}, {stages}"
     cells = (report.arch, report.kernel, report.dtype, report.head_dim, launch, report.registers, report.spilled,
              report.shared, report.matrix_instructions)  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return _row(cells)
 
 
 if __name__ == "__main__":

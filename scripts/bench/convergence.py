@@ -12,7 +12,6 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

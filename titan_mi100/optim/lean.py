@@ -9,7 +9,7 @@ another layout.
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import OptimizerConfig
+from titan_mi100.logging import log
 from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
 from titan_mi100.optim.state import NamedState
 
 _ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are worked on at a time: what caches hold; 128 MiB of buffers
+
+Kernel = Callable[[dict[str, Tensor], int, int, "_Numbers", str], None]  # see fused.update
 
 
 class LeanAdamW(NamedState):
@@ -35,12 +38,16 @@ class LeanAdamW(NamedState):
         residual: int8, the next 8 bits of weights of which the parameter itself holds 16 (`master = "24bit"`).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, seed: int) -> None:
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, seed: int, device: torch.device) -> None:
         """Args: groups: of parameters in fp32, or in bf16 unless `config.master` is fp32; see build_optimizer."""
         defaults = {"betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
         self._config, self._seed = config, seed
-        self._buffers: dict[torch.device, _Buffers] = {}
+        self._buffers: _Buffers | None = None
+        self._kernel: Kernel | None = None
+        if device.type == "cuda":
+            self._kernel, how = sound_kernel(config, device)
+            log.info(f"optimizer: AdamW, state {config.state}, weights {config.master}, {how}")
 
     def _start(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
@@ -67,29 +74,57 @@ class LeanAdamW(NamedState):
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
-                for part in self._parts(parameter):
-                    _update(part, numbers, self._config)
+                self._update(parameter, numbers)
 
-    def _parts(self, parameter: nn.Parameter) -> Iterator["_Part"]:
-        """This rank's part of a parameter, some rows at a time."""
-        row, column = _offset(parameter)
+    def _update(self, parameter: nn.Parameter, numbers: "_Numbers") -> None:
+        """This rank's part of a parameter; without the kernel some rows at a time."""
         tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **self.state[parameter]}
         del tensors["step"]
         local = {name: _rows_of(tensor) for name, tensor in tensors.items()}
+        (row, column), whole = _offset(parameter), parameter.shape[-1]
         rows, columns = local["weight"].shape
         if not local["weight"].numel():
             return
+        if self._kernel is not None:
+            self._kernel(local, row * whole + column, whole, numbers, self._config.master)
+            return
         size = max(1, _ELEMENTS[parameter.device.type] // columns)
-        buffers = self._buffers_of(parameter.device, size * columns)
-        whole = parameter.shape[-1]
+        if self._buffers is None or self._buffers.size < size * columns:
+            self._buffers = _Buffers(size * columns, parameter.device)
         for start in range(0, rows, size):
             part = {name: tensor[start : start + size] for name, tensor in local.items()}
-            yield _Part(part, (row + start) * whole + column, whole, buffers.of(part["weight"].shape))
+            scratch = self._buffers.of(part["weight"].shape)
+            update_plainly(part, (row + start) * whole + column, whole, numbers, self._config, scratch)
 
-    def _buffers_of(self, device: torch.device, size: int) -> "_Buffers":
-        if device not in self._buffers or self._buffers[device].size < size:
-            self._buffers[device] = _Buffers(size, device)
-        return self._buffers[device]
+
+def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
+    """The Triton kernel if it works here, and in words what updates.
+
+    It is tried on random numbers, and must leave the bits that `update_plainly` does.
+    """
+    try:
+        from titan_mi100.optim import fused
+    except ImportError as error:
+        return None, f"plain torch operations: {error}"
+    results = []
+    for kernel in (None, fused.update):
+        draw = torch.Generator().manual_seed(1)
+        weights = torch.randn(8, 1024, generator=draw), torch.randn(1000, generator=draw)
+        dtype = torch.float32 if config.master == "fp32" else torch.bfloat16
+        named = [(str(number), nn.Parameter(weight.to(device, dtype))) for number, weight in enumerate(weights)]
+        names, parameters = zip(*named, strict=True)
+        group = {"params": parameters, "param_names": names, "lr": 1e-3, "weight_decay": 0.1}
+        optimizer = LeanAdamW([group], config, 1, torch.device("cpu"))
+        optimizer._kernel = kernel
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to(device, dtype)
+            optimizer.update(0.5)
+        results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])
+    if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
+        return fused.update, "one Triton kernel"
+    log.warning("the Triton kernel of the optimizer gives other bits than plain torch operations, and is not used")
+    return None, "plain torch operations"
 
 
 class _Buffers:
@@ -99,10 +134,11 @@ class _Buffers:
         self.size = size
         self._floats = torch.empty(5, size, device=device)
         self._integers = torch.empty(3, size, dtype=torch.int32, device=device)
+        self._double = torch.empty(size, dtype=torch.float64, device=device)
 
     def of(self, shape: torch.Size) -> "_Scratch":
         count = shape.numel()
-        return _Scratch(*(x[:count].view(shape) for x in (*self._floats, *self._integers)))
+        return _Scratch(*(x[:count].view(shape) for x in (*self._floats, *self._integers, self._double)))
 
 
 class _Scratch(NamedTuple):
@@ -114,15 +150,7 @@ class _Scratch(NamedTuple):
     noise: Tensor
     integers: Tensor
     more_integers: Tensor
-
-
-class _Part(NamedTuple):
-    """Some rows of a parameter and what belongs to them. first: number of the first element; whole: columns of all."""
-
-    tensors: dict[str, Tensor]
-    first: int
-    whole: int
-    scratch: _Scratch
+    double: Tensor
 
 
 class _Numbers:
@@ -136,12 +164,19 @@ class _Numbers:
         self.correction = 1 / math.sqrt(1 - self.beta2**step)
 
 
-def _update(part: _Part, numbers: _Numbers, config: OptimizerConfig) -> None:
-    tensors, s = part.tensors, part.scratch
+def update_plainly(
+    tensors: dict[str, Tensor], first_number: int, whole: int, numbers: _Numbers, config: OptimizerConfig, s: _Scratch
+) -> None:
+    """Update some rows of a parameter by operations of torch.
+
+    Args:
+        tensors: `weight`, `gradient`, and the state by its names, (rows, columns) each.
+        first_number: of the first element; whole: columns of the whole parameter.
+    """
     weight = tensors["weight"]
     if config.state != "fp32" or config.master == "bf16_sr":
         rows, columns = weight.shape
-        lines = torch.arange(part.first, part.first + rows * part.whole, part.whole, device=weight.device)
+        lines = torch.arange(first_number, first_number + rows * whole, whole, device=weight.device)
         torch.add(
             lines.to(torch.int32)[:, None],
             torch.arange(columns, dtype=torch.int32, device=weight.device),
@@ -157,7 +192,7 @@ def _update(part: _Part, numbers: _Numbers, config: OptimizerConfig) -> None:
         second.mul_(second)
     second.mul_(numbers.beta2)
     second.add_(torch.mul(gradient, gradient, out=s.other).mul_(1 - numbers.beta2))
-    root = torch.sqrt(second, out=s.other)
+    root = s.other.copy_(s.double.copy_(second).sqrt_())  # MKL's root of fp32 is off by a bit at times
     first = _load(tensors, "exp_avg", SIGNED, s.first, s.integers)
     first.mul_(numbers.beta1).add_(gradient.mul_(1 - numbers.beta1))
 

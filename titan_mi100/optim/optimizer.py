@@ -53,7 +53,7 @@ def build_optimizer(
         if alike
     ]
     if config.is_lean:
-        return LeanAdamW(groups, config, seed)
+        return LeanAdamW(groups, config, seed, device)
     return AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda"))
 
 

@@ -1,0 +1,50 @@
+"""The optimizer's Triton kernel, in Triton's interpreter: the bits of plain torch operations."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from test_lean_optimizer import KINDS, dtype_of, optimizer_of, parameters, train
+from torch import Tensor
+
+from titan_mi100.optim import lean
+
+if "triton" in os.environ.get("TITAN_TESTS_REQUIRE", ""):
+    import triton  # noqa: F401
+else:
+    pytest.importorskip("triton")
+from titan_mi100.optim import fused
+
+CPU = torch.device("cpu")
+
+
+def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
+    named = parameters(dtype_of(kind))
+    optimizer = optimizer_of(kind, named)
+    optimizer._kernel = kernel
+    train(optimizer, named, 4, factor=0.7)
+    return [p.detach() for _, p in named] + [value for _, value in optimizer.named_state()]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_the_kernel_leaves_the_bits_of_plain_torch_operations(kind: tuple[str, str]) -> None:
+    for plain, ours in zip(trained(kind, None), trained(kind, fused.update), strict=True):
+        assert torch.equal(plain, ours)
+    kernel, how = lean.sound_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), CPU)
+    assert kernel is fused.update and how == "one Triton kernel"
+
+
+def test_a_kernel_that_differs_by_a_bit_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(tensors: dict[str, Tensor], *others: Any) -> None:
+        right(tensors, *others)
+        if "residual" in tensors:
+            tensors["residual"][0, 0] ^= 1
+
+    right = fused.update
+    monkeypatch.setattr(fused, "update", wrong)
+    kernel, how = lean.sound_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
+    assert kernel is None and how == "plain torch operations"
+    assert "gives other bits" in caplog.text
