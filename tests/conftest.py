@@ -87,12 +87,25 @@ def _log_as_it_was() -> Iterator[None]:
     log.setLevel(level)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def world():
-    """This process as a job of one."""
-    from titan_mi100.parallel.distributed import init_distributed
+    """This process as a job of one. The group stays for the next test: see no_process_group."""
+    import torch
 
+    from titan_mi100.parallel.distributed import World, init_distributed
+
+    if torch.distributed.is_initialized():
+        return World(0, 1, torch.device("cpu"))
     return init_distributed()
+
+
+@pytest.fixture
+def no_process_group():
+    """This process in no job."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def job_environment() -> dict[str, str]:

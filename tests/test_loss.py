@@ -1,5 +1,7 @@
 """The blocked loss against the plain one in fp64."""
 
+import weakref
+
 import pytest
 import torch
 from conftest import supervised_of
@@ -63,6 +65,15 @@ def test_backward_can_run_twice(kept: int) -> None:
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (second,) = torch.autograd.grad(loss, weight)
     assert torch.equal(first, second)
+
+
+def test_after_backward_the_loss_keeps_no_logits() -> None:
+    """A pipeline keeps the outputs of all microbatches until its step ends."""
+    hidden, weight, labels = case(torch.float32)
+    result = head_loss(hidden, weight, labels, supervised_of(labels), memory=HeadMemory(1, 1 << 25))
+    buffer = weakref.ref(result.grad_fn.blocks.place(0, 1).untyped_storage())
+    result.sum().backward()
+    assert buffer() is None
 
 
 def test_logits_as_large_as_they_come_overflow_nothing() -> None:

@@ -28,9 +28,9 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def check(config: Config, world_size: int | None) -> list[str]:
+def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
     """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
-    errors = _check_paths(config)
+    errors = _check_paths(config) if with_files else []
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):

@@ -192,7 +192,7 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
 def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
     """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
     torch = version("torch")
-    if SCHEDULES[name].zero_bubble and tuple(map(int, torch.split(".")[:2])) < (2, 13):
+    if SCHEDULES[name].zero_bubble and is_torch_before_2_13():
         return (
             f'[parallelism] pipeline_parallel_schedule = "{name}" needs torch 2.13, this is {torch}: 2.8 cannot split '
             "the backward of a Python autograd function, as the loss is one, and over gloo ZBV loses its connections "
@@ -206,6 +206,19 @@ def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
     if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
         return f"{got} needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use {pp} x n"
     return None
+
+
+def is_torch_before_2_13() -> bool:
+    """Without importing it."""
+    return tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
+
+
+def received_per_microbatch(stages: Sequence[Stage]) -> int:
+    """Tensors of hidden states that torch's pipeline keeps on a rank for each microbatch of a step: what it receives
+    from the stage before, up to 2.8 with its gradient, and from the one behind.
+    """
+    from_before = 2 if is_torch_before_2_13() else 1  # those between were not tried
+    return sum(from_before * (not stage.first) + (not stage.last) for stage in stages)
 
 
 def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) -> list[int]:

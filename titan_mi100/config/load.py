@@ -67,7 +67,7 @@ def _keys(section: type) -> tuple[Any, ...]:
     return fields(section)
 
 
-def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
+def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: bool = True) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
     Without a name it is train_configs/debug.toml, or finetune.toml where `argv` names a model or data.
@@ -76,6 +76,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
         argv: `--job.config_file x.toml`, then any `--section.key value` (or `=value`; a lone `--section.key` is true;
             a list takes several values, and its key may be repeated).
         world_size: number of processes of the run; None: it is not to be started, and any layout will do.
+        with_files: data and tokenizer must be there.
 
     Raises:
         UserError: all that is wrong, one line each.
@@ -107,7 +108,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1) -> Config:
         built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes))
     named = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
-    for error in check(config, world_size) if is_read else ():  # else what is missing may be in the file
+    for error in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
         if (start := re.match(r"\[\w+\] \w+", error)) is None:
             errors.append(error)
         elif start[0] not in refused:

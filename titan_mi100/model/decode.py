@@ -18,7 +18,7 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import cached
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.model.loss import at_least_fp32
+from titan_mi100.model.layers import at_least_fp32
 from titan_mi100.model.qwen3 import Qwen3, rotary_tables
 
 

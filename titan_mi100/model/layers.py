@@ -14,6 +14,11 @@ _FEW_ROWS, _LARGE = 32, 100_000
 _ON_AMD = is_amd_cpu()
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """In fp32, or fp64 where it is that already: checks in fp64 keep their precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight that this rank computes with: its shard under tensor parallel, in the dtype of the activations.
 

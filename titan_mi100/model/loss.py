@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
+from titan_mi100.config.memory import HEAD_BLOCK, HEAD_SHARE
 
 _LEAST_BLOCK = 1024  # columns; matrix products of fewer are slow
 
@@ -34,13 +35,12 @@ class HeadMemory:
         """What suits the device. A CPU would spend a matrix product's time on getting the memory to keep logits."""
         if device.type == "cpu":
             return cls()
-        total = torch.cuda.get_device_properties(device).total_memory
-        return cls(1 << 25, total // 64)  # in 16 bits that is a 32nd of the memory
+        return cls.of_gpu(torch.cuda.get_device_properties(device).total_memory)
 
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that already: checks in fp64 keep their precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    @classmethod
+    def of_gpu(cls, total_memory: int) -> "HeadMemory":
+        """Args: total_memory: in bytes."""
+        return cls(HEAD_BLOCK, total_memory // HEAD_SHARE)  # in 16 bits that is a 32nd of the memory
 
 
 def head_loss(
@@ -105,14 +105,16 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(target, group=group)  # zero, except on the rank that holds the label
         log_sum = highest + total.log()
         ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
-        ctx.blocks = blocks
+        blocks.holds_logits = blocks.keeps_logits
+        ctx.blocks, ctx.memory = blocks if blocks.keeps_logits else None, memory
         return torch.where(supervised, log_sum - target, 0.0).sum(dim=0, keepdim=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
-        blocks: _Blocks = ctx.blocks
+        # there are none if no logits are kept, or when a zero-bubble pipeline calls this a second time
+        blocks: _Blocks = ctx.blocks or _Blocks(hidden, weight, ctx.memory)
         scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # not of a frozen head
@@ -132,7 +134,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
             elif grad_weight is not None:
                 grad_weight[start:stop] = delta.t() @ hidden
-        blocks.holds_logits = False  # they were overwritten; a zero-bubble pipeline calls this twice
+        ctx.blocks = None  # their memory: a pipeline keeps its outputs, and with them ctx, until the step ends
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
@@ -147,11 +149,12 @@ class _Blocks:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
         self._size = max(_LEAST_BLOCK, memory.block_elements // tokens)
-        self._keeps = self.holds_logits = tokens * vocabulary <= memory.kept_elements
+        self.keeps_logits = tokens * vocabulary <= memory.kept_elements
+        self.holds_logits = False
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._logits = hidden.new_empty(tokens * (vocabulary if self._keeps else min(self._size, vocabulary)))
+        self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else min(self._size, vocabulary)))
         # beside logits in the same dtype that are not to be overwritten, or for their values in fp32
-        own = self._keeps or hidden.dtype != self.wide
+        own = self.keeps_logits or hidden.dtype != self.wide
         self._wide = hidden.new_empty(tokens * self._size, dtype=self.wide) if own else self._logits
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -168,7 +171,7 @@ class _Blocks:
 
     def place(self, start: int, stop: int) -> Tensor:
         """The place of a block's logits."""
-        tokens, first = len(self._hidden), start if self._keeps else 0
+        tokens, first = len(self._hidden), start if self.keeps_logits else 0
         return self._logits[tokens * first : tokens * (first + stop - start)].view(tokens, stop - start)
 
     def widened(self, logits: Tensor) -> Tensor:

@@ -19,8 +19,16 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.plain import Eager
 from titan_mi100.config.layout import Stage
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
-from titan_mi100.model.loss import at_least_fp32, head_loss
+from titan_mi100.model.layers import (
+    Linear,
+    RMSNorm,
+    at_least_fp32,
+    local_weight,
+    merge_weights,
+    multiply,
+    outputs_of,
+)
+from titan_mi100.model.loss import head_loss
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

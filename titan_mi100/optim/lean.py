@@ -51,7 +51,7 @@ class LeanAdamW(NamedState):
 
     def _start(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.tensor(0.0)
         block = block_size(parameter.shape[-1]) if parameter.ndim == 2 and self._config.state == "8bit" else 0
         for name in ("exp_avg", "exp_avg_sq"):
             if block:
@@ -78,23 +78,34 @@ class LeanAdamW(NamedState):
 
     def _update(self, parameter: nn.Parameter, numbers: "_Numbers") -> None:
         """This rank's part of a parameter; without the kernel some rows at a time."""
-        tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **self.state[parameter]}
-        del tensors["step"]
-        local = {name: _rows_of(tensor) for name, tensor in tensors.items()}
-        (row, column), whole = _offset(parameter), parameter.shape[-1]
+        local = self._rows_of(parameter)
         rows, columns = local["weight"].shape
         if not local["weight"].numel():
             return
+        (row, column), whole = _offset(parameter), parameter.shape[-1]
         if self._kernel is not None:
             self._kernel(local, row * whole + column, whole, numbers, self._config.master)
             return
-        size = max(1, _ELEMENTS[parameter.device.type] // columns)
-        if self._buffers is None or self._buffers.size < size * columns:
-            self._buffers = _Buffers(size * columns, parameter.device)
+        size = rows_at_a_time(parameter.device.type, columns)
         for start in range(0, rows, size):
             part = {name: tensor[start : start + size] for name, tensor in local.items()}
-            scratch = self._buffers.of(part["weight"].shape)
-            update_plainly(part, (row + start) * whole + column, whole, numbers, self._config, scratch)
+            self._update_rows(part, (row + start) * whole + column, whole, numbers)
+
+    def _rows_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What this rank holds of a parameter, its gradient and its state, as matrices."""
+        tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **self.state[parameter]}
+        del tensors["step"]
+        return {name: _as_rows(tensor) for name, tensor in tensors.items()}
+
+    def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: "_Numbers") -> None:
+        weight = part["weight"]
+        if self._buffers is None or self._buffers.size < weight.numel():
+            self._buffers = _Buffers(weight.numel(), weight.device)
+        update_plainly(part, number, whole, numbers, self._config, self._buffers.of(weight.shape))
+
+
+def rows_at_a_time(device_type: str, columns: int) -> int:
+    return max(1, _ELEMENTS[device_type] // columns)
 
 
 def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
@@ -280,6 +291,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _rows_of(tensor: Tensor) -> Tensor:
+def _as_rows(tensor: Tensor) -> Tensor:
     local = _local(tensor)
     return local[None] if local.ndim == 1 else local

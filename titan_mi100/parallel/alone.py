@@ -19,13 +19,13 @@ class AloneModel(ParallelModel):
     used (layers.local_weight), and fp32 gradients.
     """
 
-    def __init__(self, model: Qwen3, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, model: Qwen3, mesh: DeviceMesh, device: torch.device, is_gpu: bool) -> None:
         """Args: model: on `device`, see build.parallelize."""
         self.parts, self.device, self._tp = [model], device, mesh["tp"]
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
         self._tied: TiedRows | None = None
         embedding = model.model.embed_tokens
-        is_plain = device.type == "cpu" and self._tp.size() == 1
+        is_plain = not is_gpu and self._tp.size() == 1
         if is_plain and model.lm_head is None and embedding is not None and embedding.weight.requires_grad:
             self._tied = TiedRows(embedding)
 

@@ -1,7 +1,8 @@
 """From a config to the model of a run in its layout: which wrappers go around it, in which order, and why."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +35,8 @@ def build_model(
     backend: Backend,
     supervised_share: float,
     head_memory: HeadMemory | None = None,
+    make: Callable[[Callable[[], Qwen3]], Qwen3] | None = None,
+    is_gpu: bool | None = None,
 ) -> ParallelModel:
     """The model in its layout, on this rank's device; its weights hold nothing yet.
 
@@ -41,16 +44,26 @@ def build_model(
         backend: of attention.
         supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
         head_memory: None: what suits the device.
+        make: calls what builds a part on the meta device, and takes the part to its own; None: by `to_empty`.
+        is_gpu: work as on a GPU; None: if the device is one.
     """
-    loss = functools.partial(head_loss, memory=head_memory or HeadMemory.of(device))
+    is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
+    head_memory = head_memory or HeadMemory.of(device)
+    if layout.pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":  # all microbatches wait at once
+        kept = head_memory.kept_elements // batch.gradient_accumulation_steps
+        head_memory = replace(head_memory, kept_elements=kept)
+    loss = functools.partial(head_loss, memory=head_memory)
 
-    def part(stage: Stage | None = None) -> Qwen3:
+    def build(stage: Stage | None) -> Qwen3:
         with torch.device("meta"):
             model = Qwen3(spec, backend, stage)
         model.head_loss = loss
         parallelize(model, config, layout, mesh)
         read_on_host(model, device)  # last: its hook must run before FSDP2's
-        return model.to_empty(device=device)
+        return model
+
+    def part(stage: Stage | None = None) -> Qwen3:
+        return make(lambda: build(stage)) if make else build(stage).to_empty(device=device)
 
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
@@ -65,7 +78,7 @@ def build_model(
     if layout.zero_stage == 0:
         return ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     if layout.dp_degree == 1:
-        return AloneModel(part(), mesh, device)
+        return AloneModel(part(), mesh, device, is_gpu)
     return ShardedModel(part(), mesh, layout.zero_stage, device)
 
 

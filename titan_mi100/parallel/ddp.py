@@ -80,7 +80,12 @@ class ReplicatedModel(ParallelModel):
         buffer = bucket.buffer()
         sent = buffer.to(self._sent_in).div_(self._world_size)
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
-        return reduced.then(lambda done: buffer.copy_(done.value()[0]))
+        return reduced.then(lambda _: buffer.copy_(sent))
+
+    def reduce_nothing(self) -> None:
+        """Where there are no other processes, for the memory counter: torch's own hook wants their answer."""
+        if not self._ddp._comm_hooks:
+            self._ddp.register_comm_hook(None, noop_hook)
 
     def copies(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.trained_parameters()] if self._replica else []

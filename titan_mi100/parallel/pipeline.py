@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.config.layout import SCHEDULES, Stage, stages_on
+from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel, without_dropout
@@ -74,6 +74,12 @@ class PipelinedModel(ParallelModel):
         self.counts_rows = first_of_tp and self._pp.get_local_rank() == 0
         self.counts_loss = first_of_tp and self._stages - 1 in self._mine
 
+    @property
+    def receiving_bytes(self) -> int:
+        """That torch keeps for each microbatch of a step."""
+        stages = [part.model.stage for part in self.parts]
+        return received_per_microbatch(stages) * self._hidden.numel() * self._hidden.itemsize
+
     def _stage(self, index: int, part: Qwen3) -> PipelineStage:
         """Given the shapes of inputs and outputs, so that torch runs no forward to infer them."""
         is_first, is_last = index == 0, index == self._stages - 1
@@ -98,8 +104,9 @@ class PipelinedModel(ParallelModel):
         if ends[0] == ends[1]:
             return None
         mine = None
-        for column in mesh.mesh.reshape(len(mesh.mesh), -1).T.tolist():  # every rank makes every group
-            pair = [column[end] for end in ends]
+        columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
+        for column in range(columns):  # every rank makes every group
+            pair = [end * columns + column for end in ends]
             group = dist.new_group(pair)
             if dist.get_rank() in pair:
                 mine = group

@@ -1,0 +1,282 @@
+"""What a step takes of a card's memory, by arithmetic: the peak of a few moments of the step. Imports no torch.
+
+tests/test_memory.py compares it with what memory/counter.py counts. Sizes are in bytes, of one rank.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_mi100.config.costs import end_costs
+from titan_mi100.config.layout import (
+    SCHEDULES,
+    Batch,
+    Layout,
+    Stage,
+    received_per_microbatch,
+    split_layers,
+    stages_of,
+    stages_on,
+)
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.config.settings import Config
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNICATION)
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_STATE = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of an element's two moments
+_MASTER = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes of a weight, and beside it
+_UPDATE_BUFFERS = 40 << 22  # of optim/lean.py on a GPU, without its kernel
+HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # see model/loss.py: logits at a time; of the memory one part in so many is kept
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of a rank.
+
+    Attributes:
+        moment: in words.
+        categories: bytes by CATEGORIES.
+    """
+
+    moment: str
+    categories: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.categories.values())
+
+
+def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | None = None) -> list[Memory]:
+    """The peak of each pipeline rank; without a pipeline, of any rank.
+
+    Args:
+        device_memory: bytes of a card; 0: a CPU.
+        spec: the model's shape; None: the config's.
+    """
+    spec = spec or config.spec()
+    layout, batch = config.layout(ranks), config.batch(ranks)
+    mine = []
+    for rank, stages in enumerate(_stages(config, spec, layout)):
+        moments = _Rank(config, spec, layout, batch, device_memory, rank, stages).moments()
+        mine.append(max((Memory(*moment) for moment in moments), key=lambda memory: memory.peak))
+    return mine
+
+
+def _stages(config: Config, spec: ModelSpec, layout: Layout) -> list[list[Stage]]:
+    """Of each pipeline rank. Balanced as for a set of which every token is learned."""
+    p = config.parallelism
+    schedule = SCHEDULES[p.pipeline_parallel_schedule]
+    if layout.pp == 1:
+        return [[Stage(range(spec.num_hidden_layers))]]
+    counts = list(p.pipeline_parallel_layers_per_stage)
+    if not counts:
+        t, recompute = config.training, config.activation_checkpoint.mode != "none"
+        ends = end_costs(spec, t.local_batch_size, t.seq_len, 1.0, recompute, config.lora.rank > 0)
+        counts = split_layers(spec.num_hidden_layers, layout.pp * schedule.stages_per_rank, *ends)
+    cuts = stages_of(counts)
+    return [
+        [cuts[index] for index in stages_on(rank, layout.pp, len(cuts), schedule.v_shaped)] for rank in range(layout.pp)
+    ]
+
+
+class _Rank:
+    """What one rank holds, and when."""
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, layout: Layout, batch: Batch, device_memory: int, rank: int,
+        stages: list[Stage],
+    ) -> None:  # fmt: skip
+        self.config, self.spec, self.layout, self.batch = config, spec, layout, batch
+        self.stages, self.rank, self.device_memory = stages, rank, device_memory
+        training = config.training
+        self.tokens = training.local_batch_size * training.seq_len
+        self.compute = _BYTES[training.mixed_precision_param]
+        self.first, self.last = any(s.first for s in stages), any(s.last for s in stages)
+        self.layers = sum(len(stage.layers) for stage in stages)
+        self.tied, self.lora = spec.tie_word_embeddings, config.lora.rank
+        self.is_fsdp = layout.zero_stage > 0 and layout.dp_degree > 1
+        self.shard = layout.dp_shard if self.is_fsdp else 1
+        shapes = parameter_shapes(spec)
+        self.block = sum(math.prod(x) for name, x in shapes.items() if name.startswith("model.layers.0.")) / layout.tp
+        self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
+        self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
+        adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
+        self.adapters = sum(map(math.prod, adapters.values())) / spec.num_hidden_layers / layout.tp
+        master, self.beside = _MASTER[config.optimizer.master]
+        self.master = max(master, self.compute) if self.compute > 4 else master
+        # of a gradient where it is added up, and where it is reduced
+        self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
+
+    def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Of the last microbatch and the update, those at which a peak can lie."""
+        elements = self.layers * self.block + self.ends * self.vocabulary
+        trained = self.layers * self.adapters if self.lora else elements
+        frozen = elements if self.lora else 0.0
+        held = {
+            PARAMETERS: (trained * self.master + frozen * self.compute) / self.shard,
+            OPTIMIZER: trained * (_STATE[self.config.optimizer.state] + self.beside) / self.shard,
+            COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
+        }  # fmt: skip
+        several = self.batch.gradient_accumulation_steps > 1
+        sums = self._gradient_sums(trained)
+        before = sums if several else 0.0
+        copies = self._weight_copies()
+        is_kept = self.config.activation_checkpoint.mode == "none"
+        kept = self.layers * self._kept() * self._in_flight() + self._rotary()
+        kept += copies * self.layers if is_kept else 0.0
+
+        def at(**more: float) -> dict[str, float]:
+            names = {name.replace(" ", "_"): name for name in CATEGORIES}
+            return {**held, **{names[key]: held[names[key]] + value for key, value in more.items()}}
+
+        end = 0.0 if self.lora else self.vocabulary * self._end_bytes()  # the gradient of a vocabulary matrix
+        if self.last:
+            final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
+            loss = {"gradients": before, "activations": kept + final}
+            gathered = self._gathered(self.vocabulary + self.block, self.vocabulary)
+            yield "forward of the head", at(**loss, head_loss=self._head(), communication=gathered)
+            gathered = self._gathered(self.vocabulary + self.block)
+            yield "backward of the head", at(**loss, head_loss=self._head() + end, communication=gathered)
+            if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
+                yield "reduction of the head's gradient", at(
+                    gradients=before + end, activations=kept,
+                    communication=self._reduced(self.vocabulary) + self._gathered(self.block),
+                )  # fmt: skip
+            if self.layout.tp > 1 and not self.is_fsdp:  # of a DTensor autograd adds out of place
+                yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
+        waiting = end if self.tied and self.first and self.last else 0.0  # for the embedding's, as both are one weight
+        if self.layers:
+            inside = self._inside() + (0.0 if is_kept else copies)
+            one = 0.0 if self.lora else self.block * self.compute
+            gathered = self._gathered(2 * self.block, self.vocabulary if self.tied else 0.0) + self._reduced(self.block)
+            of_head = self._gradient_sums(self.vocabulary) if self.last and not self.tied and not self.lora else 0.0
+            yield (
+                "backward of the last block",
+                at(gradients=max(before, of_head) + waiting + one, activations=kept + inside, communication=gathered),
+            )
+            yield "backward of the first block", at(
+                gradients=sums + waiting + one, activations=kept - (self.layers - 1) * self._kept() + inside,
+                communication=gathered,
+            )  # fmt: skip
+        if self.first and end:
+            rotary = self._rotary()
+            several_ends = 3 if waiting else 1  # head's, embedding's and their sum
+            yield "backward of the embedding", at(
+                gradients=sums + several_ends * end, activations=rotary,
+                communication=self._gathered(self.vocabulary if self.tied else 0.0),
+            )  # fmt: skip
+            if self.is_fsdp:
+                one = 0.0 if several else self._gradient_sums(self.vocabulary)
+                yield (
+                    "reduction of the embedding's gradient",
+                    at(gradients=sums - one + end, activations=rotary, communication=self._reduced(self.vocabulary)),
+                )
+        yield "update", at(gradients=sums, optimizer=_UPDATE_BUFFERS if self.config.optimizer.is_lean else 0)
+
+    def _gradient_sums(self, trained: float) -> float:
+        """Gradients where they are added up over microbatches."""
+        if not self.is_fsdp:
+            twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
+            return trained * self.master * (2 if twice else 1)
+        if self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
+            return trained * max(self.reduce, self.compute)
+        return trained * self.master / self.shard
+
+    def _in_flight(self) -> int:
+        """Microbatches whose activations wait for their backward."""
+        pp, microbatches = self.layout.pp, self.batch.gradient_accumulation_steps
+        if pp == 1:
+            return 1
+        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        if self.config.parallelism.pipeline_parallel_schedule == "GPipe":
+            return microbatches
+        if schedule.stages_per_rank > 1:
+            return min(microbatches, pp + 1)
+        return min(microbatches, pp - self.rank)
+
+    def _per_token(self) -> tuple[float, float, float, float]:
+        """Values of a token on this rank: hidden state, MLP, queries, keys."""
+        spec, tp = self.spec, self.layout.tp
+        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        return spec.hidden_size / tp, spec.intermediate_size / tp, heads / tp, kv_heads / tp
+
+    def _saved(self) -> float:
+        """What a block saves for its backward, without recomputation: as autograd does, norms in fp32."""
+        hidden, mlp, q, k = self._per_token()
+        c = self.compute
+        return self.tokens * (hidden * (6 * c + 8) + q * (2 * c + 8) + k * (2 * c + 8) + mlp * 4 * c)
+
+    def _kept(self) -> float:
+        """What a block keeps from forward to backward."""
+        hidden, _, q, k = self._per_token()
+        by_mode = {
+            "none": self._saved(),
+            "selective": self.tokens * self.compute * (hidden + 2 * q + 2 * k),
+            "full": self.tokens * self.compute * hidden,
+        }
+        return by_mode[self.config.activation_checkpoint.mode]
+
+    def _inside(self) -> float:
+        """What a block's backward takes beside what was kept."""
+        hidden, mlp, _, _ = self._per_token()
+        mode, c = self.config.activation_checkpoint.mode, self.compute
+        moving = self.tokens * c * (2 * mlp + 2 * hidden)
+        if mode == "none":
+            return moving
+        if mode == "full":
+            return self._saved() + moving
+        return self.tokens * (hidden * (3 * c + 4) + mlp * 4 * c) + moving
+
+    def _rotary(self) -> float:
+        return self.tokens * 8 * self.spec.head_dim
+
+    def _received(self) -> float:
+        """Buffers for hidden states and their gradients: torch's pipeline keeps them for each microbatch."""
+        if self.layout.pp == 1:
+            return 0.0
+        one = self.tokens * self.compute * self._per_token()[0]
+        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
+
+    def _weight_copies(self) -> float:
+        """A block's weights in the dtype of the computation, where the master weights are wider and not gathered."""
+        is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
+        return self.block * self.compute if is_cast else 0.0
+
+    def _head(self) -> float:
+        """Buffers of the head's loss, see model/loss.py."""
+        c, logits = self.compute, self.tokens * self.spec.vocab_size // self.layout.tp
+        block = min(max(1024 * self.tokens, HEAD_BLOCK if self.device_memory else 1 << 20), logits)
+        wide, kept = max(4, c), self.device_memory // HEAD_SHARE
+        waiting = 1
+        if self.config.parallelism.pipeline_parallel_schedule == "GPipe" and self.layout.pp > 1:
+            waiting = self.batch.gradient_accumulation_steps
+        rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
+        if logits <= kept // waiting:
+            return rows + waiting * (logits * c + block * wide)
+        return rows + block * (c + (wide if c < 4 else 0))
+
+    def _end_bytes(self) -> int:
+        """Of a value of a vocabulary matrix's gradient, before it is reduced."""
+        return self.compute if self.is_fsdp else self.master
+
+    def _gathered(self, by_group: float, more: float = 0.0) -> float:
+        """Weights that FSDP2 has gathered.
+
+        Args:
+            by_group: elements, where each group is freed after use. more: in the buffer of the last gathering.
+        """
+        if not self.is_fsdp:
+            return 0.0
+        if self.layout.zero_stage < 3:
+            return (self.layers * self.block + self.ends * self.vocabulary) * self.compute
+        return (by_group + more) * self.compute
+
+    def _reduced(self, elements: float) -> float:
+        """FSDP2 copies a group's gradients into a buffer, reduces that into another, and casts that."""
+        if not self.is_fsdp or self.lora or self.layout.pp > 1:
+            return 0.0
+        other = self.master if self.master != self.reduce else 0
+        return elements * (self.reduce + (self.reduce + other) / self.shard)

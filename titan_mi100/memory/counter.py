@@ -1,0 +1,322 @@
+"""Counts the memory of a training step and allocates none: the run's own model, layout and optimizer on fake tensors.
+
+Forward, backward and update are the run's own code. Of a step's microbatches as many are counted as can make a
+difference. What it cannot see: workspaces inside kernels, what a driver and a communication library keep, and how much
+an allocator loses between blocks.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partialmethod
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives on fake tensors, for torch 2.8
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_mi100.attention.base import Backend, Documents
+from titan_mi100.config.memory import (
+    ACTIVATIONS,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENTS,
+    HEAD_LOSS,
+    OPTIMIZER,
+    PARAMETERS,
+)
+from titan_mi100.config.settings import Config
+from titan_mi100.data.loader import Microbatch
+from titan_mi100.model.loss import HeadMemory
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
+from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.ddp import ReplicatedModel
+from titan_mi100.parallel.distributed import build_mesh, measure_gradients
+from titan_mi100.parallel.pipeline import PipelinedModel
+
+CPU = torch.device("cpu")
+PHASES = ("forward and backward", "update")
+# whose code allocates, from the innermost call outwards
+_CALLERS = {
+    "torch/distributed/tensor/_op_schema.py": None,  # DTensor tries there what shapes an operation gives
+    "titan_mi100/model/loss.py": HEAD_LOSS,
+    "titan_mi100/model/": ACTIVATIONS,
+    "titan_mi100/attention/": ACTIVATIONS,
+    "titan_mi100/optim/": OPTIMIZER,
+    "torch/autograd/": ACTIVATIONS,
+    "torch/distributed/": COMMUNICATION,
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one rank holds at the step's peak.
+
+    Attributes:
+        peak: bytes.
+        categories: of the peak, bytes by CATEGORIES.
+        kept: bytes between two steps.
+        phases: the peak of each of PHASES.
+    """
+
+    rank: int
+    peak: int
+    categories: dict[str, int]
+    kept: int
+    phases: dict[str, int]
+
+
+class _Block:
+    """A storage's memory. Only its last category counts."""
+
+    __slots__ = ("category", "size", "storage")
+
+    def __init__(self, category: str) -> None:
+        self.category, self.size = category, 0
+        self.storage: Any = None
+
+
+class Ledger(TorchDispatchMode):
+    """Notes each storage that operations make, grow or free. Sizes are the tensors', as asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[_Block, int]] = []
+        self.kept = 0  # bytes that are left after the step
+        self._blocks: dict[int, _Block] = {}
+        self._by_file: dict[str, str | None] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operations on local tensors come here
+        if function.namespace == "fsdp" and "chunk_cat" in function.name():
+            self.label(tree_leaves(args), GRADIENTS)  # what it copies into the buffer for reduction
+        result = function(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self._blocks:
+                self._note(storage, storage.nbytes())
+        return result
+
+    def __enter__(self) -> "Ledger":
+        resize, ledger = torch.UntypedStorage.resize_, self
+
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates by it
+            result = resize(storage, size)
+            ledger._note(storage, size)
+            return result
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", noted)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)
+
+    def label(self, tensors: Iterable[Any], category: str) -> None:
+        """Tensors that are known to be of a category, whoever made them."""
+        for storage in _storages([t.to_local() if isinstance(t, DTensor) else t for t in tensors]):
+            if storage._cdata not in self._blocks:
+                self._note(storage, storage.nbytes())
+            self._blocks[storage._cdata].category = category
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        block = self._blocks.get(key)
+        if block is None:
+            if (category := self._category()) is None:
+                return
+            block = self._blocks[key] = _Block(category)
+            block.storage = weakref.ref(storage, lambda _: self._drop(key, block))
+        if size != block.size:
+            self.events.append((block, size - block.size))
+            block.size = size
+
+    def _drop(self, key: int, block: _Block) -> None:
+        self.events.append((block, -block.size))
+        block.size = 0
+        if self._blocks.get(key) is block:
+            del self._blocks[key]
+
+    def _category(self) -> str | None:
+        """By the code that is running; None: it allocates nothing in a run."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in self._by_file:
+                self._by_file[name] = next((part for part in _CALLERS if part in name), None)
+            if (part := self._by_file[name]) is not None:
+                return _CALLERS[part]
+            frame = frame.f_back
+        return ACTIVATIONS
+
+    def peak(self, start: int, stop: int) -> tuple[int, dict[str, int]]:
+        """The most that lived at once between two events, in bytes, and what it was."""
+        live, most, when = 0, -1, 0
+        for number, (_, change) in enumerate(self.events[:stop]):
+            live += change
+            if number >= start and live > most:
+                most, when = live, number
+        found = dict.fromkeys(CATEGORIES, 0)
+        for block, change in self.events[: when + 1]:
+            found[block.category] += change
+        return most, found
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+            is_sparse = tensor.layout is torch.sparse_coo
+            for part in (tensor._indices(), tensor._values()) if is_sparse else (tensor,):
+                yield part.untyped_storage()
+
+
+class _Kernel(Backend):
+    """Stands for a fused attention kernel: it keeps what such a kernel keeps, q, k, v, the output and a number per
+    token and head.
+    """
+
+    name = "counted"
+
+    def prepare(self, documents: Documents, device: torch.device) -> None:
+        return None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: None) -> Tensor:
+        return _KernelMemory.apply(q, k, v)
+
+
+class _KernelMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q, k, v, _, sums = ctx.saved_tensors
+        _delta = torch.empty_like(sums)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def ranks_of_stages(config: Config, ranks: int) -> list[int]:
+    """A rank of each pipeline stage; the others of its stage hold as much."""
+    pp = config.layout(ranks).pp
+    return [stage * (ranks // pp) for stage in range(pp)]  # the pipeline is the mesh's outermost axis
+
+
+def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
+    """The memory of one rank of a run. This process must be in no process group.
+
+    Args:
+        config: its layout must fit the number of ranks.
+        device_memory: bytes of the GPU that is counted for; 0: a CPU.
+        backend: of attention; None: a fused kernel.
+    """
+    spec, layout, batch = config.spec(), config.layout(ranks), config.batch(ranks)
+    microbatches = min(batch.gradient_accumulation_steps, _enough_microbatches(config, layout.pp))
+    batch = replace(batch, gradient_accumulation_steps=microbatches)
+    head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
+    is_gpu = device_memory > 0
+
+    def make(build: Callable[[], Qwen3]) -> Qwen3:
+        with unset_fake_temporarily():  # on the meta device nothing is to be fake
+            part = build()
+        return part.to_empty(device=CPU)
+
+    with _as_rank(rank, ranks), Ledger() as ledger:
+        mesh = build_mesh(layout, CPU)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            attention = backend or _Kernel()
+            model = build_model(config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu)
+            if isinstance(model, ReplicatedModel):
+                model.reduce_nothing()
+            ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
+            with patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agree, create=True):
+                edges = _step(model, config, _inputs(config, microbatches), ledger, is_gpu)
+    more = _receiving(model, config.batch(ranks).gradient_accumulation_steps - microbatches)
+    phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
+    peak, categories = ledger.peak(edges[0], edges[-1])
+    categories[COMMUNICATION] += more
+    return Count(rank, peak + more, categories, ledger.kept + more, phases)
+
+
+def _step(
+    model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: Ledger, is_gpu: bool
+) -> tuple[int, int, int]:
+    """A step; between which of the ledger's events its phases lie."""
+    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, config.training.seed, CPU)
+    ledger.label((value for _, value in optimizer.named_state()), OPTIMIZER)
+    trained = [parameter for _, parameter in model.trained_parameters()]
+    start = len(ledger.events)
+    model.forward_backward(inputs, 1.0)
+    ledger.label((parameter.grad for parameter in trained), GRADIENTS)
+    update = len(ledger.events)
+    measure_gradients(trained, model.copies())
+    with patch.object(LeanAdamW, "_update", partialmethod(_update_first_rows, "cuda" if is_gpu else "cpu")):
+        optimizer.update(0.5)
+    stop = len(ledger.events)
+    optimizer.zero_grad(set_to_none=True)
+    ledger.kept = sum(change for _, change in ledger.events)
+    return start, update, stop
+
+
+def _update_first_rows(optimizer: LeanAdamW, kind: str, parameter: nn.Parameter, numbers: Any) -> None:
+    """Takes what the update of all rows takes, which are worked on one part after the other."""
+    local = optimizer._rows_of(parameter)
+    size = rows_at_a_time(kind, local["weight"].shape[1])
+    optimizer._update_rows({name: tensor[:size] for name, tensor in local.items()}, 0, parameter.shape[-1], numbers)
+
+
+def _receiving(model: ParallelModel, microbatches: int) -> int:
+    """Bytes of the buffers that torch's pipeline keeps for each microbatch: it has one for all that it receives."""
+    return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
+
+
+def _agree(_: Any, stages: Sequence[Any], *others: Any) -> None:
+    """In place of a vote among the stages (torch 2.13), whose result has no value here."""
+    for stage in stages:
+        stage._inference_mode = schedules.InferenceMode.STATIC
+
+
+def _enough_microbatches(config: Config, pp: int) -> int:
+    """More of them change no peak: a second one adds to gradients that are there; a pipeline is then full."""
+    if pp == 1:
+        return 2
+    if config.parallelism.pipeline_parallel_schedule == "GPipe":
+        return config.training.gradient_accumulation_steps
+    return 4 * pp
+
+
+def _inputs(config: Config, microbatches: int) -> list[Microbatch]:
+    """Each row one document, all of it learned: none takes more memory."""
+    shape = config.training.local_batch_size, config.training.seq_len
+    ids = torch.zeros(shape, dtype=torch.long)
+    positions = torch.arange(shape[1]).expand(shape)
+    supervised = torch.arange(ids.numel())
+    one = {"input_ids": ids, "labels": ids, "positions": positions, "supervised": supervised}
+    return [one] * microbatches
+
+
+@contextmanager
+def _as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """A process group without other processes: its collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
