@@ -33,6 +33,7 @@ _MEANING = {
     3: "stopped early and saved; with --job.run_folder '{}' and without --checkpoint.fresh and load_step it goes on",
     4: "stopped because of the numbers (loss or gradients)",
     5: "a process hung",
+    6: "out of memory; python -m titan_mi100.planner shows what takes less",
 }
 Process = subprocess.Popen[bytes]
 PassOn = Callable[[Process], None]  # a signal that has come

@@ -46,6 +46,7 @@ from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.run.evaluate import bits_per_byte, validation_loss
 from titan_mi100.run.faults import FaultWatch
+from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.metrics import Reporter, StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
@@ -69,6 +70,7 @@ class Run:
     Attributes:
         about: layout, data and fingerprints of the run, for the manifests of its checkpoints.
         steps: number of the run's last step.
+        forecast: the plan of its memory and time.
         observers: are shown each step's result.
         wants_to_stop: whether this process was told to stop.
     """
@@ -87,6 +89,7 @@ class Run:
     steps: int
     trainer: Trainer
     reporter: Reporter | None
+    forecast: Forecast
     observers: list[StepObserver]
     wants_to_stop: Callable[[], bool]
 
@@ -190,6 +193,7 @@ def open_run(
         config = _keep_global_batch(config, world, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     _log_layout(layout, batch, config.training)
+    forecast = Forecast(config, world, spec, folder)
     about = _about(config, spec, data, layout, batch)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
@@ -216,7 +220,7 @@ def open_run(
             log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
     stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
-    reporter, observers = None, list[StepObserver]()
+    reporter, observers = None, list[StepObserver]([forecast])
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
@@ -227,7 +231,7 @@ def open_run(
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
     trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags, scale)
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
-    return Run(*run, reporter, observers, wants_to_stop)
+    return Run(*run, reporter, forecast, observers, wants_to_stop)
 
 
 def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:

@@ -14,6 +14,7 @@ import os
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
+from titan_mi100.config.plan import remedy
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
@@ -21,8 +22,11 @@ from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_ru
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
+from titan_mi100.run.forecast import is_out_of_memory
+from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.record import log_where_everything_is
 from titan_mi100.weights.convert import export
+from titan_mi100.wording import shortened
 
 
 class Preempted(Exception):
@@ -33,13 +37,15 @@ def main(config: Config, preemption: Preemption) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
+    run: Run | None = None
     again, together = "start again", True  # together: every rank ends in the same way
     setup_logging(rank)
     try:
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
         again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh and load_step"
-        train(open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason)), preemption)
+        run = open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason))
+        train(run, preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:
         ended = RunState("bad_input", 2, str(error), "fix the problem above and start again")
@@ -52,8 +58,13 @@ def main(config: Config, preemption: Preemption) -> None:
     except KeyboardInterrupt:
         ended, together = RunState("interrupted", 1, "interrupted", again), False
     except Exception as error:
-        log.error(message_of(error, folder.path / "train.log" if folder else None))
-        ended, together = RunState("crashed", 1, f"rank {rank}: {error!r}", f"look into train.log; {again}"), False
+        together = False
+        if is_out_of_memory(error):
+            ended = RunState("out_of_memory", 6, _what_was_planned(error, rank, run), f"take less memory; {again}")
+            log.error(ended.message)
+        else:
+            log.error(message_of(error, folder.path / "train.log" if folder else None))
+            ended = RunState("crashed", 1, f"rank {rank}: {error!r}", f"look into train.log; {again}")
     if together and (rank == 0 or ended.exit_code == 1):
         for line in ended.message.splitlines():
             (log.warning if ended.exit_code == 3 else log.error)(line)
@@ -63,6 +74,14 @@ def main(config: Config, preemption: Preemption) -> None:
         folder.note_crash(ended)
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
+
+
+def _what_was_planned(error: Exception, rank: int, run: Run | None) -> str:
+    """The message when memory has run out."""
+    planned = "while the run was opened"
+    if run is not None:
+        planned = f"{run.forecast.describe(peak_memory_gib(run.world.device))}; {remedy(run.forecast.plan)}"
+    return f"rank {rank} is out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
 
 
 def _way_back(folder: RunFolder | None) -> str:

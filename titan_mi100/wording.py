@@ -56,3 +56,11 @@ def bytes_in_words(size: int) -> str:
     """A size in decimal units, as networks are sold: "3.4 MB"."""
     power = min(int(math.log10(max(size, 1))) // 3, 3)
     return f"{size / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """A time in the unit that people would use: "3.4 hours"."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -8,23 +8,41 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak dense rates of one device as the system shows it (an MI250X shows two)."""
+    """One device as the system shows it (an MI250X shows two), by its data sheet.
+
+    Attributes:
+        tflops: peak dense rates by compute dtype; float32 is true fp32, not tf32.
+        memory_gib: of the device.
+        link_gbs: GB/s to its neighbour in a node and direction.
+    """
 
     name: str
-    tflops: Mapping[str, float]  # by compute dtype; float32 is true fp32, not tf32
+    tflops: Mapping[str, float]
+    memory_gib: float
+    link_gbs: float
 
 
 # Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
 # device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
-# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate.
+# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate. Links: PCIe 4.0 x16 for a card
+# in a slot, else what joins two devices of a node.
 GPUS: Mapping[tuple[str, int], Gpu] = {
-    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}),
-    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}),
-    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}),
-    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}),
-    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}),
-    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}),
-    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}),
+    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 32, 32),
+    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 64, 50),
+    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 64, 50),
+    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64),
+    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 80, 300),
+    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450),
+    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64),
+}
+DEVICES: Mapping[str, Gpu] = {  # what people call them
+    "mi100": GPUS["gfx908", 120],
+    "mi210": GPUS["gfx90a", 104],
+    "mi250x": GPUS["gfx90a", 110],
+    "mi300x": GPUS["gfx942", 304],
+    "a100": GPUS["sm80", 108],
+    "h100": GPUS["sm90", 132],
+    "h100-pcie": GPUS["sm90", 114],
 }
 
 

@@ -343,13 +343,13 @@ def to_toml(config: Config) -> str:
         for key in _keys(section):
             if key.name != "config_file":
                 value = getattr(getattr(config, name), key.name)
-                lines.append(f"{key.name} = {_toml_value(value)}  # {key.metadata['doc']}")
+                lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
     return "\n".join(lines[1:]) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if not isinstance(value, str | bool):
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
@@ -368,7 +368,7 @@ def help_text() -> str:
         for key in _keys(section):
             kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  --{name}.{key.name}  {kind} = {_toml_value(key.default)}"
+            head = f"  --{name}.{key.name}  {kind} = {toml_value(key.default)}"
             lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
     return "\n".join(lines)
 

@@ -202,6 +202,14 @@ class ActivationCheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    limit_gib: float = _key(0.0, "of each device that the run may use; 0: all of a GPU, on a CPU without a limit")
+    on_overflow: str = _key(
+        "refuse", "when the plan says that a step does not fit: do not start, or only warn", choices=("refuse", "warn")
+    )
+
+
+@dataclass(frozen=True)
 class CompileConfig:
     enable: bool = _key(False, "torch.compile each block, but for its attention")
     backend: str = _key("inductor", "torch.compile's backend", choices=("inductor", "aot_eager"))
@@ -273,6 +281,7 @@ class Config:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,126 @@
+"""The plan before a run: what the command says, what is refused before the start, what is said when memory runs out."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO
+
+from titan_mi100 import planner
+from titan_mi100.config.load import load_config
+from titan_mi100.run import forecast
+
+SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
+LEAN = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--training.mixed_precision_reduce", "bfloat16"]
+BIG = [*SFT, "--model.flavor", "8B", "--training.local_batch_size", "1"]
+
+
+def test_it_says_whether_a_run_fits_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main([*BIG, *LEAN, "--tokens", "1e7"]) == 0
+    said = capsys.readouterr().out
+    assert "fits: 28" in said and "2 x MI100, 32.0 GiB each" in said and "assumed, not measured" in said
+    assert "10,000,000 tokens take" in said
+    assert planner.main(BIG) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: " in said and "what helps most: train adapters only (LoRA)" in said
+    assert planner.main([*BIG, *LEAN, "--memory", "26GB"]) == 1
+    assert "train adapters only" in capsys.readouterr().out
+
+
+def test_of_changes_that_suffice_it_names_the_mildest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main([*SFT, "--activation_checkpoint.mode", "none", "--memory", "16"]) == 1
+    assert "what helps most: take one row at a time (training.local_batch_size = 1" in capsys.readouterr().out
+
+
+def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = ["--parallelism.pipeline_parallel_degree", "2"]
+    assert planner.main([*BIG, *LEAN, *pipeline, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["memory"]) == 2 and found["fits"] is True and found["bubble"] == pytest.approx(1 / 97)
+    assert found["sent"]["pipeline"] == 2 * 96 * 1024 * 4096 * 2 and found["sent"]["data parallel"] == 0
+    assert all(sum(m["categories"].values()) == pytest.approx(m["peak"]) for m in found["memory"])
+
+
+def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = tmp_path / "best.toml"
+    assert planner.main([*BIG, "--search", "--write", str(best)]) == 0
+    said = capsys.readouterr().out
+    assert "of" in said and "tensor parallel over 2" in said
+    assert planner.main(["--job.config_file", str(best), "--model.flavor", "8B"]) == 0
+    config = load_config(["--job.config_file", str(best)], 2, with_files=False)
+    assert config.batch(2).global_batch_size == 96 and config.optimizer.master == "bf16_sr"
+    assert planner.main([*BIG, "--search", "--memory", "8"]) == 2
+    assert "no layout fits 8.0 GiB; the smallest takes" in capsys.readouterr().err
+
+
+def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main([*SFT, "--search", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 10 and {plan["ranks"] for plan in found} <= {1, 2}
+    assert [plan["step_seconds"] for plan in found] == sorted(plan["step_seconds"] for plan in found)
+
+
+DEVICE = 'name = "mine"\nmemory_gib = 24\nlink_gbs = 16\ntflops = { bfloat16 = 71, float16 = 71, float32 = 35 }\n'
+
+
+def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(DEVICE)
+    assert planner.main([*SFT, "--device", str(mine)]) == 0
+    assert "2 x mine, 24.0 GiB each" in capsys.readouterr().out
+    for wrong in ("colour = 1\n", "memory_gib = 0\n", 'tflops = "many"\n', "link_gbs = true\n"):
+        key = wrong.split(" ")[0]
+        mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
+        assert planner.main([*SFT, "--device", str(mine)]) == 2
+        assert "mine.toml: a device has link_gbs, memory_gib, name, tflops" in capsys.readouterr().err
+    assert planner.main([*SFT, "--device", "mi1OO"]) == 2
+    assert "did you mean mi" in capsys.readouterr().err
+
+
+def test_it_answers_within_a_second_and_without_torch() -> None:
+    code = "import sys; from titan_mi100 import planner; planner.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code, *BIG, *LEAN], check=True, cwd=REPO, capture_output=True)
+    print(f"{time.perf_counter() - started:.2f} s")
+
+
+def run(folder: Path, *settings: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """The default run of a few steps in one process. Args: first: Python to run before it."""
+    code = f"import runpy, sys\n{first}\nrunpy.run_module('titan_mi100.train', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, "--job.run_folder", str(folder), "--training.steps", "4", *settings]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> None:
+    refused = run(tmp_path / "a", "--memory.limit_gib", "0.01")
+    assert refused.returncode == 2 and "what helps most: " in refused.stderr
+    assert "step 1/" not in refused.stdout
+    warned = run(tmp_path / "b", "--memory.limit_gib", "0.01", "--memory.on_overflow", "warn")
+    assert warned.returncode == 0 and "what helps most: " in warned.stderr and "step 4/4" in warned.stdout
+    assert "plan: memory " in warned.stdout
+    found = json.loads((tmp_path / "b" / forecast.FILE).read_text())
+    assert found["measured"]["step"] == 3 and found["measured"]["peak_memory_gib"] > 0 and found["card"] > 0
+
+
+def test_out_of_memory_has_its_own_exit_code_and_says_what_was_planned(tmp_path: Path) -> None:
+    first = (
+        "import torch\nfrom titan_mi100.optim.optimizer import AdamW\n"
+        "def update(*_): raise torch.OutOfMemoryError('tried to allocate 2.00 GiB')\nAdamW.update = update"
+    )
+    ended = run(tmp_path / "run", first=first)
+    assert ended.returncode == 6
+    assert "rank 0 is out of memory: planned 0." in ended.stderr and "activations 0.0" in ended.stderr
+    assert "measured so far" in ended.stderr and "tried to allocate 2.00 GiB" in ended.stderr
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert state["exit_code"] == 6 and state["state"] == "out_of_memory"
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert forecast.is_out_of_memory(found.value) and forecast.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not forecast.is_out_of_memory(RuntimeError("a size does not fit"))

@@ -1,0 +1,193 @@
+"""What a run will take: memory against what a card has, FLOPs, traffic, time; and which layout does best. No torch."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_mi100.config.check import check
+from titan_mi100.config.costs import train_flops
+from titan_mi100.config.hardware import Gpu
+from titan_mi100.config.layout import SCHEDULES
+from titan_mi100.config.memory import Memory, estimate
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.config.settings import Config
+
+GIB = 1 << 30
+# Of the plan against the counter, over the configurations of tests/test_memory.py: at most so much above and below.
+ABOVE, BELOW = 0.10, 0.03
+# What no counter sees: a driver's context, a communication library's buffers, what is lost between blocks. Assumed:
+# nobody has measured it on the cards that this is for.
+_CONTEXT, _LOST = 0.75 * GIB, 0.02
+EFFICIENCY = 0.35  # of the peak rate, that a step reaches while it computes: assumed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on so many cards. Times are in seconds, for rows that are full of learned tokens.
+
+    Attributes:
+        memory: the peak of each pipeline rank.
+        card: bytes of a card's memory.
+        flops: of a step, all ranks together, recomputation not counted.
+        sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline.
+        bubble: share of the step in which a pipeline's rank waits.
+        step: seconds; None: the device's speed is not known.
+        tokens: of a step.
+    """
+
+    config: Config
+    ranks: int
+    memory: Sequence[Memory]
+    card: int
+    flops: float
+    sent: dict[str, float]
+    bubble: float
+    step: float | None
+    tokens: int
+
+    @property
+    def worst(self) -> Memory:
+        return max(self.memory, key=lambda memory: memory.peak)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; for a device whose speed is not known without end."""
+        return math.inf if self.step is None else self.step
+
+    @property
+    def least(self) -> float:
+        """Bytes that a card needs at least, if the plan errs as far upwards as it was seen to."""
+        return self.worst.peak / (1 + ABOVE)
+
+    @property
+    def most(self) -> float:
+        """Bytes that a card needs at most, if it errs downwards, with what no counter sees."""
+        return self.worst.peak * (1 + BELOW + _LOST) + _CONTEXT
+
+    @property
+    def fits(self) -> bool:
+        return self.most <= self.card
+
+
+def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:
+    """Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
+    spec = spec or config.spec()
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    rows = batch.global_batch_size
+    tokens = rows * training.seq_len
+    pairs = rows * training.seq_len * (training.seq_len + 1) // 2
+    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
+    flops = float(train_flops(spec, tokens, tokens, pairs, sum(map(math.prod, adapters.values()))))
+    done = flops * {"none": 1.0, "selective": 1.25, "full": 4 / 3}[config.activation_checkpoint.mode]
+    sent = _sent(config, spec, ranks)
+    stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
+    waits = (layout.pp - 1) / stages
+    bubble = waits / (batch.gradient_accumulation_steps + waits)
+    step = None
+    if gpu:
+        computing = done / ranks / (gpu.tflops[training.mixed_precision_param] * 1e12 * EFFICIENCY) / (1 - bubble)
+        link = gpu.link_gbs * 1e9 / 2  # about what collectives reach: assumed
+        step = max(computing, sent["data parallel"] / link) + (sent["tensor parallel"] + sent["pipeline"]) / link
+    memory = estimate(config, ranks, card, spec)
+    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens)
+
+
+def _sent(config: Config, spec: ModelSpec, ranks: int) -> dict[str, float]:
+    """Bytes that a rank sends in a step."""
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
+    r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.tp / layout.pp
+    trained = weights if not config.lora.rank else 0.0
+    others = (layout.dp_shard - 1) / layout.dp_shard
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+    reductions = 1 if layout.zero_stage < 2 else microbatches
+    among = layout.dp_replicate
+    data = others * (gathers * weights * c + reductions * trained * r)
+    data += 2 * (among - 1) / among * trained * r / (layout.dp_shard if layout.zero_stage else 1)
+    hidden = batch.local_batch_size * training.seq_len * spec.hidden_size * c
+    layers = spec.num_hidden_layers / layout.pp
+    passes = 3 if config.activation_checkpoint.mode != "none" else 2
+    tensor = passes * 4 * layers * microbatches * hidden * (layout.tp - 1) / layout.tp
+    pipeline = 2 * microbatches * hidden / layout.tp if layout.pp > 1 else 0.0
+    return {"data parallel": data, "tensor parallel": tensor, "pipeline": pipeline}
+
+
+# single changes, what they are in words, and the settings: the first that is tried wins where two save as much
+_CHANGES: Sequence[tuple[str, dict[str, dict[str, Any]]]] = (
+    ("recompute activations", {"activation_checkpoint": {"mode": "full"}}),
+    ("reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
+    ("keep optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
+    (
+        "keep optimizer state in 8 bits and weights in bf16, rounded at random",
+        {"optimizer": {"state": "8bit", "master": "bf16_sr"}},
+    ),
+    ("train adapters only (LoRA)", {"lora": {"rank": 16}}),
+)
+
+
+def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: replace(getattr(config, name), **values) for name, values in change.items()}
+    return replace(config, **sections)
+
+
+def remedy(plan: Plan) -> str:
+    """The one change that helps most, in words: of those after which it fits, the one that changes least; else the
+    one that saves most.
+    """
+    config, size = plan.config, plan.config.training.local_batch_size
+    changes = list(_CHANGES)
+    if size > 1:
+        rows = plan.config.batch(plan.ranks)
+        accumulation = rows.gradient_accumulation_steps * size
+        fewer = {"local_batch_size": 1, "gradient_accumulation_steps": accumulation, "target_tokens_per_step": 0}
+        changes.insert(0, ("take one row at a time", {"training": fewer}))
+    best: tuple[bool, float, str] | None = None
+    for words, change in changes:
+        changed = with_settings(config, change)
+        if changed == config or check(changed, plan.ranks, with_files=False):
+            continue
+        found = make_plan(changed, plan.ranks, plan.card)
+        if found.most >= plan.most:
+            continue
+        keys = ", ".join(f"{section}.{key} = {value}" for section, v in change.items() for key, value in v.items())
+        said = f"{words} ({keys}): {found.most / GIB:.1f} GiB" + ("" if found.fits else ", still too much")
+        if found.fits:
+            return said
+        if best is None or found.most < best[1]:
+            best = (found.fits, found.most, said)
+    return best[2] if best else "more cards, or a smaller model"
+
+
+_KINDS = (("fp32", "fp32"), ("8bit", "24bit"), ("8bit", "bf16_sr"))  # of optimizer state and master weights
+
+
+def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[Plan]:
+    """Plans of the same rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
+    rows, spec = config.batch(ranks).global_batch_size, config.spec()
+    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    sizes = [size for size in (1, 2, 4, 8, 16) if rows % size == 0]
+    modes, reductions = ("none", "selective", "full"), ("float32", "bfloat16")
+    kinds = _KINDS if not config.lora.rank else _KINDS[:1]
+    for pp, tp, size, mode, kind, reduction in itertools.product(degrees, degrees, sizes, modes, kinds, reductions):
+        per_forward = size * (ranks // (pp * tp))
+        is_reduced = ranks > pp * tp
+        if ranks % (pp * tp) or rows % per_forward or (reduction == "bfloat16" and not is_reduced):
+            continue
+        training = {
+            "local_batch_size": size, "target_tokens_per_step": 0, "gradient_accumulation_steps": rows // per_forward,
+            "mixed_precision_reduce": reduction,
+        }  # fmt: skip
+        parallelism = {
+            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "data_parallel_shard_degree": -1,
+            "data_parallel_replicate_degree": 1, "zero_stage": -1, "pipeline_parallel_layers_per_stage": (),
+            "pipeline_parallel_schedule": "1F1B",
+        }  # fmt: skip
+        optimizer = {"state": kind[0], "master": kind[1]}
+        change = {"training": training, "parallelism": parallelism, "optimizer": optimizer}
+        change["activation_checkpoint"] = {"mode": mode}
+        candidate = with_settings(config, change)
+        if not check(candidate, ranks, with_files=False):
+            yield make_plan(candidate, ranks, card, gpu, spec)

@@ -1,0 +1,235 @@
+"""Tell before a run whether it fits its cards, how long it takes and which layout does best."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.config.hardware import DEVICES, Gpu
+from titan_mi100.config.load import help_text, load_config, parse_toml, toml_value
+from titan_mi100.config.memory import CATEGORIES
+from titan_mi100.config.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.logging import setup_logging
+from titan_mi100.wording import bytes_in_words, duration_in_words
+
+_LAYOUT_KEYS = {  # of a search: what it chooses
+    "training": (
+        "local_batch_size", "gradient_accumulation_steps", "target_tokens_per_step", "mixed_precision_reduce"
+    ),
+    "parallelism": (
+        "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree",
+        "pipeline_parallel_degree", "pipeline_parallel_schedule", "zero_stage",
+    ),
+    "activation_checkpoint": ("mode",),
+    "optimizer": ("state", "master"),
+}  # fmt: skip
+_SHOWN = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _plan(*_parser().parse_known_args(argv)))
+
+
+def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    setup_logging(0)
+    gpu = _device(options.device)
+    card = round((options.memory or gpu.memory_gib) * GIB)
+    config = load_config(settings, None if options.search else options.gpus, with_files=False)
+    if options.search:
+        return _search(options, config, card, gpu)
+    plan = make_plan(config, options.gpus, card, gpu)
+    if options.json:
+        print(json.dumps(_as_json(plan)))
+    else:
+        print("\n".join(_lines(plan, gpu, options.tokens)))
+    if options.count:
+        _count(plan, options.json)
+    return 0 if plan.fits else 1
+
+
+def _device(name: str) -> Gpu:
+    """One that we know, or a user's own from a TOML file."""
+    if name in DEVICES:
+        return DEVICES[name]
+    if not name.endswith(".toml"):
+        raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
+    values, known = parse_toml(name), {field.name for field in fields(Gpu)}
+    sizes = [key for key in ("memory_gib", "link_gbs") if not _is_rate(values.get(key))]
+    rates = values.get("tflops")
+    if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
+        raise UserError(
+            f"{name}: a device has {', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a "
+            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }"
+        )
+    return Gpu(**values)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
+    """The plan for people."""
+    layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    found = [
+        f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
+        f"a step: {batch.global_batch_size} rows of {plan.config.training.seq_len} tokens, {plan.tokens:,} tokens; "
+        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows",
+        "",
+        f"{'GiB at the peak':<22}" + "".join(f"{_column(plan, n):>12}" for n in range(len(plan.memory))),
+    ]
+    for name in CATEGORIES:
+        found.append(f"  {name:<20}" + "".join(f"{memory.categories[name] / GIB:>12.2f}" for memory in plan.memory))
+    found.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
+    found += [
+        f"  when: {'; '.join(memory.moment for memory in plan.memory)}",
+        f"  off by {-BELOW:+.0%} to {ABOVE:+.0%} against the counter of memory; with what a driver takes and what is "
+        f"lost between blocks, which are assumed: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
+        "",
+        f"fits: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB"
+        if plan.fits
+        else f"does not fit: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB\nwhat helps most: {remedy(plan)}",
+        "",
+        f"{plan.flops / 1e12:,.0f} TFLOP per step; a card sends "
+        + ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
+        if any(plan.sent.values())
+        else f"{plan.flops / 1e12:,.0f} TFLOP per step",
+    ]
+    if plan.bubble:
+        found.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
+    if plan.step:
+        found.append(
+            f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
+            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's: assumed, not measured"
+        )
+        if tokens:
+            found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
+    return found
+
+
+def _column(plan: Plan, number: int) -> str:
+    return f"stage {number}" if len(plan.memory) > 1 else "each card"
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    memory = [{"peak": m.peak, "moment": m.moment, "categories": m.categories} for m in plan.memory]
+    return {
+        "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
+        "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
+        "step_seconds": plan.step, "tokens": plan.tokens,
+    }  # fmt: skip
+
+
+def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> int:
+    """The ten fastest that fit; the first of them as TOML."""
+    counts = {options.gpus, 1}  # one card may beat two
+    found = [plan for ranks in counts for plan in search(config, ranks, card, gpu)]
+    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: (plan.seconds, plan.most))
+    if options.json:
+        print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
+    elif fitting:
+        print(
+            f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest, at an assumed {EFFICIENCY:.0%}:\n"
+        )
+        print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
+        for plan in fitting[:_SHOWN]:
+            print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
+        first = fitting[0]
+        if first.ranks < max(plan.ranks for plan in fitting):
+            print(f"\none card is faster than {options.gpus}")
+        if first.config.parallelism.pipeline_parallel_degree > 1:
+            print("\na pipeline is faster than FSDP2 here: it sends less")
+    if not fitting:
+        best = min(found, key=lambda plan: plan.most, default=None)
+        least = f"; the smallest takes {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
+        raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
+    if options.write:
+        Path(options.write).write_text(_toml(fitting[0], config), encoding="utf-8")
+        print(f"\n{options.write}: the first of them", file=sys.stderr)
+    return 0
+
+
+def _words(plan: Plan) -> str:
+    c, batch = plan.config, plan.config.batch(plan.ranks)
+    forwards = f"{batch.local_batch_size} x {batch.gradient_accumulation_steps}"
+    layout = plan.config.layout(plan.ranks).describe() if plan.ranks > 1 else "alone"
+    return (
+        f"{plan.ranks}, {layout}, {forwards}, {c.activation_checkpoint.mode}, {c.optimizer.state} + "
+        f"{c.optimizer.master}, {c.training.mixed_precision_reduce}"
+    )
+
+
+def _toml(plan: Plan, config: Config) -> str:
+    lines = [f"# For {plan.ranks} card(s) of {plan.card / GIB:.1f} GiB, by titan_mi100.planner --search", ""]
+    lines += [f"base = {toml_value(os.path.abspath(config.job.config_file))}"]
+    for section, keys in _LAYOUT_KEYS.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{key} = {toml_value(getattr(getattr(plan.config, section), key))}" for key in keys]
+    return "\n".join(lines) + "\n"
+
+
+def _count(plan: Plan, as_json: bool) -> None:
+    """The same by the run's own code, on tensors without values."""
+    if plan.config.compile.enable:
+        raise UserError("--count cannot count compiled code; add --compile.enable false")
+    from titan_mi100.memory.counter import count, ranks_of_stages  # torch takes seconds
+
+    for number, rank in enumerate(ranks_of_stages(plan.config, plan.ranks)):
+        counted = count(plan.config, plan.ranks, rank, plan.card)
+        if as_json:
+            print(json.dumps(asdict(counted)), flush=True)
+            continue
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in counted.categories.items())
+        off = plan.memory[number].peak / counted.peak - 1
+        print(f"\ncounted, {_column(plan, number)}: {counted.peak / GIB:.2f} GiB (the plan is {off:+.1%}): {parts}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="python -m titan_mi100.planner",
+        usage="%(prog)s --job.config_file X.toml [--gpus N] [--section.key value ...] [options]",
+        description=__doc__.splitlines()[0],
+        epilog="Exit code: 0 it fits, 1 it does not, 2 a mistake. Settings are those of training; data and tokenizer "
+        "need not be there.\n\n" + help_text().partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, known = parser.add_argument, ", ".join(DEVICES)
+    add("--gpus", type=_positive, default=2, metavar="N", help="cards, a process each (default 2)")
+    add("--device", default="mi100", metavar="NAME", help=f"{known} (default mi100), or a TOML file that describes one")
+    add("--memory", type=_size, default=0, metavar="32GB", help="of a card, in GiB; default: the device's")
+    add("--tokens", type=float, default=0, metavar="N", help="of the data: how long they take")
+    add("--count", action="store_true", help="also count with the run's own code on fake tensors: takes some seconds")
+    add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
+    add("--write", default="", metavar="X.toml", help="with --search: write the best one")
+    add("--json", action="store_true", help="for scripts; sizes in bytes")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of cards")
+    return int(text)
+
+
+def _size(text: str) -> float:
+    """GiB; `32GB` is what a card of that name has."""
+    number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")
+    try:
+        size = float(number)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 32GB")
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())

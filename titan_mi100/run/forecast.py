@@ -1,0 +1,99 @@
+"""The plan of a run beside what it then measures: refused before the start, compared after the first steps."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_mi100.config.hardware import find_gpu
+from titan_mi100.config.memory import CATEGORIES
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.plan import GIB, make_plan, remedy
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.parallel.distributed import World, device_name, raise_together
+from titan_mi100.run.metrics import StepResult, peak_memory_gib
+
+FILE = "plan.json"
+_COMPARED = 3  # the step after which: the first ones also make the optimizer's state and choose kernels
+
+
+class Forecast:
+    """What is planned for a run, and after some steps how far off that was."""
+
+    def __init__(self, config: Config, world: World, spec: ModelSpec, folder: Path | None) -> None:
+        """Plan. A limit on memory that the config names is set here. A collective.
+
+        Args:
+            folder: where rank 0 writes it; None: nowhere.
+
+        Raises:
+            UserError: a step does not fit the device, on all ranks.
+        """
+        _, arch, units = device_name(world.device)
+        is_gpu = world.device.type == "cuda"
+        card = torch.cuda.get_device_properties(world.device).total_memory if is_gpu else 0
+        if config.memory.limit_gib:
+            limit = round(config.memory.limit_gib * GIB)
+            if is_gpu and limit < card:
+                torch.cuda.set_per_process_memory_fraction(limit / card, world.device)
+            card = min(card or limit, limit)
+        self.plan = make_plan(config, world.size, card if is_gpu else 0, find_gpu(arch, units), spec)
+        self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
+        self._before = 0.0 if is_gpu else peak_memory_gib(world.device)  # of a process, its libraries
+        with raise_together():  # cards may differ
+            if card:
+                self._check(config)
+        self._write({})
+
+    def _check(self, config: Config) -> None:
+        plan, card = self.plan, self._card
+        needs = f"a step takes {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB by plan, of {card / GIB:.1f}"
+        if plan.most <= card:
+            log.info(f"memory: {needs}")
+            return
+        advice = f"what helps most: {remedy(plan)}"
+        if plan.least > card and config.memory.on_overflow == "refuse":
+            where = "python -m titan_mi100.planner --search looks for a layout that fits"
+            raise UserError(f'{needs}; {advice}; {where}; memory.on_overflow = "warn" starts all the same')
+        log.warning(f"{needs}; {advice}")
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        self._steps += 1
+        if self._steps != _COMPARED:
+            return
+        found, planned = result.peak_memory_gib - self._before, self.plan.worst.peak / GIB
+        measured = {"step": step, "peak_memory_gib": found, "step_seconds": result.seconds}
+        what = ", of the process" if self._before else ""
+        said = [f"memory {planned:.2f} GiB planned, {found:.2f} measured ({found / planned - 1:+.0%}{what})"]
+        if self.plan.step:
+            off = result.seconds / self.plan.step - 1
+            said.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
+        if self._folder is not None:
+            log.info(f"plan: {'; '.join(said)}")
+        self._write(measured)
+
+    def describe(self, measured_gib: float) -> str:
+        """The plan's categories and what was measured, for when memory has run out."""
+        worst = self.plan.worst
+        parts = ", ".join(f"{name} {worst.categories[name] / GIB:.2f}" for name in CATEGORIES)
+        return f"planned {worst.peak / GIB:.2f} GiB ({worst.moment}): {parts}; measured so far {measured_gib:.2f} GiB"
+
+    def _write(self, measured: dict[str, Any]) -> None:
+        if self._folder is None:
+            return
+        plan = self.plan
+        found = {
+            "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
+            "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
+            "step_seconds": plan.step, "measured": measured,
+        }  # fmt: skip
+        (self._folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of a device, or of the host, whose allocator in torch raises nothing more special."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
