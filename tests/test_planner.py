@@ -26,7 +26,7 @@ def test_it_says_whether_a_run_fits_and_what_helps(capsys: pytest.CaptureFixture
     assert "10,000,000 tokens take" in said
     assert planner.main(BIG) == 1
     said = capsys.readouterr().out
-    assert "does not fit: " in said and "what helps most: train adapters only (LoRA)" in said
+    assert "does not fit: " in said and "what helps most: keep optimizer state in 8 bits and weights in bf16" in said
     assert planner.main([*BIG, *LEAN, "--memory", "26GB"]) == 1
     assert "train adapters only" in capsys.readouterr().out
 
