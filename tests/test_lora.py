@@ -93,14 +93,15 @@ def ours_of(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".default", "")
 
 
-def make_case(name: str) -> dict:
-    spec = MODELS[name]
+def make_case(name: str, spec: ModelSpec | None = None) -> dict:
+    spec = spec or MODELS[name]
     weights = {k: v.double() for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
     return {"spec": spec, "weights": weights | adapter_values(spec), "documents": documents(), "seq_len": SEQ_LEN}
 
 
-def peft_reference(spec: ModelSpec, lora: LoRAConfig = LORA) -> dict:
-    model, total, count = in_peft(spec, lora), torch.zeros((), dtype=torch.float64), 0
+def peft_reference(spec: ModelSpec, lora: LoRAConfig = LORA, model: peft.PeftModel | None = None) -> dict:
+    model = model or in_peft(spec, lora)
+    total, count = torch.zeros((), dtype=torch.float64), 0
     for ids, supervised in documents():
         logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
         labels = torch.from_numpy(np.where(supervised[1:], ids[1:], -100).astype(np.int64))
@@ -347,7 +348,7 @@ def test_flops_without_the_weights_gradients() -> None:
 def with_adapter(spec: ModelSpec, tensors: dict[str, torch.Tensor], lora: LoRAConfig) -> Qwen3:
     with torch.device("meta"):
         model = Qwen3(spec, Chunked())
-    apply_lora(model, lora)
+    apply_lora(model, lora, torch.float32)
     weights = {k: v for k, v in reference(spec).state_dict().items() if k in parameter_shapes(spec)}
     model.load_state_dict({**weights, **tensors}, assign=True)
     return model.double()

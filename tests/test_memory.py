@@ -73,6 +73,7 @@ REAL = {
     # long, because a CPU's chunk_cat, by which FSDP2 fills its buffers, makes a copy that no mode sees
     "pipeline x FSDP2": (UNTIED, 4, {**PP, **FULL, "training.seq_len": 2048}),
     "tensor parallel": (WIDE, 2, TP),
+    "4 bits": (UNTIED, 1, {"lora.rank": 8, "lora.base": "nf4", **FULL}),
     "tensor parallel x FSDP2, LoRA": (WIDE, 4, {**TP, "lora.rank": 8}),
 }
 
@@ -123,6 +124,8 @@ PLANNED = {
     "HSDP": ("1.7B", 4, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 4}),
     "LoRA": ("8B", 1, {**FULL, "lora.rank": 16, "training.local_batch_size": 2}),
     "LoRA, FSDP2": ("8B", 2, {**FULL, "lora.rank": 16}),
+    "QLoRA": ("8B", 1, {**FULL, "lora.rank": 16, "lora.base": "nf4"}),
+    "QLoRA, FSDP2": ("8B", 2, {**FULL, "lora.rank": 16, "lora.base": "nf4", "training.local_batch_size": 4}),
     "fp32": ("0.6B", 2, {**FULL, "training.mixed_precision_param": "float32", "training.local_batch_size": 4}),
 }  # fmt: skip
 

@@ -302,7 +302,10 @@ def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
 
 def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
     """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
-    lora = {"lora": lora_identity(config.lora), "base": base_identity(config, spec)} if config.lora.rank else {}
+    lora: dict[str, Any] = {}
+    if config.lora.rank:
+        form = {"base": config.lora.base} if config.lora.base != "whole" else {}
+        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(config, spec)}
     source = config.checkpoint.initial_load_path
     return {
         **({"lora": {**lora_identity(config.lora), "base": source}} if lora else {}),

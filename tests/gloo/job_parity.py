@@ -27,6 +27,7 @@ from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.open_run import Run, open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.weights.load import fill_base
 
 CONSTANT = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
 
@@ -63,8 +64,10 @@ def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
         return case["weights"][name][part]
 
     resumed = options.get("checkpoint") is not None
-    parameters = ((name, p) for name, p in run.model.named_parameters() if not (resumed and p.requires_grad))
-    distributed.fill_parameters(parameters, read)
+    if not resumed:
+        distributed.fill_parameters(run.model.trained_parameters(), read)
+    if not resumed or split.get("lora"):
+        fill_base(run.model, read)
     return run
 
 

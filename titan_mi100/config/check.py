@@ -21,7 +21,7 @@ ALTERNATIVES = (
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
-    ("lora", "rank"): ("alpha", "dropout", "target_modules"),
+    ("lora", "rank"): ("alpha", "dropout", "target_modules", "base"),
     ("compile", "enable"): ("backend",),
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
@@ -74,6 +74,8 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     try:
         spec = config.spec()
         errors += _check_model_split(config, spec)
+        if config.lora.base == "nf4" and (wrong := _not_in_blocks(spec, config.parallelism.tensor_parallel_degree)):
+            errors.append(f'[lora] base = "nf4" needs blocks of 64 values, which {wrong} does not have; use "whole"')
         if config.lora.rank > spec.hidden_size:
             errors.append(f"[lora] rank = {config.lora.rank} is more than hidden_size = {spec.hidden_size}; lower it")
         if training.seq_len > spec.max_position_embeddings:
@@ -117,6 +119,14 @@ def check_layout(config: Config, world_size: int) -> list[str]:
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
         errors.append(refused)
     return errors
+
+
+def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
+    """Which inputs of linear layers are no whole blocks of 64 on each tensor-parallel rank; "": none."""
+    heads = spec.num_attention_heads * spec.head_dim
+    inputs = (("hidden_size", spec.hidden_size, 1), ("num_attention_heads x head_dim", heads, tp),
+              ("intermediate_size", spec.intermediate_size, tp))  # fmt: skip
+    return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (64 * n)), "")
 
 
 def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:

@@ -103,6 +103,10 @@ class _Rank:
         self.block = sum(math.prod(x) for name, x in shapes.items() if name.startswith("model.layers.0.")) / layout.tp
         self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
         self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
+        # as they are computed with or gathered
+        self.is_nf4 = config.lora.base == "nf4"
+        self.block_bytes = self.block * (0.5 + self.compute / 64 if self.is_nf4 else self.compute)
+        self.end_bytes = self.vocabulary * self.compute
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
         self.adapters = sum(map(math.prod, adapters.values())) / spec.num_hidden_layers / layout.tp
         master, self.beside = _MASTER[config.optimizer.master]
@@ -112,11 +116,10 @@ class _Rank:
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Of the last microbatch and the update, those at which a peak can lie."""
-        elements = self.layers * self.block + self.ends * self.vocabulary
-        trained = self.layers * self.adapters if self.lora else elements
-        frozen = elements if self.lora else 0.0
+        trained = self.layers * self.adapters if self.lora else self.layers * self.block + self.ends * self.vocabulary
+        frozen = self.layers * self.block_bytes + self.ends * self.end_bytes if self.lora else 0.0
         held = {
-            PARAMETERS: (trained * self.master + frozen * self.compute) / self.shard,
+            PARAMETERS: (trained * self.master + frozen) / self.shard,
             OPTIMIZER: trained * (_STATE[self.config.optimizer.state] + self.beside) / self.shard,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
         }  # fmt: skip
@@ -136,14 +139,14 @@ class _Rank:
         if self.last:
             final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
             loss = {"gradients": before, "activations": kept + final}
-            gathered = self._gathered(self.vocabulary + self.block, self.vocabulary)
+            gathered = self._gathered(self.end_bytes + self.block_bytes, self.end_bytes)
             yield "forward of the head", at(**loss, head_loss=self._head(), communication=gathered)
-            gathered = self._gathered(self.vocabulary + self.block)
+            gathered = self._gathered(self.end_bytes + self.block_bytes)
             yield "backward of the head", at(**loss, head_loss=self._head() + end, communication=gathered)
             if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
                 yield "reduction of the head's gradient", at(
                     gradients=before + end, activations=kept,
-                    communication=self._reduced(self.vocabulary) + self._gathered(self.block),
+                    communication=self._reduced(self.vocabulary) + self._gathered(self.block_bytes),
                 )  # fmt: skip
             if self.layout.tp > 1 and not self.is_fsdp:  # of a DTensor autograd adds out of place
                 yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
@@ -151,7 +154,9 @@ class _Rank:
         if self.layers:
             inside = self._inside() + (0.0 if is_kept else copies)
             one = 0.0 if self.lora else self.block * self.compute
-            gathered = self._gathered(2 * self.block, self.vocabulary if self.tied else 0.0) + self._reduced(self.block)
+            gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0) + self._reduced(
+                self.block
+            )
             of_head = self._gradient_sums(self.vocabulary) if self.last and not self.tied and not self.lora else 0.0
             yield (
                 "backward of the last block",
@@ -166,7 +171,7 @@ class _Rank:
             several_ends = 3 if waiting else 1  # head's, embedding's and their sum
             yield "backward of the embedding", at(
                 gradients=sums + several_ends * end, activations=rotary,
-                communication=self._gathered(self.vocabulary if self.tied else 0.0),
+                communication=self._gathered(self.end_bytes if self.tied else 0.0),
             )  # fmt: skip
             if self.is_fsdp:
                 one = 0.0 if several else self._gradient_sums(self.vocabulary)
@@ -224,6 +229,8 @@ class _Rank:
         hidden, mlp, _, _ = self._per_token()
         mode, c = self.config.activation_checkpoint.mode, self.compute
         moving = self.tokens * c * (2 * mlp + 2 * hidden)
+        if self.is_nf4:  # a matrix while it is multiplied, and what its bytes stand for is looked up by
+            moving += self.spec.hidden_size * mlp * (c + 2)
         if mode == "none":
             return moving
         if mode == "full":
@@ -266,13 +273,13 @@ class _Rank:
         """Weights that FSDP2 has gathered.
 
         Args:
-            by_group: elements, where each group is freed after use. more: in the buffer of the last gathering.
+            by_group: bytes, where each group is freed after use. more: in the buffer of the last gathering.
         """
         if not self.is_fsdp:
             return 0.0
         if self.layout.zero_stage < 3:
-            return (self.layers * self.block + self.ends * self.vocabulary) * self.compute
-        return (by_group + more) * self.compute
+            return self.layers * self.block_bytes + self.ends * self.end_bytes
+        return by_group + more
 
     def _reduced(self, elements: float) -> float:
         """FSDP2 copies a group's gradients into a buffer, reduces that into another, and casts that."""

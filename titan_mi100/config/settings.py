@@ -221,6 +221,11 @@ class LoRAConfig:
     alpha: float = _key(16.0, "scale of the adapters, times rank")
     dropout: float = _key(0.0, "share of the adapters' inputs that training leaves out")
     target_modules: tuple[str, ...] = _key(model_spec.LINEARS, "linear layers of each block that get an adapter")
+    base: str = _key(
+        "whole",
+        "the frozen linear layers of the blocks: in the dtype of the computation, or in 4 bits (NF4, as in QLoRA)",
+        choices=("whole", "nf4"),
+    )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.init import Read, draw
 from titan_mi100.model.layers import Linear
+from titan_mi100.model.nf4 import NF4Linear
 from titan_mi100.model.qwen3 import Qwen3
 
 _SAMPLE = 4096  # bytes per tensor that go into the fingerprint of the base
@@ -33,16 +34,31 @@ class LoRALinear(Linear):
         return super().forward(x) + self.scale * self.lora_B(self.lora_A(kept))
 
 
-def apply_lora(model: Qwen3, config: LoRAConfig) -> None:
-    """Freeze a model, or a pipeline stage, on the meta device, and add adapters to its linear layers."""
+class NF4LoRALinear(LoRALinear, NF4Linear):
+    """An adapter beside a matrix in 4 bits."""
+
+
+def apply_lora(model: Qwen3, config: LoRAConfig, dtype: torch.dtype) -> None:
+    """Freeze a model, or a pipeline stage, on the meta device, and add adapters to its linear layers.
+
+    Args:
+        dtype: of the computation.
+    """
     model.requires_grad_(False)
     for layer in model.model.blocks():
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
-                if name in config.target_modules:
-                    assert isinstance(child, Linear)
-                    with torch.device("meta"):
-                        setattr(parent, name, LoRALinear(child, config))
+                if not isinstance(child, Linear):
+                    continue
+                in_4_bits = config.base == "nf4"
+                with torch.device("meta"):
+                    if name in config.target_modules:
+                        child = (NF4LoRALinear if in_4_bits else LoRALinear)(child, config)
+                    elif in_4_bits:
+                        child = NF4Linear(child.in_features, child.out_features)
+                if isinstance(child, NF4Linear):
+                    child.shrink(dtype)
+                setattr(parent, name, child)
 
 
 def is_adapter(name: str) -> bool:

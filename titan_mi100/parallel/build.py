@@ -86,7 +86,7 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
     """Wrap a model, or a pipeline stage of one, that is on the meta device, in place. No parameter changes its name."""
     training, lora, master = config.training, config.lora, master_dtype(config.training, config.optimizer)
     if lora.rank:
-        apply_lora(model, lora)
+        apply_lora(model, lora, compute_dtype(training))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(master if parameter.requires_grad else compute_dtype(training))
     if layout.tp > 1:

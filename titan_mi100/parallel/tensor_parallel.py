@@ -82,10 +82,11 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
-    assert isinstance(module.weight, Tensor)
-    assert isinstance(placement, Replicate) or module.weight.shape[placement.dim] % mesh.size() == 0, "uneven parts"
-    whole = module.weight
-    module.weight = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
+    """A layer's own parameters: its weight, and of one in 4 bits its blocks' magnitudes."""
+    for name, whole in list(module.named_parameters(recurse=False)):
+        assert isinstance(placement, Replicate) or whole.shape[placement.dim] % mesh.size() == 0, "uneven parts"
+        parameter = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
+        setattr(module, name, parameter)
 
 
 def _gather_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -4,13 +4,17 @@ import math
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config import model_spec
 from titan_mi100.config.settings import Config
 from titan_mi100.logging import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
+from titan_mi100.model.nf4 import NF4Linear, codes_per_value, quantize
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
@@ -32,11 +36,36 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
             with raise_together():
                 read, origin = _open_base(source, spec).read, f"weights from {source}"
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-        distributed.fill_parameters(((name, p) for name, p in model.named_parameters() if not is_adapter(name)), read)
+        fill_base(model, read)
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
         _load_adapter(model, config, spec, checkpoint)
+
+
+def fill_base(model: ParallelModel, read: Read) -> None:
+    """Set all weights but LoRA's matrices, each rank its own part only; those that are kept in 4 bits are made so."""
+    layers = [(f"{name}.", m) for part in model.parts for name, m in part.named_modules() if isinstance(m, NF4Linear)]
+    small = {name + parameter for name, _ in layers for parameter in ("weight", "largest")}
+    whole = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and n not in small)
+    distributed.fill_parameters(whole, read)
+    for name, layer in layers:
+        _fill_in_4_bits(f"{name}weight", layer, read)
+
+
+def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
+    """This rank's part of a matrix: read, and made smaller."""
+    codes, largest = layer.weight, layer.largest
+    local, dtype = (x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)), codes.dtype
+    size, offset = tuple(codes.shape), tuple[int, ...]((0, 0))
+    if isinstance(codes, DTensor):
+        size, offset = compute_local_shape_and_global_offset(codes.shape, codes.device_mesh, codes.placements)
+    per_value = codes_per_value(dtype)
+    whole = torch.Size((layer.out_features, layer.in_features))
+    part = read(name, whole, (offset[0], offset[1] * per_value), (size[0], size[1] * per_value))
+    with torch.no_grad():
+        for tensor, value in zip(local, quantize(part, dtype), strict=True):
+            tensor.copy_(value)
 
 
 def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
