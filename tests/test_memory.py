@@ -1,6 +1,7 @@
 """The memory counter against what the allocator really does, and the plan's arithmetic against the counter."""
 
 import gc
+import re
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import REPO
 from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.attention.plain import Sdpa
+from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES, estimate
 from titan_mi100.config.model_spec import PRESETS, ModelSpec
 from titan_mi100.config.settings import Config
@@ -164,3 +167,25 @@ def test_counting_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     events = profiler.profiler.kineto_results.events()
     assert sum(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0) < 1 << 20
     assert not torch.distributed.is_initialized()
+
+
+COUNTED = {
+    path.stem: float(found[1])
+    for path in sorted((REPO / "train_configs").glob("*.toml"))
+    if (found := re.search(r"^# Counted peak: ([\d.]+) GiB per card", path.read_text(), re.MULTILINE))
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool) -> None:
+    cards = 1 if name.endswith("_1gpu") else 2
+    config = load_config(["--job.config_file", str(REPO / "train_configs" / f"{name}.toml")], cards, with_files=False)
+    worst = max(memory.peak for memory in estimate(config, cards, GPU)) / 2**30
+    assert -0.03 <= worst / COUNTED[name] - 1 <= 0.10
+    if full:
+        counted = max(count(config, cards, rank, GPU).peak for rank in ranks_of_stages(config, cards)) / 2**30
+        assert counted == pytest.approx(COUNTED[name], abs=0.06)
+
+
+def test_the_goals_are_counted() -> None:
+    assert {"qwen3_8b_fsdp2_8bit", "qwen3_8b_pp2_8bit", "qwen3_8b_lora", "qwen3_8b_qlora_1gpu"} <= COUNTED.keys()
