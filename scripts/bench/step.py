@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from titan_mi100.config.settings import (
     CompileConfig,
     Config,
     ModelConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -78,11 +80,14 @@ def open_bench(options: argparse.Namespace, spec: ModelSpec, world: distributed.
         gradient_accumulation_steps=options.accumulation,
         steps=1_000_000,
         mixed_precision_param=options.dtype,
+        mixed_precision_reduce=options.reduce,
     )
+    parallelism = ParallelismConfig(zero_stage=options.zero_stage, pipeline_parallel_degree=options.pipeline)
     config = Config(
         model=ModelConfig(attention_backend=options.backend),
         training=training,
-        parallelism=ParallelismConfig(zero_stage=options.zero_stage),
+        optimizer=OptimizerConfig(state=options.state, master=options.master_weights),
+        parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(options.checkpointing),
         compile=CompileConfig(options.compile),
     )
@@ -113,6 +118,7 @@ def wait(device: torch.device) -> None:
 
 def measure(options: argparse.Namespace, name: str, world: distributed.World) -> dict[str, Any]:
     spec, device = MODELS[name], world.device
+    spec = replace(spec, num_hidden_layers=options.layers or spec.num_hidden_layers)
     run = open_bench(options, spec, world)
     for _ in range(options.warmup):
         run.step()
@@ -161,7 +167,12 @@ def main() -> None:
     parser.add_argument("--supervised", type=float, default=0.65, help="share of the tokens")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--checkpointing", default="full", choices=["none", "selective", "full"])
-    parser.add_argument("--zero_stage", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=0, help="of the model instead of its own number")
+    parser.add_argument("--zero_stage", type=int, default=-1)
+    parser.add_argument("--pipeline", type=int, default=1, help="degree")
+    parser.add_argument("--state", default="fp32", choices=["fp32", "bf16", "8bit"], help="of the optimizer")
+    parser.add_argument("--master_weights", default="fp32", choices=["fp32", "bf16_sr", "24bit"])
+    parser.add_argument("--reduce", default="float32", choices=["float32", "bfloat16"], help="gradients")
     parser.add_argument("--backend", default="auto", help="of attention")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warmup", type=int, default=1)

@@ -1,0 +1,104 @@
+"""What each technique saves: the counted peak of Qwen3-8B on two cards (or another model), one row per technique.
+
+Each row adds its technique to those above it; the last rows are ways of their own. The peak is counted on fake tensors,
+by category (titan_mi100/memory/counter.py). --png draws it (needs matplotlib).
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.cli import exit_code
+from titan_mi100.config.memory import CATEGORIES
+from titan_mi100.config.plan import GIB, with_settings
+from titan_mi100.config.settings import Config, ModelConfig, OptimizerConfig, TrainingConfig
+from titan_mi100.errors import UserError
+from titan_mi100.memory.counter import Count, count, ranks_of_stages
+
+CARD = 32 * GIB
+_BF16 = {"state": "8bit", "master": "bf16_sr"}
+STEPS: list[tuple[str, dict[str, dict[str, Any]]]] = [
+    ("FSDP2, AdamW in fp32", {"activation_checkpoint": {"mode": "none"}}),
+    ("recompute all but attention", {"activation_checkpoint": {"mode": "selective"}}),
+    ("recompute all", {"activation_checkpoint": {"mode": "full"}}),
+    ("state in 8 bits", {"optimizer": {"state": "8bit"}}),
+    ("weights in 24 bits", {"optimizer": {"state": "8bit", "master": "24bit"}}),
+    ("weights in bf16, rounded at random", {"optimizer": _BF16}),
+    ("reduce in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
+]
+WAYS: list[tuple[str, dict[str, dict[str, Any]]]] = [
+    ("the same, a pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
+    ("LoRA, rank 16", {"lora": {"rank": 16}}),
+    ("QLoRA, rank 16", {"lora": {"rank": 16, "base": "nf4"}}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--flavor", default="8B", help="of Qwen3 (default 8B)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens per row (default 1024)")
+    parser.add_argument("--batch", type=int, default=1, help="rows per forward and card (default 1)")
+    parser.add_argument("--ga", type=int, default=8, help="forwards per step (default 8)")
+    parser.add_argument("--json", action="store_true", help="a JSON object per row, bytes")
+    parser.add_argument("--png", type=Path, help="draw it into this file")
+    options = parser.parse_args()
+    rows = []
+    if not options.json:
+        print(f"| Qwen3-{options.flavor}, 2 cards | {' | '.join(CATEGORIES)} | peak, GiB |")
+        print("|---" * (len(CATEGORIES) + 2) + "|")
+    for name, config in ladder(options):
+        counts = [count(config, 2, rank, CARD) for rank in ranks_of_stages(config, 2)]
+        worst = max(counts, key=lambda counted: counted.peak)
+        rows.append((name, worst))
+        if options.json:
+            print(json.dumps({"name": name, "peak": worst.peak, **worst.categories}), flush=True)
+        else:
+            sizes = " | ".join(f"{worst.categories[category] / GIB:.1f}" for category in CATEGORIES)
+            print(f"| {name} | {sizes} | {worst.peak / GIB:.1f} |", flush=True)
+    if options.png:
+        draw(rows, options.png, f"Qwen3-{options.flavor} on two cards, seq {options.seq}, batch {options.batch}")
+
+
+def ladder(options: argparse.Namespace) -> list[tuple[str, Config]]:
+    training = TrainingConfig(
+        seq_len=options.seq, local_batch_size=options.batch, gradient_accumulation_steps=options.ga
+    )
+    config = Config(model=ModelConfig(flavor=options.flavor), training=training)
+    found = []
+    for name, change in STEPS:
+        config = with_settings(config, change)
+        found.append((name, config))
+    for name, change in WAYS:
+        plain = config if "optimizer" in change else replace(config, optimizer=OptimizerConfig())
+        found.append((name, with_settings(plain, change)))
+    return found
+
+
+def draw(rows: list[tuple[str, Count]], path: Path, title: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--png needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    names, left = [name for name, _ in rows], [0.0] * len(rows)
+    for category in CATEGORIES:
+        sizes = [counted.categories[category] / GIB for _, counted in rows]
+        axes.barh(names, sizes, left=left, label=category)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    for number, size in enumerate(left):
+        axes.text(size, number, f" {size:.1f}", va="center")
+    axes.axvline(CARD / GIB, color="black", linestyle=":", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB per card at the peak, counted; dotted: 32", title=title)
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
