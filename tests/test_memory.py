@@ -19,6 +19,7 @@ from titan_mi100.config.model_spec import PRESETS, ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.memory import counter
 from titan_mi100.memory.counter import Count, count, ranks_of_stages
+from titan_mi100.optim.formats import SIGNED, UNSIGNED
 from titan_mi100.optim.lean import LeanAdamW
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
@@ -158,6 +159,12 @@ def test_a_pipelines_loss_keeps_nothing_of_the_microbatches_behind_it(monkeypatc
     assert counts[1].peak - received == pytest.approx(counts[0].peak, rel=1e-3)
     monkeypatch.setattr(counter, "_enough_microbatches", lambda *_: 8)
     assert count(config, 2, 1, GPU).peak == pytest.approx(counts[1].peak, rel=1e-3)  # counted with fewer
+
+
+def test_counting_leaves_nothing_behind_that_has_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    count(config_of(replace(UNTIED, num_hidden_layers=1), LEAN, monkeypatch), 1, 0, GPU)
+    for kind in (SIGNED, UNSIGNED):
+        assert type(kind.values(torch.device("cpu"))) is torch.Tensor
 
 
 def test_counting_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

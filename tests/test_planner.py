@@ -103,7 +103,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert warned.returncode == 0 and "what helps most: " in warned.stderr and "step 4/4" in warned.stdout
     assert "plan: memory " in warned.stdout
     found = json.loads((tmp_path / "b" / forecast.FILE).read_text())
-    assert found["measured"]["step"] == 3 and found["measured"]["peak_memory_gib"] > 0 and found["card"] > 0
+    assert found["measured"]["step"] == 3 and found["measured"]["peak_memory_gib"] >= 0 and found["card"] > 0
 
 
 def test_out_of_memory_has_its_own_exit_code_and_says_what_was_planned(tmp_path: Path) -> None:

@@ -33,18 +33,26 @@ class Format:
         """Bits of fp32's mantissa that are dropped."""
         return 23 - self.mantissa
 
-    @functools.lru_cache  # noqa: B019  # there are two formats
     def values(self, device: torch.device) -> Tensor:
         """What the codes stand for, (256,) fp32, as shares of the power of two that the exponent names."""
+        return _on(device, self)
+
+    def table(self) -> Tensor:
         codes = torch.arange(256)
         magnitude = codes & (127 if self.signed else 255)
         exponent = (magnitude >> self.mantissa) - _RANGE
         found = (1 + (magnitude % (1 << self.mantissa)) / (1 << self.mantissa)) * 2.0**exponent
         found[magnitude == 0] = 0.0
-        return torch.where(codes > magnitude, -found, found).float().to(device)
+        return torch.where(codes > magnitude, -found, found).float()
 
 
 SIGNED, UNSIGNED = Format(True, 3), Format(False, 4)
+_TABLES = {kind: kind.table() for kind in (SIGNED, UNSIGNED)}  # made here, where no mode makes tensors without values
+
+
+@functools.cache
+def _on(device: torch.device, kind: Format) -> Tensor:
+    return _TABLES[kind].to(device)
 
 
 def block_size(columns: int) -> int:
