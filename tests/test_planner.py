@@ -77,6 +77,9 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
         assert planner.main([*SFT, "--device", str(mine)]) == 2
         assert "mine.toml: a device has link_gbs, memory_gib, name, tflops" in capsys.readouterr().err
+    mine.write_text(DEVICE.replace("bfloat16 = 71, ", ""))
+    assert planner.main([*SFT, "--device", str(mine)]) == 0
+    assert "per step, " not in capsys.readouterr().out  # no rate, no time
     assert planner.main([*SFT, "--device", "mi1OO"]) == 2
     assert "did you mean mi" in capsys.readouterr().err
 

@@ -85,9 +85,9 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
     waits = (layout.pp - 1) / stages
     bubble = waits / (batch.gradient_accumulation_steps + waits)
-    step = None
-    if gpu:
-        computing = done / ranks / (gpu.tflops[training.mixed_precision_param] * 1e12 * EFFICIENCY) / (1 - bubble)
+    step, rate = None, gpu.tflops.get(training.mixed_precision_param) if gpu else None
+    if gpu and rate:
+        computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
         link = gpu.link_gbs * 1e9 / 2  # about what collectives reach: assumed
         step = max(computing, sent["data parallel"] / link) + (sent["tensor parallel"] + sent["pipeline"]) / link
     memory = estimate(config, ranks, card, spec)

@@ -47,7 +47,6 @@ class Forecast:
         with raise_together():  # cards may differ
             if card:
                 self._check(config)
-        self._write({})
 
     def _check(self, config: Config) -> None:
         plan, card = self.plan, self._card
@@ -63,6 +62,8 @@ class Forecast:
 
     def after_step(self, step: int, result: StepResult) -> None:
         self._steps += 1
+        if self._steps == 1:  # not before: a run that is refused leaves its folder as it was
+            self._write({})
         if self._steps != _COMPARED:
             return
         found, planned = result.peak_memory_gib - self._before, self.plan.worst.peak / GIB
