@@ -85,7 +85,8 @@ def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    assert os.listdir(temporary) == []
+    # torch's cache of compiled code is made there where no process before has named another
+    assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
     (folder / "stdout.txt").write_text(result.stdout)
     return folder
 
