@@ -82,7 +82,7 @@ REAL = {
 }
 
 
-QUICK = ("one process, 8 bits", "FSDP2", "DDP", "pipeline", "FSDP2 without accumulation", "one card", "LoRA")
+QUICK = ("one process, 8 bits", "FSDP2", "LoRA")
 
 
 def mostly_full(names: Iterable[str]) -> list[Any]:
