@@ -210,7 +210,8 @@ def open_run(
     supervised_share = data.facts.train.supervised_share(config.training.seq_len)
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     load_weights(model, config, spec, found.path if found else None)
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, config.training.seed, world.device)
+    trained, seed = model.trained_parameters(), config.training.seed
+    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
     if found is not None:
         checkpointer.load(found.path)

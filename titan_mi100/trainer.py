@@ -13,7 +13,7 @@ from titan_mi100.data.prepared import PADDING_DOCUMENT
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import gather_values, measure_gradients
+from titan_mi100.parallel.distributed import gather_values
 from titan_mi100.run.metrics import StepResult, peak_memory_gib
 
 Flags = Mapping[str, Callable[[], bool]]
@@ -63,7 +63,7 @@ class Trainer:
         scale = self._loss_scale.value if self._loss_scale else 1.0
         losses = model.forward_backward(self._microbatches, weight * scale)
         waited = self._read_ahead()
-        gradients = measure_gradients((p for _, p in model.trained_parameters()), model.copies())
+        gradients = model.measure_gradients()
 
         # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, then the flags.
         flags = [float(raised()) for raised in self._flags.values()]
@@ -80,7 +80,7 @@ class Trainer:
             self._optimizer.update(clip / scale)
         if update and self._loss_scale is not None:
             self._loss_scale.after_step(overflowed)
-        self._optimizer.zero_grad(set_to_none=True)
+        model.clear_gradients()
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
         return StepResult(
             first_row=first_row,

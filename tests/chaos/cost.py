@@ -118,7 +118,7 @@ def _flag(parameters: list[torch.nn.Parameter], device: torch.device) -> list[li
 
 def _norm(parameters: list[torch.nn.Parameter], device: torch.device) -> list[list[float]]:
     """What clipping alone needs."""
-    local = [distributed._local_gradient(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
+    local = [distributed.local_gradient(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
     squares = torch.stack(torch._foreach_norm(local)).double().square().sum()
     return gather_values(squares[None], device).tolist()
 

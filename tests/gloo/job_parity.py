@@ -83,6 +83,15 @@ def whole(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a tensor that is sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
     """Will hold the whole gradients of the next step, as they come to the optimizer."""
     kept: list[tuple[str, Tensor]] = []
@@ -90,7 +99,10 @@ def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
 
     def keep(factor: float) -> None:
         if not kept:
-            kept.extend((name, whole(p.grad) * factor) for name, p in run.model.trained_parameters())
+            there = run.model.host_gradients or {}
+            for name, p in run.model.trained_parameters():
+                gradient = like(p, there[p]) if p in there else p.grad
+                kept.append((name, whole(gradient) * factor))
         update(factor)
 
     run.optimizer.update = keep  # type: ignore[method-assign]

@@ -36,6 +36,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
@@ -73,6 +74,7 @@ class Cell:
     backend: str = "auto"  # of attention
     state: str = "fp32"  # of the optimizer
     master: str = "fp32"
+    offload: str = "nothing"  # to the host's memory
     load_from: str = ""  # a checkpoint to go on from, for the second half
 
     @property
@@ -92,6 +94,7 @@ def _pp(schedule: str = "1F1B", **others: Any) -> dict[str, Any]:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
     "FSDP2 x2": (2, {}),
     "FSDP2 x2, ZeRO-2": (2, {"zero_stage": 2}),
     "FSDP2 x2, ZeRO-1": (2, {"zero_stage": 1}),
@@ -161,6 +164,7 @@ def config_of(cell: Cell) -> Config:
         lr_scheduler=CONSTANT,
         parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(mode="none" if cell.tied else "full"),
+        memory=MemoryConfig(offload=cell.offload, offload_activations=cell.offload != "nothing" and not cell.tied),
     )
 
 
@@ -203,7 +207,7 @@ def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[st
 def reference_of(cell: Cell) -> Cell:
     """The same on one process, all rows in one forward."""
     one = replace(cell, layout="one process", processes=1, parallelism={}, accumulation=1)
-    return replace(one, save_to="", load_from="", backend="auto")
+    return replace(one, save_to="", load_from="", backend="auto", offload="nothing")
 
 
 def by_processes(jobs: Sequence[Cell]) -> list[list[Cell]]:
@@ -289,7 +293,7 @@ def table(results: Sequence[Result]) -> str:
     ]
     for cell, found in results:
         start = f"| {cell.layout} | {cell.processes} | {'yes' if cell.tied else 'no'} | {cell.accumulation} "
-        start += f"| {cell.precision}{f', {cell.state}, {cell.master}' if cell.is_lean else ''} | "
+        start += f"| {cell.precision}{f', {cell.state}, {cell.master}' if cell.is_lean else ''}{f', {cell.offload} on host' if cell.offload != 'nothing' else ''} | "
         if isinstance(found, str):
             lines.append(start + f"refused: {found} | | | | |")
         else:
@@ -310,6 +314,7 @@ def main() -> int:
     parser.add_argument("--backend", default="auto", help="of attention; the one process has its own")
     parser.add_argument("--state", default="fp32", help="of the optimizer")
     parser.add_argument("--master", default="fp32", help="weights of the optimizer")
+    parser.add_argument("--offload", default="nothing", help="to the host's memory")
     parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")
     parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
@@ -324,6 +329,7 @@ def main() -> int:
         else:
             jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
             chosen = {"backend": arguments.backend, "state": arguments.state, "master": arguments.master}
+            chosen["offload"] = arguments.offload
             results = measure([replace(cell, **chosen) for cell in jobs], Path(folder))
     text = f"torch {torch.__version__}, clipping {arguments.clip or 'off'}\n\n{table(results)}"
     print(text)

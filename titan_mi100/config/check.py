@@ -50,7 +50,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
                 errors.append(f"[{section}] {key} = {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
-    errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config)
+    errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
     needing = {"[validation] freq": config.validation.freq, "[checkpoint] keep_best": config.checkpoint.keep_best}
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
@@ -99,6 +99,8 @@ def check_layout(config: Config, world_size: int) -> list[str]:
         accumulation = config.batch(world_size).gradient_accumulation_steps
     except ValueError as error:
         errors.append(str(error))
+    if config.memory.offload != "nothing" and is_ddp:
+        errors.append(f'[memory] offload = "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3')
     if p.powersgd_rank and not is_ddp:
         errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
     if p.powersgd_rank and config.training.mixed_precision_reduce == "bfloat16":
@@ -231,6 +233,22 @@ def _check_effects(config: Config) -> list[str]:
             if value != default:
                 found.append(f"[{section}] {key} = {value!r} has no effect with {why}; leave it at {default!r}")
     return found
+
+
+def _check_offload(config: Config) -> list[str]:
+    offload, p, errors = config.memory.offload, config.parallelism, []
+    if offload != "nothing" and p.pipeline_parallel_degree > 1:
+        errors.append(f'[memory] offload = "{offload}" is not for a pipeline; set pipeline_parallel_degree = 1')
+    if offload == "weights" and p.tensor_parallel_degree > 1:
+        errors.append('[memory] offload = "weights" is not for tensor parallel; set tensor_parallel_degree = 1')
+    if offload == "optimizer" and config.lora.rank:
+        errors.append(
+            '[memory] offload = "optimizer" moves next to nothing, as adapters alone are trained; use "weights", or '
+            '[lora] base = "nf4"'
+        )
+    if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
+        errors.append('[memory] offload_activations keeps blocks\' inputs; set [activation_checkpoint] mode = "full"')
+    return errors
 
 
 def _check_lora(lora: LoRAConfig) -> list[str]:

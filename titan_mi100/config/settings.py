@@ -204,6 +204,15 @@ class ActivationCheckpointConfig:
 @dataclass(frozen=True)
 class MemoryConfig:
     limit_gib: float = _key(0.0, "of each device that the run may use; 0: all of a GPU, on a CPU without a limit")
+    offload: str = _key(
+        "nothing",
+        "what lives in the host's memory: optimizer, the summed gradients and the optimizer's state, the weights stay "
+        "on the device; weights, all three, fetched block by block (FSDP2's CPU offload)",
+        choices=("nothing", "optimizer", "weights"),
+    )
+    offload_activations: bool = _key(
+        False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
+    )
     on_overflow: str = _key(
         "refuse", "when the plan says that a step does not fit: do not start, or only warn", choices=("refuse", "warn")
     )

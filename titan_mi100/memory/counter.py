@@ -266,11 +266,11 @@ def _step(
     model.forward_backward(inputs, 1.0)
     ledger.label((parameter.grad for parameter in trained), GRADIENTS)
     update = len(ledger.events)
-    measure_gradients(trained, model.copies())
+    model.measure_gradients()
     with patch.object(LeanAdamW, "_update", partialmethod(_update_first_rows, "cuda" if is_gpu else "cpu")):
         optimizer.update(0.5)
     stop = len(ledger.events)
-    optimizer.zero_grad(set_to_none=True)
+    model.clear_gradients()
     ledger.kept = sum(change for _, change in ledger.events)
     return start, update, stop
 

@@ -7,9 +7,10 @@ tensor. So equal gradients give equal updates, on replicas, on both copies of a 
 another layout.
 """
 
+import itertools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.logging import log
+from titan_mi100.optim import host
 from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
 from titan_mi100.optim.state import NamedState
 
@@ -38,74 +40,108 @@ class LeanAdamW(NamedState):
         residual: int8, the next 8 bits of weights of which the parameter itself holds 16 (`master = "24bit"`).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, seed: int, device: torch.device) -> None:
-        """Args: groups: of parameters in fp32, or in bf16 unless `config.master` is fp32; see build_optimizer."""
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        config: OptimizerConfig,
+        seed: int,
+        device: torch.device,
+        on_host: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        """Args:
+        groups: of parameters in fp32, or in bf16 unless `config.master` is fp32; see build_optimizer.
+        on_host: of some parameters the gradients, in the host's memory. Their state is kept there too, and comes to
+            the device in pieces: two streams take turns, so that one piece is worked on while others move.
+        """
         defaults = {"betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
         self._config, self._seed = config, seed
-        self._buffers: _Buffers | None = None
+        self._on_host = on_host or {}
+        self._device = torch.get_device_module(device)
+        self._lanes = [_Lane(), *(_Lane(self._device.Stream()) for _ in range(2 if self._on_host else 0))]
+        self._turns = itertools.cycle(self._lanes[1:])
         self._kernel: Kernel | None = None
         if device.type == "cuda":
             self._kernel, how = sound_kernel(config, device)
             log.info(f"optimizer: AdamW, state {config.state}, weights {config.master}, {how}")
 
     def _start(self, parameter: nn.Parameter) -> None:
-        state = self.state[parameter]
+        state, stays = self.state[parameter], parameter not in self._on_host
         state["step"] = torch.tensor(0.0)
         block = block_size(parameter.shape[-1]) if parameter.ndim == 2 and self._config.state == "8bit" else 0
         for name in ("exp_avg", "exp_avg_sq"):
             if block:
-                state[name] = _like(parameter, torch.uint8)
-                state[f"{name}_exponent"] = _like(parameter, torch.uint8, block)
+                state[name] = _like(parameter, torch.uint8, stays)
+                state[f"{name}_exponent"] = _like(parameter, torch.uint8, stays, block)
             else:
-                state[name] = _like(parameter, torch.bfloat16 if self._config.state == "bf16" else torch.float32)
+                dtype = torch.bfloat16 if self._config.state == "bf16" else torch.float32
+                state[name] = _like(parameter, dtype, stays)
         if self._config.master == "24bit":
-            state["residual"] = _like(parameter, torch.int8)
+            state["residual"] = _like(parameter, torch.int8, stays)
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
         """One step. Args: factor: what gradients are multiplied with first."""
+        beside = [lane.stream for lane in self._lanes if lane.stream is not None]
+        for stream in beside:
+            stream.wait_stream(self._device.current_stream())
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                assert parameter.grad is not None, "a parameter has no gradient"
                 if not self.state[parameter]:
                     self._start(parameter)
                 self.state[parameter]["step"] += 1
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
-                self._update(parameter, numbers)
-
-    def _update(self, parameter: nn.Parameter, numbers: "_Numbers") -> None:
-        """This rank's part of a parameter; without the kernel some rows at a time."""
-        local = self._rows_of(parameter)
-        rows, columns = local["weight"].shape
-        if not local["weight"].numel():
-            return
-        (row, column), whole = _offset(parameter), parameter.shape[-1]
-        if self._kernel is not None:
-            self._kernel(local, row * whole + column, whole, numbers, self._config.master)
-            return
-        size = rows_at_a_time(parameter.device.type, columns)
-        for start in range(0, rows, size):
-            part = {name: tensor[start : start + size] for name, tensor in local.items()}
-            self._update_rows(part, (row + start) * whole + column, whole, numbers)
+                local = self._rows_of(parameter)
+                if local["weight"].numel():
+                    self._update(local, _offset(parameter), parameter.shape[-1], numbers, parameter in self._on_host)
+        for stream in beside:
+            self._device.current_stream().wait_stream(stream)
 
     def _rows_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """What this rank holds of a parameter, its gradient and its state, as matrices."""
-        tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **self.state[parameter]}
+        gradient = self._on_host.get(parameter, parameter.grad)
+        assert gradient is not None, "a parameter has no gradient"
+        tensors = {"weight": parameter.detach(), "gradient": gradient, **self.state[parameter]}
         del tensors["step"]
         return {name: _as_rows(tensor) for name, tensor in tensors.items()}
 
-    def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: "_Numbers") -> None:
-        weight = part["weight"]
-        if self._buffers is None or self._buffers.size < weight.numel():
-            self._buffers = _Buffers(weight.numel(), weight.device)
-        update_plainly(part, number, whole, numbers, self._config, self._buffers.of(weight.shape))
+    def _update(
+        self, local: dict[str, Tensor], offset: tuple[int, int], whole: int, numbers: "_Numbers", is_on_host: bool
+    ) -> None:
+        """This rank's part of a parameter, some rows at a time; by the kernel all that are on the device at once.
+
+        Args: offset: row and column of the first element. whole: columns of the whole parameter.
+        """
+        (row, column), (rows, columns) = offset, local["weight"].shape
+        size = rows_at_a_time(local["weight"].device.type, columns, is_on_host)
+        size = rows if self._kernel is not None and not is_on_host else size
+        for start in range(0, rows, size):
+            part = {name: tensor[start : start + size] for name, tensor in local.items()}
+            number = (row + start) * whole + column
+            if not is_on_host:
+                self._update_rows(part, number, whole, numbers, self._lanes[0])
+                continue
+            lane = next(self._turns)
+            with self._device.stream(lane.stream):
+                here = lane.bring(part)
+                self._update_rows(here, number, whole, numbers, lane)
+                for name in part.keys() - {"weight", "gradient"}:
+                    part[name].copy_(here[name], non_blocking=True)
+
+    def _update_rows(
+        self, part: dict[str, Tensor], number: int, whole: int, numbers: "_Numbers", lane: "_Lane"
+    ) -> None:
+        if self._kernel is not None:
+            self._kernel(part, number, whole, numbers, self._config.master)
+        else:
+            update_plainly(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))
 
 
-def rows_at_a_time(device_type: str, columns: int) -> int:
-    return max(1, _ELEMENTS[device_type] // columns)
+def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
+    """Args: is_on_host: two such parts are worked on at a time, and are copied first."""
+    return max(1, (_ELEMENTS[device_type] >> is_on_host) // columns)
 
 
 def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
@@ -138,18 +174,36 @@ def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel 
     return None, "plain torch operations"
 
 
-class _Buffers:
-    """Memory that every update uses again: allocating it anew would take longer than many operations."""
+class _Lane:
+    """Memory that every update uses again, where allocating it anew would take longer than many operations; and a
+    stream of operations on it, if they are not to wait for all others.
+    """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self._floats = torch.empty(5, size, device=device)
-        self._integers = torch.empty(3, size, dtype=torch.int32, device=device)
-        self._double = torch.empty(size, dtype=torch.float64, device=device)
+    def __init__(self, stream: Any = None) -> None:
+        self.stream = stream
+        self._size = 0
+        self._copies: dict[str, Tensor] = {}
 
-    def of(self, shape: torch.Size) -> "_Scratch":
-        count = shape.numel()
-        return _Scratch(*(x[:count].view(shape) for x in (*self._floats, *self._integers, self._double)))
+    def scratch(self, weight: Tensor) -> "_Scratch":
+        count = weight.numel()
+        if self._size < count:
+            self._size = count
+            self._floats = torch.empty(5, count, device=weight.device)
+            self._integers = torch.empty(3, count, dtype=torch.int32, device=weight.device)
+            self._double = torch.empty(count, dtype=torch.float64, device=weight.device)
+        buffers = (*self._floats, *self._integers, self._double)
+        return _Scratch(*(x[:count].view(weight.shape) for x in buffers))
+
+    def bring(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weight, which is on the device, and copies of the rest there."""
+        here = {"weight": part["weight"]}
+        for name in part.keys() - here.keys():
+            there = part[name]
+            if name not in self._copies or self._copies[name].numel() < there.numel():
+                self._copies[name] = torch.empty(there.numel(), dtype=there.dtype, device=part["weight"].device)
+            copy = self._copies[name][: there.numel()].view(there.shape)
+            here[name] = copy.copy_(there, non_blocking=True)
+        return here
 
 
 class _Scratch(NamedTuple):
@@ -264,12 +318,14 @@ def _round_to_bf16(value: Tensor, out: Tensor, noise: Tensor) -> None:
     out.view(torch.int16).copy_(value.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
-def _like(parameter: nn.Parameter, dtype: torch.dtype, block: int = 1) -> Tensor:
-    """Zeros, sharded as the parameter is; of `block` columns one."""
+def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int = 1) -> Tensor:
+    """Zeros, sharded as the parameter is, on its device or the host; of `block` columns one."""
     local = _local(parameter)
     *rows, columns = local.shape
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
-    zeros = torch.zeros(*rows, columns // block, dtype=dtype, device=local.device)
+    size = (*rows, columns // block)
+    place = local.device
+    zeros = torch.zeros(size, dtype=dtype, device=place) if stays else host.reserve(size, dtype, place)
     if not isinstance(parameter, DTensor):
         return zeros
     *rows, columns = parameter.shape

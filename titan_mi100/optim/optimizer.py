@@ -4,10 +4,10 @@ The learning rate is a pure function of the step: there is nothing to save, and 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.settings import LRSchedulerConfig, OptimizerConfig
@@ -33,14 +33,20 @@ class AdamW(NamedState, torch.optim.AdamW):
 
 
 def build_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, seed: int, device: torch.device
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    seed: int,
+    device: torch.device,
+    on_host: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> NamedState:
     """AdamW in groups: matrices with weight decay, the norms' vectors without. Torch's, fused, unless the config asks
-    for state or master weights of fewer bytes.
+    for state or master weights of fewer bytes, or state is kept on the host.
 
     Args:
         parameters: by HF name; what is trained.
         seed: of what is rounded at random.
+        device: of the parameters.
+        on_host: gradients that are there; see LeanAdamW.
     """
     matrices: list[tuple[str, nn.Parameter]] = []
     vectors: list[tuple[str, nn.Parameter]] = []
@@ -52,8 +58,8 @@ def build_optimizer(
         for alike, decay in decays
         if alike
     ]
-    if config.is_lean:
-        return LeanAdamW(groups, config, seed, device)
+    if config.is_lean or on_host:
+        return LeanAdamW(groups, config, seed, device, on_host)
     return AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda"))
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from titan_mi100.attention.base import Backend, Documents, to_device
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.parallel.distributed import Gradients, measure_gradients
+from titan_mi100.parallel.offload import HostGradients
 
 
 class ParallelModel(ABC):
@@ -31,6 +33,7 @@ class ParallelModel(ABC):
         gradient_bytes: of gradients that this rank gave to collectives in the last step; None: not counted.
         extra_state_name: names what this layout keeps from step to step beside weights and optimizer state, each rank
             its own (see extra_state); "": nothing.
+        host_gradients: those that are added up in the host's memory instead of `grad`.
     """
 
     parts: list[Qwen3]
@@ -39,10 +42,12 @@ class ParallelModel(ABC):
     counts_loss = True
     gradient_bytes: int | None = None
     extra_state_name = ""
+    host_gradients: HostGradients | None = None
 
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
-        """Leave the gradient of weight x summed loss, summed over all ranks, in every parameter's `grad`.
+        """Leave the gradient of weight x summed loss, summed over all ranks, in every parameter's `grad`, or in
+        host_gradients.
 
         Args:
             weight: of each token's loss: 1 / supervised tokens of the whole step over all ranks.
@@ -61,6 +66,25 @@ class ParallelModel(ABC):
                 loss_sum += self.parts[0](**self._on_device(microbatch))
         self._after_evaluation()
         return self._counted_once(loss_sum)
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Of the parameters: the host, where each is fetched when it is used."""
+        return next(self.named_parameters())[1].device
+
+    def measure_gradients(self) -> Gradients:
+        """What a step's gradients are, before they are used."""
+        on_host = self.host_gradients
+        if on_host is None:
+            return measure_gradients((p for _, p in self.trained_parameters()), self.copies())
+        found = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
+        return on_host.measure(found, self.copies())
+
+    def clear_gradients(self) -> None:
+        for _, parameter in self.trained_parameters():
+            parameter.grad = None
+        if self.host_gradients is not None:
+            self.host_gradients.clear()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter that this rank holds, by its HF name."""

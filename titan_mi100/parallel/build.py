@@ -22,6 +22,7 @@ from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
+from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 
 
@@ -63,7 +64,8 @@ def build_model(
         return model
 
     def part(stage: Stage | None = None) -> Qwen3:
-        return make(lambda: build(stage)) if make else build(stage).to_empty(device=device)
+        place = torch.device("cpu") if config.memory.offload == "weights" else device
+        return make(lambda: build(stage)) if make else build(stage).to_empty(device=place)
 
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
@@ -77,9 +79,19 @@ def build_model(
         return PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
     if layout.zero_stage == 0:
         return ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
-    if layout.dp_degree == 1:
-        return AloneModel(part(), mesh, device, is_gpu)
-    return ShardedModel(part(), mesh, layout.zero_stage, device)
+    model: ParallelModel
+    if is_sharded(config, layout):
+        model = ShardedModel(part(), mesh, layout.zero_stage, device)
+    else:
+        model = AloneModel(part(), mesh, device, is_gpu or config.memory.offload != "nothing")
+    if config.memory.offload == "optimizer":
+        model.host_gradients = HostGradients((parameter for _, parameter in model.trained_parameters()), device)
+    return model
+
+
+def is_sharded(config: Config, layout: Layout) -> bool:
+    """Whether `fully_shard` goes around the model: not on a single data-parallel rank, unless it fetches weights."""
+    return layout.zero_stage > 0 and (layout.dp_degree > 1 or config.memory.offload == "weights")
 
 
 def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
@@ -94,12 +106,12 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
     # Checkpointing goes around what is compiled: the compiled parts are then alike in all blocks and compiled once.
     mode = config.activation_checkpoint.mode
     apply_compile(model, config.compile, is_whole=mode != "selective")
-    apply_activation_checkpointing(model, mode, is_random=lora.dropout > 0)
+    apply_activation_checkpointing(model, mode, lora.dropout > 0, config.memory.offload_activations)
     # FSDP2 goes around all: its gather and free must surround whatever reads the weights, the recomputation included.
-    if layout.zero_stage == 0 or layout.dp_degree == 1:
-        model.model.dtype = compute_dtype(training)  # fp32 weights are cast where they are used
+    if is_sharded(config, layout):
+        apply_fsdp(model, mesh, training, layout, config.memory.offload == "weights")
     else:
-        apply_fsdp(model, mesh, training, layout)
+        model.model.dtype = compute_dtype(training)  # fp32 weights are cast where they are used
 
 
 def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
@@ -132,15 +144,16 @@ def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
 
-def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool) -> None:
+def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool, on_host: bool) -> None:
     """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention.
 
     Args:
         is_random: there is dropout, and the second run must draw what the first did.
+        on_host: with `full`, what a block keeps, its input, waits in the host's memory.
     """
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
             method = getattr(layer, name)
             recomputed = functools.partial(checkpoint, method, use_reentrant=False, preserve_rng_state=is_random)
-            setattr(layer, name, recomputed)
+            setattr(layer, name, inputs_on_host(recomputed) if on_host else recomputed)

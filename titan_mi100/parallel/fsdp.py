@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import TrainingConfig
@@ -46,12 +46,17 @@ class ShardedModel(ParallelModel):
         free_gathered(self.parts)
 
 
-def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout) -> None:
+def apply_fsdp(
+    model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False
+) -> None:
     """Shard over the mesh's dp_shard axis, replicate over dp_replicate if it has several, and set the compute
     and reduction dtypes.
 
     Each block is a group. A tied embedding stays in the root's group, because the head reads it outside the
     embedding's forward; an untied embedding and head are groups of their own, so that they are not gathered together.
+
+    Args:
+        on_host: weights, gradients and optimizer state live there; each group comes to the device when it is used.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
@@ -60,6 +65,8 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
     )
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
+    if on_host:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
     blocks = model.model.blocks()
     for layer in blocks:  # backward needs the last block first: it stays gathered

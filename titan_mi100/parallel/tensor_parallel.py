@@ -69,9 +69,10 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
         return
     gradients = []
     for parameter in (p for part in parts for p in part.parameters() if p.requires_grad):
-        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        assert isinstance(parameter, DTensor)
         assert parameter.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[index]
         if parameter.placements[-1].is_replicate():
+            assert isinstance(parameter.grad, DTensor)
             gradients.append(parameter.grad.to_local())
     if not gradients:
         return
