@@ -183,7 +183,7 @@ def test_an_update_does_not_depend_on_how_much_is_worked_on_at_a_time(
 ) -> None:
     results = []
     for size in (256, 3 * 256, 1 << 20):
-        monkeypatch.setitem(lean._ELEMENTS, "cpu", size)
+        monkeypatch.setitem(lean.ELEMENTS, "cpu", size)
         named = parameters(dtype_of(kind))
         optimizer = optimizer_of(kind, named)
         train(optimizer, named, 3)

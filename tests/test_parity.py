@@ -67,6 +67,12 @@ def assert_equal_to_reference(result: dict, expected: dict, what: object) -> Non
         assert (gradient.double() - exact).norm() <= 2e-6 * exact.norm(), (what, name)
 
 
+OFFLOADED: list[dict] = [
+    {"memory": {"offload": "optimizer"}},
+    {"memory": {"offload": "weights", "offload_activations": True}, "checkpointing": "full"},
+]
+
+
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_every_split_on_one_process_equals_fp64(name: str, world: World) -> None:
     case, expected = make_case(name), fp64_reference(SPECS[name])
@@ -75,6 +81,7 @@ def test_every_split_on_one_process_equals_fp64(name: str, world: World) -> None
         split = {"local_batch_size": 2, "accumulation": 4, "backend": "chunked"}
         splits.append({**split, "parallelism": {"zero_stage": stage}})
     splits += [{"local_batch_size": 4, "accumulation": 2, "checkpointing": mode} for mode in ("full", "selective")]
+    splits += [{"local_batch_size": 2, "accumulation": 4, **options} for options in OFFLOADED]
     one_document_per_row = {"local_batch_size": len(documents()), "accumulation": 1, "seq_len": 32}
     losses = []
     for split in splits:
@@ -136,6 +143,7 @@ def test_every_split_on_two_processes_equals_fp64(full: bool, tmp_path: Path) ->
         {"parallelism": {"tensor_parallel_degree": 2}, "checkpointing": "full"},
         {"parallelism": pipeline(), "checkpointing": "selective"},
         {"parallelism": pipeline("GPipe"), "checkpointing": "full", "backend": "chunked"},
+        *OFFLOADED,
     ]
     if full:
         options += [
@@ -172,6 +180,12 @@ def test_layouts_of_two_axes_on_four_processes_equal_fp64(tmp_path: Path) -> Non
         {"case": name, "local_batch_size": ROWS // (2 * ranks), "accumulation": 2, "parallelism": degrees}
         for name in ("tied", "untied")
         for ranks, degrees in layouts
+    ]
+    offloaded = {"case": "untied", "accumulation": 2, **OFFLOADED[0]}
+    splits += [
+        {**offloaded, "local_batch_size": ROWS // (2 * ranks), "parallelism": degrees}
+        for ranks, degrees in layouts
+        if not is_pipeline({"parallelism": degrees})
     ]
     assert_splits_equal_fp64(4, splits, tmp_path)
 

@@ -28,7 +28,11 @@ def test_it_says_whether_a_run_fits_and_what_helps(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "does not fit: " in said and "what helps most: keep optimizer state in 8 bits and weights in bf16" in said
     assert planner.main([*BIG, *LEAN, "--memory", "26GB"]) == 1
-    assert "train adapters only" in capsys.readouterr().out
+    assert "what helps most: keep gradients and optimizer state in the host's memory" in capsys.readouterr().out
+    assert planner.main([*BIG, *LEAN, "--memory", "8GB"]) == 1
+    assert "what helps most: keep all in the host's memory" in capsys.readouterr().out
+    assert planner.main([*BIG, *LEAN, "--memory", "3GB"]) == 1
+    assert "GiB, still too much" in capsys.readouterr().out
 
 
 def test_of_changes_that_suffice_it_names_the_mildest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,8 +57,30 @@ def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.Captu
     assert planner.main(["--job.config_file", str(best), "--model.flavor", "8B"]) == 0
     config = load_config(["--job.config_file", str(best)], 2, with_files=False)
     assert config.batch(2).global_batch_size == 96 and config.optimizer.master == "bf16_sr"
-    assert planner.main([*BIG, "--search", "--memory", "8"]) == 2
-    assert "no layout fits 8.0 GiB; the smallest takes" in capsys.readouterr().err
+    assert planner.main([*BIG, "--search", "--memory", "8"]) == 0
+    assert "weights on the host" in capsys.readouterr().out
+    assert planner.main([*BIG, "--search", "--memory", "3"]) == 2
+    assert "no layout fits 3.0 GiB; the smallest takes" in capsys.readouterr().err
+
+
+def test_what_moves_to_the_host_and_back_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """8B on an MI100: 16.4 GB of gradients in bf16, 8.2 billion elements, a link of which half is reached."""
+    alone = ["--gpus", "1", "--parallelism.zero_stage", "3", "--activation_checkpoint.mode", "full", "--json"]
+    plans = {}
+    for offload in ("nothing", "optimizer", "weights"):
+        planner.main([*BIG, *LEAN, *alone, "--memory.offload", offload])
+        plans[offload] = json.loads(capsys.readouterr().out)
+    (memory,), gib = plans["optimizer"]["memory"], 1 << 30
+    assert plans["optimizer"]["fits"] and memory["host"] / gib == pytest.approx(30.6, abs=0.1)
+    assert plans["weights"]["memory"][0]["host"] / gib == pytest.approx(47.0, abs=0.1)
+    elements, link = 8.19e9, 16e9
+    assert plans["optimizer"]["update"] == pytest.approx(elements * (2 + 2 + 2 / 256) / link, rel=0.01)
+    backward = 3 / 4 * plans["nothing"]["step_seconds"] / 96
+    hidden_from = 1024 * (2 - 1 / 96) * elements * 2 / link / backward
+    assert plans["optimizer"]["hidden_from"] == pytest.approx(hidden_from, rel=0.01)
+    assert plans["nothing"]["hidden_from"] == plans["nothing"]["update"] == 0
+    seconds = [plans[offload]["step_seconds"] for offload in ("nothing", "optimizer", "weights")]
+    assert seconds == sorted(seconds)
 
 
 def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +102,7 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         key = wrong.split(" ")[0]
         mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
         assert planner.main([*SFT, "--device", str(mine)]) == 2
-        assert "mine.toml: a device has link_gbs, memory_gib, name, tflops" in capsys.readouterr().err
+        assert "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, tflops" in capsys.readouterr().err
     mine.write_text(DEVICE.replace("bfloat16 = 71, ", ""))
     assert planner.main([*SFT, "--device", str(mine)]) == 0
     assert "per step, " not in capsys.readouterr().out  # no rate, no time

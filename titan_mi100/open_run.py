@@ -177,13 +177,7 @@ def open_run(
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
         log.info(line)
-    words, arch, units = distributed.device_name(world.device)
-    log.info(f"{world.size} process(es), each on {words}")
-    dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
-    if advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
-        log.warning(advice)
-    if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
-        log.info(advice)
+    _log_machine(config, world)
     with raise_together():
         spec = spec or config.spec()
     data = data or _load_data(config, world, folder)
@@ -286,6 +280,16 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
     if problems := check_layout(config, world.size):
         raise UserError("\n".join(problems))
     return config
+
+
+def _log_machine(config: Config, world: World) -> None:
+    words, arch, units = distributed.device_name(world.device)
+    log.info(f"{world.size} process(es), each on {words}")
+    dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
+    if advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
+        log.warning(advice)
+    if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
+        log.info(advice)
 
 
 def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:

@@ -29,6 +29,7 @@ _LAYOUT_KEYS = {  # of a search: what it chooses
     ),
     "activation_checkpoint": ("mode",),
     "optimizer": ("state", "master"),
+    "memory": ("offload",),
 }  # fmt: skip
 _SHOWN = 10
 
@@ -60,8 +61,8 @@ def _device(name: str) -> Gpu:
         return DEVICES[name]
     if not name.endswith(".toml"):
         raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
-    values, known = parse_toml(name), {field.name for field in fields(Gpu)}
-    sizes = [key for key in ("memory_gib", "link_gbs") if not _is_rate(values.get(key))]
+    values, known = {"host_gbs": Gpu.host_gbs, **parse_toml(name)}, {field.name for field in fields(Gpu)}
+    sizes = [key for key in ("memory_gib", "link_gbs", "host_gbs") if not _is_rate(values.get(key))]
     rates = values.get("tflops")
     if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
         raise UserError(
@@ -102,6 +103,14 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
         if any(plan.sent.values())
         else f"{plan.flops / 1e12:,.0f} TFLOP per step",
     ]
+    if host := plan.worst.host:
+        found.append(f"of the host's memory {host / GIB:.1f} GiB for each card, besides what its process takes")
+    if plan.hidden_from:
+        forward = plan.config.training.local_batch_size * plan.config.training.seq_len
+        found.append(
+            f"what moves between host and card is hidden from {plan.hidden_from:,.0f} tokens per forward (here "
+            f"{forward:,}); {plan.update:.1f} s of a step are the update"
+        )
     if plan.bubble:
         found.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
     if plan.step:
@@ -120,11 +129,11 @@ def _column(plan: Plan, number: int) -> str:
 
 def _as_json(plan: Plan) -> dict[str, Any]:
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
-    memory = [{"peak": m.peak, "moment": m.moment, "categories": m.categories} for m in plan.memory]
+    memory = [{"peak": m.peak, "moment": m.moment, "categories": m.categories, "host": m.host} for m in plan.memory]
     return {
         "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
         "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
-        "step_seconds": plan.step, "tokens": plan.tokens,
+        "step_seconds": plan.step, "tokens": plan.tokens, "hidden_from": plan.hidden_from, "update": plan.update,
     }  # fmt: skip
 
 
@@ -161,9 +170,10 @@ def _words(plan: Plan) -> str:
     c, batch = plan.config, plan.config.batch(plan.ranks)
     forwards = f"{batch.local_batch_size} x {batch.gradient_accumulation_steps}"
     layout = plan.config.layout(plan.ranks).describe() if plan.ranks > 1 else "alone"
+    where = "" if c.memory.offload == "nothing" else f", {c.memory.offload} on the host"
     return (
         f"{plan.ranks}, {layout}, {forwards}, {c.activation_checkpoint.mode}, {c.optimizer.state} + "
-        f"{c.optimizer.master}, {c.training.mixed_precision_reduce}"
+        f"{c.optimizer.master}, {c.training.mixed_precision_reduce}{where}"
     )
 
 

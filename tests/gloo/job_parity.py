@@ -18,6 +18,7 @@ from titan_mi100.config.settings import (
     Config,
     LoRAConfig,
     LRSchedulerConfig,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
@@ -50,6 +51,7 @@ def config_of(case: dict, split: dict) -> Config:
         activation_checkpoint=ActivationCheckpointConfig(mode=split.get("checkpointing", "none")),
         compile=CompileConfig(enable=split.get("compile", False), backend="aot_eager"),
         lora=LoRAConfig(**split.get("lora", {})),
+        memory=MemoryConfig(**split.get("memory", {})),
     )
 
 

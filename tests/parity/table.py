@@ -293,7 +293,9 @@ def table(results: Sequence[Result]) -> str:
     ]
     for cell, found in results:
         start = f"| {cell.layout} | {cell.processes} | {'yes' if cell.tied else 'no'} | {cell.accumulation} "
-        start += f"| {cell.precision}{f', {cell.state}, {cell.master}' if cell.is_lean else ''}{f', {cell.offload} on host' if cell.offload != 'nothing' else ''} | "
+        kinds = [cell.precision, *([cell.state, cell.master] if cell.is_lean else [])]
+        kinds += [f"{cell.offload} on the host"] if cell.offload != "nothing" else []
+        start += f"| {', '.join(kinds)} | "
         if isinstance(found, str):
             lines.append(start + f"refused: {found} | | | | |")
         else:

@@ -14,26 +14,28 @@ class Gpu:
         tflops: peak dense rates by compute dtype; float32 is true fp32, not tf32.
         memory_gib: of the device.
         link_gbs: GB/s to its neighbour in a node and direction.
+        host_gbs: GB/s to the host's memory and back.
     """
 
     name: str
     tflops: Mapping[str, float]
     memory_gib: float
     link_gbs: float
+    host_gbs: float = 32
 
 
 # Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
 # device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
 # per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate. Links: PCIe 4.0 x16 for a card
-# in a slot, else what joins two devices of a node.
+# in a slot, else what joins two devices of a node. To the host: PCIe 4.0 or 5.0 x16, an MI250X in Frontier 36.
 GPUS: Mapping[tuple[str, int], Gpu] = {
     ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 32, 32),
     ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 64, 50),
-    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 64, 50),
-    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64),
+    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 64, 50, 36),
+    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64, 64),
     ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 80, 300),
-    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450),
-    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64),
+    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450, 64),
+    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64, 64),
 }
 DEVICES: Mapping[str, Gpu] = {  # what people call them
     "mi100": GPUS["gfx908", 120],

@@ -24,11 +24,13 @@ from titan_mi100.config.settings import Config
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNICATION)
+HOST = "host"  # beside them: what is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_STATE = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of an element's two moments
-_MASTER = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes of a weight, and beside it
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of an element's two moments
+MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes of a weight, and beside it
 _UPDATE_BUFFERS = 40 << 22  # of optim/lean.py on a GPU, without its kernel
+_ON_THE_WAY = 1 << 30  # bytes of gradients that wait for their way to the host, see parallel/offload.py
 HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # see model/loss.py: logits at a time; of the memory one part in so many is kept
 
 
@@ -39,10 +41,12 @@ class Memory:
     Attributes:
         moment: in words.
         categories: bytes by CATEGORIES.
+        host: bytes of the host's memory that the rank's process takes beside.
     """
 
     moment: str
     categories: dict[str, float]
+    host: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -60,8 +64,9 @@ def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | N
     layout, batch = config.layout(ranks), config.batch(ranks)
     mine = []
     for rank, stages in enumerate(_stages(config, spec, layout)):
-        moments = _Rank(config, spec, layout, batch, device_memory, rank, stages).moments()
-        mine.append(max((Memory(*moment) for moment in moments), key=lambda memory: memory.peak))
+        one = _Rank(config, spec, layout, batch, device_memory, rank, stages)
+        moments = (Memory(*moment, one.on_host()) for moment in one.moments())
+        mine.append(max(moments, key=lambda memory: memory.peak))
     return mine
 
 
@@ -97,7 +102,8 @@ class _Rank:
         self.first, self.last = any(s.first for s in stages), any(s.last for s in stages)
         self.layers = sum(len(stage.layers) for stage in stages)
         self.tied, self.lora = spec.tie_word_embeddings, config.lora.rank
-        self.is_fsdp = layout.zero_stage > 0 and layout.dp_degree > 1
+        self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
+        self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
         self.shard = layout.dp_shard if self.is_fsdp else 1
         shapes = parameter_shapes(spec)
         self.block = sum(math.prod(x) for name, x in shapes.items() if name.startswith("model.layers.0.")) / layout.tp
@@ -109,26 +115,26 @@ class _Rank:
         self.end_bytes = self.vocabulary * self.compute
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
         self.adapters = sum(map(math.prod, adapters.values())) / spec.num_hidden_layers / layout.tp
-        master, self.beside = _MASTER[config.optimizer.master]
+        master, self.beside = MASTER_BYTES[config.optimizer.master]
         self.master = max(master, self.compute) if self.compute > 4 else master
         # of a gradient where it is added up, and where it is reduced
         self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Of the last microbatch and the update, those at which a peak can lie."""
-        trained = self.layers * self.adapters if self.lora else self.layers * self.block + self.ends * self.vocabulary
-        frozen = self.layers * self.block_bytes + self.ends * self.end_bytes if self.lora else 0.0
+        trained, weights, state = self._held()
+        sums = self._gradient_sums(trained)
+        is_all_here, is_unsharded = self.offload == "nothing", self.is_fsdp and self.layout.zero_stage == 1
         held = {
-            PARAMETERS: (trained * self.master + frozen) / self.shard,
-            OPTIMIZER: trained * (_STATE[self.config.optimizer.state] + self.beside) / self.shard,
+            PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
         }  # fmt: skip
         several = self.batch.gradient_accumulation_steps > 1
-        sums = self._gradient_sums(trained)
-        before = sums if several else 0.0
+        before = sums if several and (is_all_here or is_unsharded) else 0.0
         copies = self._weight_copies()
         is_kept = self.config.activation_checkpoint.mode == "none"
-        kept = self.layers * self._kept() * self._in_flight() + self._rotary()
+        waiting_layers = min(2, self.layers) if self.inputs_on_host else self.layers
+        kept = waiting_layers * self._kept() * self._in_flight() + self._rotary()
         kept += copies * self.layers if is_kept else 0.0
 
         def at(**more: float) -> dict[str, float]:
@@ -151,6 +157,8 @@ class _Rank:
             if self.layout.tp > 1 and not self.is_fsdp:  # of a DTensor autograd adds out of place
                 yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
         waiting = end if self.tied and self.first and self.last else 0.0  # for the embedding's, as both are one weight
+        if self.first and end and not (is_all_here or is_unsharded):  # the embedding's has not come yet
+            sums = self._gradient_sums(trained - self.vocabulary)
         if self.layers:
             inside = self._inside() + (0.0 if is_kept else copies)
             one = 0.0 if self.lora else self.block * self.compute
@@ -163,7 +171,7 @@ class _Rank:
                 at(gradients=max(before, of_head) + waiting + one, activations=kept + inside, communication=gathered),
             )
             yield "backward of the first block", at(
-                gradients=sums + waiting + one, activations=kept - (self.layers - 1) * self._kept() + inside,
+                gradients=sums + waiting + one, activations=kept - (waiting_layers - 1) * self._kept() + inside,
                 communication=gathered,
             )  # fmt: skip
         if self.first and end:
@@ -179,16 +187,35 @@ class _Rank:
                     "reduction of the embedding's gradient",
                     at(gradients=sums - one + end, activations=rotary, communication=self._reduced(self.vocabulary)),
                 )
-        yield "update", at(gradients=sums, optimizer=_UPDATE_BUFFERS if self.config.optimizer.is_lean else 0)
+        has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
+        yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=_UPDATE_BUFFERS if has_buffers else 0)
+
+    def _held(self) -> tuple[float, float, float]:
+        """Trained elements; bytes of this rank's weights and of its optimizer state."""
+        trained = self.layers * self.adapters if self.lora else self.layers * self.block + self.ends * self.vocabulary
+        frozen = self.layers * self.block_bytes + self.ends * self.end_bytes if self.lora else 0.0
+        state = trained * (STATE_BYTES[self.config.optimizer.state] + self.beside)
+        return trained, (trained * self.master + frozen) / self.shard, state / self.shard
+
+    def on_host(self) -> float:
+        """Bytes of the host's memory that take the place of the device's."""
+        trained, weights, state = self._held()
+        found = self.layers * self._kept() * self._in_flight() if self.inputs_on_host else 0.0
+        if self.offload != "nothing":
+            found += trained * self.master / self.shard + state
+        if self.offload == "weights":
+            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora
+            coming = max(self.block, self.ends and self.vocabulary) * self.master / self.shard
+            found += weights + (coming if is_added else 0.0)
+        return found
 
     def _gradient_sums(self, trained: float) -> float:
-        """Gradients where they are added up over microbatches."""
-        if not self.is_fsdp:
-            twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
-            return trained * self.master * (2 if twice else 1)
-        if self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
+        """Gradients where they are added up over microbatches, or wait for their way to the host."""
+        if self.is_fsdp and self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
             return trained * max(self.reduce, self.compute)
-        return trained * self.master / self.shard
+        twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
+        limit = {"nothing": math.inf, "optimizer": _ON_THE_WAY, "weights": 0.0}[self.offload]
+        return min(limit, trained * self.master / self.shard * (2 if twice else 1))
 
     def _in_flight(self) -> int:
         """Microbatches whose activations wait for their backward."""

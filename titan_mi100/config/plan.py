@@ -10,7 +10,7 @@ from titan_mi100.config.check import check
 from titan_mi100.config.costs import train_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import SCHEDULES
-from titan_mi100.config.memory import Memory, estimate
+from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import Config
 
@@ -21,6 +21,8 @@ ABOVE, BELOW = 0.10, 0.03
 # nobody has measured it on the cards that this is for.
 _CONTEXT, _LOST = 0.75 * GIB, 0.02
 EFFICIENCY = 0.35  # of the peak rate, that a step reaches while it computes: assumed
+# Seconds per element of an update by the host's processor, measured on 2 cores: torch's AdamW, and ours.
+_HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Plan:
         bubble: share of the step in which a pipeline's rank waits.
         step: seconds; None: the device's speed is not known.
         tokens: of a step.
+        hidden_from: tokens of a forward from which on backward hides what moves between host and device; 0: nothing
+            moves, or the device's speed is not known.
+        update: seconds of a step in which the host's state moves, or its processor works; in `step`.
     """
 
     config: Config
@@ -46,6 +51,8 @@ class Plan:
     bubble: float
     step: float | None
     tokens: int
+    hidden_from: float = 0.0
+    update: float = 0.0
 
     @property
     def worst(self) -> Memory:
@@ -85,13 +92,37 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
     waits = (layout.pp - 1) / stages
     bubble = waits / (batch.gradient_accumulation_steps + waits)
-    step, rate = None, gpu.tflops.get(training.mixed_precision_param) if gpu else None
+    step, hidden_from, update = None, 0.0, 0.0
+    rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
         link = gpu.link_gbs * 1e9 / 2  # about what collectives reach: assumed
+        with_host, update = (size / (gpu.host_gbs * 1e9 / 2) for size in _moved(config, spec, ranks))
+        hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
+        hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
+        if config.memory.offload == "weights":
+            trained = sum(map(math.prod, adapters.values())) or sum(map(math.prod, parameter_shapes(spec).values()))
+            update = trained / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
+        computing = max(computing, computing - hiding + with_host)
         step = max(computing, sent["data parallel"] / link) + (sent["tensor parallel"] + sent["pipeline"]) / link
+        step += update
     memory = estimate(config, ranks, card, spec)
-    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens)
+    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update)
+
+
+def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
+    """Bytes between a card and the host's memory in a step: during forward and backward, and for the update."""
+    layout, optimizer = config.layout(ranks), config.optimizer
+    microbatches = config.batch(ranks).gradient_accumulation_steps
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.dp_shard / layout.tp
+    master, beside = MASTER_BYTES[optimizer.master]
+    reductions = 1 if layout.zero_stage == 1 else microbatches
+    if config.memory.offload == "optimizer":  # each sum but the first goes there and back
+        return (2 * reductions - 1) * weights * master, weights * (master + STATE_BYTES[optimizer.state] + beside)
+    if config.memory.offload == "weights":
+        fetched = {1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+        return weights * master * (fetched + (0 if config.lora.rank else reductions)), 0.0
+    return 0.0, 0.0
 
 
 def _sent(config: Config, spec: ModelSpec, ranks: int) -> dict[str, float]:
@@ -123,6 +154,15 @@ _CHANGES: Sequence[tuple[str, dict[str, dict[str, Any]]]] = (
     (
         "keep optimizer state in 8 bits and weights in bf16, rounded at random",
         {"optimizer": {"state": "8bit", "master": "bf16_sr"}},
+    ),
+    ("keep gradients and optimizer state in the host's memory", {"memory": {"offload": "optimizer"}}),
+    (
+        "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random",
+        {"optimizer": {"state": "8bit", "master": "bf16_sr"}, "memory": {"offload": "optimizer"}},
+    ),
+    (
+        "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random",
+        {"optimizer": {"state": "8bit", "master": "bf16_sr"}, "memory": {"offload": "weights"}},
     ),
     ("train adapters only (LoRA)", {"lora": {"rank": 16}}),
 )
@@ -161,7 +201,13 @@ def remedy(plan: Plan) -> str:
     return best[2] if best else "more cards, or a smaller model"
 
 
-_KINDS = (("fp32", "fp32"), ("8bit", "24bit"), ("8bit", "bf16_sr"))  # of optimizer state and master weights
+_KINDS = (  # of optimizer state and master weights, and what is kept on the host
+    ("fp32", "fp32", "nothing"),
+    ("8bit", "24bit", "nothing"),
+    ("8bit", "bf16_sr", "nothing"),
+    ("8bit", "bf16_sr", "optimizer"),
+    ("8bit", "bf16_sr", "weights"),
+)
 
 
 def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[Plan]:
@@ -187,7 +233,7 @@ def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[P
         }  # fmt: skip
         optimizer = {"state": kind[0], "master": kind[1]}
         change = {"training": training, "parallelism": parallelism, "optimizer": optimizer}
-        change["activation_checkpoint"] = {"mode": mode}
+        change |= {"activation_checkpoint": {"mode": mode}, "memory": {"offload": kind[2]}}
         candidate = with_settings(config, change)
         if not check(candidate, ranks, with_files=False):
             yield make_plan(candidate, ranks, card, gpu, spec)

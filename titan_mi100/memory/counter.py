@@ -5,10 +5,11 @@ difference. What it cannot see: workspaces inside kernels, what a driver and a c
 an allocator loses between blocks.
 """
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import pairwise
@@ -33,6 +34,7 @@ from titan_mi100.config.memory import (
     COMMUNICATION,
     GRADIENTS,
     HEAD_LOSS,
+    HOST,
     OPTIMIZER,
     PARAMETERS,
 )
@@ -40,19 +42,24 @@ from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.ddp import ReplicatedModel
-from titan_mi100.parallel.distributed import build_mesh, measure_gradients
+from titan_mi100.parallel.distributed import build_mesh
+from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.pipeline import PipelinedModel
 
 CPU = torch.device("cpu")
+_ADD, _TO = HostGradients._add, Tensor.to
 PHASES = ("forward and backward", "update")
 # whose code allocates, from the innermost call outwards
 _CALLERS = {
     "torch/distributed/tensor/_op_schema.py": None,  # DTensor tries there what shapes an operation gives
+    "titan_mi100/optim/host.py": HOST,
+    "titan_mi100/parallel/offload.py": GRADIENTS,
     "titan_mi100/model/loss.py": HEAD_LOSS,
     "titan_mi100/model/": ACTIVATIONS,
     "titan_mi100/attention/": ACTIVATIONS,
@@ -71,6 +78,7 @@ class Count:
         categories: of the peak, bytes by CATEGORIES.
         kept: bytes between two steps.
         phases: the peak of each of PHASES.
+        host: bytes of the host's memory, at most.
     """
 
     rank: int
@@ -78,6 +86,7 @@ class Count:
     categories: dict[str, int]
     kept: int
     phases: dict[str, int]
+    host: int
 
 
 class _Block:
@@ -96,7 +105,6 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[_Block, int]] = []
-        self.kept = 0  # bytes that are left after the step
         self._blocks: dict[int, _Block] = {}
         self._by_file: dict[str, str | None] = {}
 
@@ -132,7 +140,12 @@ class Ledger(TorchDispatchMode):
         for storage in _storages([t.to_local() if isinstance(t, DTensor) else t for t in tensors]):
             if storage._cdata not in self._blocks:
                 self._note(storage, storage.nbytes())
-            self._blocks[storage._cdata].category = category
+            block = self._blocks[storage._cdata]
+            block.category = HOST if block.category == HOST else category
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.category == HOST
 
     def _note(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
@@ -165,16 +178,26 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS
 
     def peak(self, start: int, stop: int) -> tuple[int, dict[str, int]]:
-        """The most that lived at once between two events, in bytes, and what it was."""
+        """The most that lived at once on the device between two events, in bytes, and what it was."""
         live, most, when = 0, -1, 0
-        for number, (_, change) in enumerate(self.events[:stop]):
-            live += change
+        for number, (block, change) in enumerate(self.events[:stop]):
+            live += change if block.category != HOST else 0
             if number >= start and live > most:
                 most, when = live, number
-        found = dict.fromkeys(CATEGORIES, 0)
+        found = dict.fromkeys((*CATEGORIES, HOST), 0)
         for block, change in self.events[: when + 1]:
             found[block.category] += change
+        del found[HOST]
         return most, found
+
+    def on_host(self) -> int:
+        """The most that lived at once on the host."""
+        changes = [change for block, change in self.events if block.category == HOST]
+        return max(itertools.accumulate(changes), default=0)
+
+    def kept(self) -> int:
+        """Bytes of the device that are in use now."""
+        return sum(change for block, change in self.events if block.category != HOST)
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
@@ -245,41 +268,62 @@ def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend
             model = build_model(config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu)
             if isinstance(model, ReplicatedModel):
                 model.reduce_nothing()
-            ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
-            with patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agree, create=True):
-                edges = _step(model, config, _inputs(config, microbatches), ledger, is_gpu)
+            where = HOST if config.memory.offload == "weights" else PARAMETERS
+            ledger.label((parameter for _, parameter in model.named_parameters()), where)
+            with (
+                patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agree, create=True),
+                patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
+                patch.object(Tensor, "to", partialmethod(_moved, ledger)) if where == HOST else nullcontext(),
+            ):
+                kept, *edges = _step(model, config, _inputs(config, microbatches), ledger, is_gpu)
     more = _receiving(model, config.batch(ranks).gradient_accumulation_steps - microbatches)
     phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
     peak, categories = ledger.peak(edges[0], edges[-1])
     categories[COMMUNICATION] += more
-    return Count(rank, peak + more, categories, ledger.kept + more, phases)
+    return Count(rank, peak + more, categories, kept + more, phases, ledger.on_host())
 
 
 def _step(
     model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: Ledger, is_gpu: bool
-) -> tuple[int, int, int]:
-    """A step; between which of the ledger's events its phases lie."""
-    optimizer = build_optimizer(model.trained_parameters(), config.optimizer, config.training.seed, CPU)
-    ledger.label((value for _, value in optimizer.named_state()), OPTIMIZER)
+) -> tuple[int, int, int, int]:
+    """A step; what is kept after it, and between which of the ledger's events its phases lie."""
+    named, seed, is_on_host = model.trained_parameters(), config.training.seed, config.memory.offload == "weights"
+    optimizer = build_optimizer(named, config.optimizer, seed, CPU, model.host_gradients)
+    ledger.label((value for _, value in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
     trained = [parameter for _, parameter in model.trained_parameters()]
     start = len(ledger.events)
     model.forward_backward(inputs, 1.0)
-    ledger.label((parameter.grad for parameter in trained), GRADIENTS)
+    ledger.label((parameter.grad for parameter in trained), HOST if is_on_host else GRADIENTS)
     update = len(ledger.events)
     model.measure_gradients()
-    with patch.object(LeanAdamW, "_update", partialmethod(_update_first_rows, "cuda" if is_gpu else "cpu")):
+    elements = {"cpu": lean.ELEMENTS["cuda" if is_gpu and not is_on_host else "cpu"]}
+    with patch.dict(lean.ELEMENTS, elements), patch.object(LeanAdamW, "_update", _update_first_rows):
         optimizer.update(0.5)
     stop = len(ledger.events)
     model.clear_gradients()
-    ledger.kept = sum(change for _, change in ledger.events)
-    return start, update, stop
+    return ledger.kept(), start, update, stop
 
 
-def _update_first_rows(optimizer: LeanAdamW, kind: str, parameter: nn.Parameter, numbers: Any) -> None:
-    """Takes what the update of all rows takes, which are worked on one part after the other."""
-    local = optimizer._rows_of(parameter)
-    size = rows_at_a_time(kind, local["weight"].shape[1])
-    optimizer._update_rows({name: tensor[:size] for name, tensor in local.items()}, 0, parameter.shape[-1], numbers)
+def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: Any) -> None:
+    """Takes what the update of all rows takes, which are worked on one part after the other, or two side by side."""
+    local, is_on_host = optimizer._rows_of(parameter), parameter in optimizer._on_host
+    size = 2 * rows_at_a_time("cpu", local["weight"].shape[1], is_on_host)
+    first = {name: tensor[:size] for name, tensor in local.items()}
+    optimizer._update_local(first, 0, parameter.shape[-1], numbers, is_on_host)
+
+
+def _moved(tensor: Tensor, ledger: Ledger, *to: Any, non_blocking: bool | None = None, **others: Any) -> Tensor:
+    """FSDP2's copies between device and host, which here are the same."""
+    if non_blocking is None:
+        return _TO(tensor, *to, **others)
+    copy = tensor.clone()
+    ledger.label([copy], COMMUNICATION if ledger.is_on_host(tensor) else HOST)
+    return copy
+
+
+def _add_labelled(host: HostGradients, ledger: Ledger, gradient: Tensor, entry: Any) -> None:
+    ledger.label([gradient], GRADIENTS)
+    _ADD(host, gradient, entry)
 
 
 def _receiving(model: ParallelModel, microbatches: int) -> int:

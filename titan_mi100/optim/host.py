@@ -28,6 +28,7 @@ def whole_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # or a write after a fork would go to a page that the device does not know
     except OSError as error:
         raise MemoryError(f"the host has no {count * dtype.itemsize:,} bytes more: {error}") from None
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

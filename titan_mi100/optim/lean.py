@@ -25,7 +25,7 @@ from titan_mi100.optim import host
 from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
 from titan_mi100.optim.state import NamedState
 
-_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are worked on at a time: what caches hold; 128 MiB of buffers
+ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are worked on at a time: what caches hold; 128 MiB of buffers
 
 Kernel = Callable[[dict[str, Tensor], int, int, "_Numbers", str], None]  # see fused.update
 
@@ -93,11 +93,14 @@ class LeanAdamW(NamedState):
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
-                local = self._rows_of(parameter)
-                if local["weight"].numel():
-                    self._update(local, _offset(parameter), parameter.shape[-1], numbers, parameter in self._on_host)
-        for stream in beside:
-            self._device.current_stream().wait_stream(stream)
+                self._update(parameter, numbers)
+        if beside:
+            self._device.synchronize()  # the host may read its memory next, for a checkpoint
+
+    def _update(self, parameter: nn.Parameter, numbers: "_Numbers") -> None:
+        local, (row, column), whole = self._rows_of(parameter), _offset(parameter), parameter.shape[-1]
+        if local["weight"].numel():
+            self._update_local(local, row * whole + column, whole, numbers, parameter in self._on_host)
 
     def _rows_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """What this rank holds of a parameter, its gradient and its state, as matrices."""
@@ -107,19 +110,19 @@ class LeanAdamW(NamedState):
         del tensors["step"]
         return {name: _as_rows(tensor) for name, tensor in tensors.items()}
 
-    def _update(
-        self, local: dict[str, Tensor], offset: tuple[int, int], whole: int, numbers: "_Numbers", is_on_host: bool
+    def _update_local(
+        self, local: dict[str, Tensor], first: int, whole: int, numbers: "_Numbers", is_on_host: bool
     ) -> None:
         """This rank's part of a parameter, some rows at a time; by the kernel all that are on the device at once.
 
-        Args: offset: row and column of the first element. whole: columns of the whole parameter.
+        Args: first: number of the first element. whole: columns of the whole parameter.
         """
-        (row, column), (rows, columns) = offset, local["weight"].shape
+        rows, columns = local["weight"].shape
         size = rows_at_a_time(local["weight"].device.type, columns, is_on_host)
         size = rows if self._kernel is not None and not is_on_host else size
         for start in range(0, rows, size):
             part = {name: tensor[start : start + size] for name, tensor in local.items()}
-            number = (row + start) * whole + column
+            number = first + start * whole
             if not is_on_host:
                 self._update_rows(part, number, whole, numbers, self._lanes[0])
                 continue
@@ -141,7 +144,7 @@ class LeanAdamW(NamedState):
 
 def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
     """Args: is_on_host: two such parts are worked on at a time, and are copied first."""
-    return max(1, (_ELEMENTS[device_type] >> is_on_host) // columns)
+    return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
 
 
 def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
@@ -182,7 +185,7 @@ class _Lane:
     def __init__(self, stream: Any = None) -> None:
         self.stream = stream
         self._size = 0
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def scratch(self, weight: Tensor) -> "_Scratch":
         count = weight.numel()
@@ -199,10 +202,10 @@ class _Lane:
         here = {"weight": part["weight"]}
         for name in part.keys() - here.keys():
             there = part[name]
-            if name not in self._copies or self._copies[name].numel() < there.numel():
-                self._copies[name] = torch.empty(there.numel(), dtype=there.dtype, device=part["weight"].device)
-            copy = self._copies[name][: there.numel()].view(there.shape)
-            here[name] = copy.copy_(there, non_blocking=True)
+            kind, count = (name, there.dtype), there.numel()
+            if kind not in self._copies or self._copies[kind].numel() < count:
+                self._copies[kind] = torch.empty(count, dtype=there.dtype, device=part["weight"].device)
+            here[name] = self._copies[kind][:count].view(there.shape).copy_(there, non_blocking=True)
         return here
 
 

@@ -7,7 +7,7 @@ for the device to learn a size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,12 +73,12 @@ class ParallelModel(ABC):
         return next(self.named_parameters())[1].device
 
     def measure_gradients(self) -> Gradients:
-        """What a step's gradients are, before they are used."""
-        on_host = self.host_gradients
-        if on_host is None:
-            return measure_gradients((p for _, p in self.trained_parameters()), self.copies())
+        """What a step's gradients are, before they are used; on `device`."""
+        on_host: Collection[nn.Parameter] = self.host_gradients or ()
         found = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
-        return on_host.measure(found, self.copies())
+        if self.host_gradients is not None:
+            found = self.host_gradients.measure(found, self.copies())
+        return Gradients(found.squares.to(self.device), found.finite.to(self.device))
 
     def clear_gradients(self) -> None:
         for _, parameter in self.trained_parameters():

@@ -85,7 +85,7 @@ def build_model(
     else:
         model = AloneModel(part(), mesh, device, is_gpu or config.memory.offload != "nothing")
     if config.memory.offload == "optimizer":
-        model.host_gradients = HostGradients((parameter for _, parameter in model.trained_parameters()), device)
+        model.host_gradients = HostGradients(model.parts, device)
     return model
 
 

@@ -46,9 +46,7 @@ class ShardedModel(ParallelModel):
         free_gathered(self.parts)
 
 
-def apply_fsdp(
-    model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False
-) -> None:
+def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False) -> None:
     """Shard over the mesh's dp_shard axis, replicate over dp_replicate if it has several, and set the compute
     and reduction dtypes.
 

@@ -1,14 +1,16 @@
 """What leaves the device during a step: gradients, to be added up in the host's memory, and blocks' inputs."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
+from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import host
 from titan_mi100.parallel.distributed import Gradients, local_gradient, sum_of_squares
 
@@ -32,17 +34,21 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     processor does nothing. What waits for its way is limited; then backward waits too.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        """Args: parameters: materialised, on `device`; vectors among them keep their gradients there."""
+    def __init__(self, parts: Sequence[Qwen3], device: torch.device) -> None:
+        """Args: parts: of the model, materialised, on `device`; their vectors keep their gradients there."""
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream()
         self._waiting: deque[tuple[Any, Tensor]] = deque()
         self._sums: dict[nn.Parameter, _Sum] = {}
-        for parameter in parameters:
+        for norm in [part.model.norm for part in parts if part.model.norm is not None]:
+            norm.register_forward_pre_hook(lambda *_: self._wait(0))  # before the head takes much memory
+        for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
                 shape = tuple(local_gradient(parameter.detach())[0].shape)
                 self._sums[parameter] = _Sum(host.reserve(shape, parameter.dtype, device))
                 parameter.register_post_accumulate_grad_hook(self._take)
+            elif isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(_part_from_others)
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return self._sums[parameter].values
@@ -64,14 +70,18 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         entry = self._sums[parameter]
         gradient, entry.is_first = local_gradient(parameter.grad)
         parameter.grad = None
-        while self._waiting and sum(x.nbytes for _, x in self._waiting) + gradient.nbytes > _ON_THE_WAY:
-            self._waiting.popleft()[0].synchronize()
+        self._wait(max(0, _ON_THE_WAY - gradient.nbytes))
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             self._add(gradient, entry)
             event = self._module.Event()
             event.record()
         self._waiting.append((event, gradient))  # which no other operation may take the memory of until then
+
+    def _wait(self, left: int) -> None:
+        """Until gradients of at most so many bytes are on their way; the device has work meanwhile."""
+        while self._waiting and sum(gradient.nbytes for _, gradient in self._waiting) > left:
+            self._waiting.popleft()[0].synchronize()
 
     def _add(self, gradient: Tensor, entry: _Sum) -> None:
         rows = max(1, _PIECE // max(1, gradient.shape[1]))
@@ -96,6 +106,12 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
             if entry.is_first and id(parameter) not in counted_elsewhere:
                 squares = squares + entry.squares
         return Gradients(squares, finite)
+
+
+def _part_from_others(parameter: nn.Parameter) -> None:
+    """A vector's gradient that stays must not keep the memory of its group's, of which FSDP2 makes it a view."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
 
 
 def inputs_on_host(recomputed: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,6 +1,7 @@
 """The plan of a run beside what it then measures: refused before the start, compared after the first steps."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,17 @@ class Forecast:
         self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
         self._before = 0.0 if is_gpu else peak_memory_gib(world.device)  # of a process, its libraries
         with raise_together():  # cards may differ
+            self._check_host()
             if card:
                 self._check(config)
+
+    def _check_host(self) -> None:
+        """What is kept in the host's memory instead of the device's must be there."""
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, has = processes * self.plan.worst.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > has:
+            what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for {processes} process(es)"
+            raise UserError(f'{what}, which has {has / GIB:.1f}; set optimizer.state = "8bit" and master = "bf16_sr"')
 
     def _check(self, config: Config) -> None:
         plan, card = self.plan, self._card
@@ -66,7 +76,8 @@ class Forecast:
             self._write({})
         if self._steps != _COMPARED:
             return
-        found, planned = result.peak_memory_gib - self._before, self.plan.worst.peak / GIB
+        found, worst = result.peak_memory_gib - self._before, self.plan.worst
+        planned = (worst.peak + (worst.host if self._before else 0)) / GIB
         measured = {"step": step, "peak_memory_gib": found, "step_seconds": result.seconds}
         what = ", of the process" if self._before else ""
         said = [f"memory {planned:.2f} GiB planned, {found:.2f} measured ({found / planned - 1:+.0%}{what})"]
