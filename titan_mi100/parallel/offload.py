@@ -125,7 +125,7 @@ def inputs_on_host(recomputed: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
-    if not tensor.requires_grad:  # positions' tables, which all blocks share
+    if not tensor.requires_grad or not tensor.numel():  # tables that all blocks share; torch 2.8's placeholder
         return tensor
     return tensor.device, host.lend(tensor).copy_(tensor.detach(), non_blocking=True)
 
