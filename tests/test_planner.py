@@ -98,11 +98,11 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     mine.write_text(DEVICE)
     assert planner.main([*SFT, "--device", str(mine)]) == 0
     assert "2 x mine, 24.0 GiB each" in capsys.readouterr().out
-    for wrong in ("colour = 1\n", "memory_gib = 0\n", 'tflops = "many"\n', "link_gbs = true\n"):
+    for wrong in ("colour = 1\n", "memory_gib = 0\n", 'tflops = "many"\n', "link_gbs = true\n", "overlap = 1.5\n"):
         key = wrong.split(" ")[0]
         mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
         assert planner.main([*SFT, "--device", str(mine)]) == 2
-        assert "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, tflops" in capsys.readouterr().err
+        assert "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, overlap, tflops" in capsys.readouterr().err
     mine.write_text(DEVICE.replace("bfloat16 = 71, ", ""))
     assert planner.main([*SFT, "--device", str(mine)]) == 0
     assert "per step, " not in capsys.readouterr().out  # no rate, no time

@@ -61,13 +61,16 @@ def _device(name: str) -> Gpu:
         return DEVICES[name]
     if not name.endswith(".toml"):
         raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
-    values, known = {"host_gbs": Gpu.host_gbs, **parse_toml(name)}, {field.name for field in fields(Gpu)}
+    defaults = {"host_gbs": Gpu.host_gbs, "overlap": Gpu.overlap}
+    values, known = {**defaults, **parse_toml(name)}, {field.name for field in fields(Gpu)}
     sizes = [key for key in ("memory_gib", "link_gbs", "host_gbs") if not _is_rate(values.get(key))]
     rates = values.get("tflops")
+    sizes += [] if values["overlap"] == 0 or (_is_rate(values["overlap"]) and values["overlap"] <= 1) else ["overlap"]
     if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
         raise UserError(
             f"{name}: a device has {', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a "
-            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }"
+            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }; host_gbs and overlap (0 to 1) may be "
+            "left out"
         )
     return Gpu(**values)
 

@@ -82,7 +82,11 @@ def open_bench(options: argparse.Namespace, spec: ModelSpec, world: distributed.
         mixed_precision_param=options.dtype,
         mixed_precision_reduce=options.reduce,
     )
-    parallelism = ParallelismConfig(zero_stage=options.zero_stage, pipeline_parallel_degree=options.pipeline)
+    parallelism = ParallelismConfig(
+        zero_stage=options.zero_stage,
+        pipeline_parallel_degree=options.pipeline,
+        tensor_parallel_degree=options.tensor,
+    )
     config = Config(
         model=ModelConfig(attention_backend=options.backend),
         training=training,
@@ -170,6 +174,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="of the model instead of its own number")
     parser.add_argument("--zero_stage", type=int, default=-1)
     parser.add_argument("--pipeline", type=int, default=1, help="degree")
+    parser.add_argument("--tensor", type=int, default=1, help="degree")
     parser.add_argument("--state", default="fp32", choices=["fp32", "bf16", "8bit"], help="of the optimizer")
     parser.add_argument("--master_weights", default="fp32", choices=["fp32", "bf16_sr", "24bit"])
     parser.add_argument("--reduce", default="float32", choices=["float32", "bfloat16"], help="gradients")

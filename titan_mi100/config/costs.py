@@ -57,12 +57,23 @@ def train_flops(
     A matrix product of a weight with one token is 2 FLOPs per weight; backward costs twice the forward, and once
     where the weight is frozen; attention is two products (scores, values) of 2 * head_dim FLOPs per pair and head.
     """
+    blocks, attention = _forward_flops(spec, tokens, attention_pairs)
+    products = blocks + 2 * spec.vocab_size * spec.hidden_size * supervised_tokens
+    return (2 if adapter_values else 3) * products + 3 * (2 * adapter_values * tokens + attention)
+
+
+def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:
+    """FLOPs of the blocks' second forward, see activation_checkpoint.mode."""
+    blocks, attention = _forward_flops(spec, tokens, attention_pairs)
+    return {"none": 0, "selective": blocks, "full": blocks + attention}[mode]
+
+
+def _forward_flops(spec: ModelSpec, tokens: int, attention_pairs: int) -> tuple[int, int]:
+    """Of the blocks' matrices, and of their attention."""
     matrices = sum(
         math.prod(shape)
         for name, shape in parameter_shapes(spec).items()
         if len(shape) == 2 and name.startswith("model.layers.")
     )
-    head = spec.vocab_size * spec.hidden_size
     attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * attention_pairs
-    products = 2 * matrices * tokens + 2 * head * supervised_tokens
-    return (2 if adapter_values else 3) * products + 3 * (2 * adapter_values * tokens + attention)
+    return 2 * matrices * tokens, attention

@@ -15,6 +15,7 @@ class Gpu:
         memory_gib: of the device.
         link_gbs: GB/s to its neighbour in a node and direction.
         host_gbs: GB/s to the host's memory and back.
+        overlap: share of the computation's time in which it also sends; 0 where the same cores do both.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Gpu:
     memory_gib: float
     link_gbs: float
     host_gbs: float = 32
+    overlap: float = 1.0
 
 
 # Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_mi100.config.check import check
-from titan_mi100.config.costs import train_flops
+from titan_mi100.config.costs import recomputed_flops, train_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import SCHEDULES
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
@@ -87,8 +87,8 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     pairs = rows * training.seq_len * (training.seq_len + 1) // 2
     adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
     flops = float(train_flops(spec, tokens, tokens, pairs, sum(map(math.prod, adapters.values()))))
-    done = flops * {"none": 1.0, "selective": 1.25, "full": 4 / 3}[config.activation_checkpoint.mode]
-    sent = _sent(config, spec, ranks)
+    done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
+    sent, sent_at_once = _sent(config, spec, ranks)
     stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
     waits = (layout.pp - 1) / stages
     bubble = waits / (batch.gradient_accumulation_steps + waits)
@@ -104,8 +104,11 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
             trained = sum(map(math.prod, adapters.values())) or sum(map(math.prod, parameter_shapes(spec).values()))
             update = trained / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
-        step = max(computing, sent["data parallel"] / link) + (sent["tensor parallel"] + sent["pipeline"]) / link
-        step += update
+        # What is sent in one of the forwards and backwards hides behind that one, the rest behind all of them.
+        hides = gpu.overlap * computing
+        once = max(0.0, sent_at_once / link - hides / batch.gradient_accumulation_steps)
+        spread = max(0.0, (sent["data parallel"] - sent_at_once) / link - hides)
+        step = computing + once + spread + (sent["tensor parallel"] + sent["pipeline"]) / link + update
     memory = estimate(config, ranks, card, spec)
     return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update)
 
@@ -125,8 +128,8 @@ def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _sent(config: Config, spec: ModelSpec, ranks: int) -> dict[str, float]:
-    """Bytes that a rank sends in a step."""
+def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float], float]:
+    """Bytes that a rank sends in a step, and those of data parallel that it sends during a single microbatch."""
     layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
@@ -136,14 +139,15 @@ def _sent(config: Config, spec: ModelSpec, ranks: int) -> dict[str, float]:
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
     reductions = 1 if layout.zero_stage < 2 else microbatches
     among = layout.dp_replicate
-    data = others * (gathers * weights * c + reductions * trained * r)
-    data += 2 * (among - 1) / among * trained * r / (layout.dp_shard if layout.zero_stage else 1)
+    gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
+    replicas = 2 * (among - 1) / among * trained * r / (layout.dp_shard if layout.zero_stage else 1)
+    once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
     hidden = batch.local_batch_size * training.seq_len * spec.hidden_size * c
     layers = spec.num_hidden_layers / layout.pp
     passes = 3 if config.activation_checkpoint.mode != "none" else 2
     tensor = passes * 4 * layers * microbatches * hidden * (layout.tp - 1) / layout.tp
     pipeline = 2 * microbatches * hidden / layout.tp if layout.pp > 1 else 0.0
-    return {"data parallel": data, "tensor parallel": tensor, "pipeline": pipeline}
+    return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
 
 
 # single changes, what they are in words, and the settings: the first that is tried wins where two save as much
