@@ -26,8 +26,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one; the last
 # ones are short.
 ORDER = (
-    "layouts", "tokenizer", "chaos", "lora", "prepare", "train", "conformance", "parity", "safe_read", "sweep",
-    "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter",
+    "layouts", "tokenizer", "memory", "chaos", "lean_optimizer", "loss_scale", "lora", "prepare", "train",
+    "conformance", "offload", "parity", "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter",
     "ruined_weights", "pipeline_bench", "reference_run", "parallelize",
 )  # fmt: skip
 

@@ -31,6 +31,14 @@ STEPS: list[tuple[str, dict[str, dict[str, Any]]]] = [
 ]
 WAYS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("the same, a pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
+    (
+        "the same, gradients and state on the host",
+        {"optimizer": _BF16, "memory": {"offload": "optimizer"}},
+    ),
+    (
+        "the same, all on the host",
+        {"optimizer": _BF16, "memory": {"offload": "weights"}},
+    ),
     ("LoRA, rank 16", {"lora": {"rank": 16}}),
     ("QLoRA, rank 16", {"lora": {"rank": 16, "base": "nf4"}}),
 ]
@@ -47,17 +55,17 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     if not options.json:
-        print(f"| Qwen3-{options.flavor}, 2 cards | {' | '.join(CATEGORIES)} | peak, GiB |")
-        print("|---" * (len(CATEGORIES) + 2) + "|")
+        print(f"| Qwen3-{options.flavor}, 2 cards | {' | '.join(CATEGORIES)} | peak, GiB | host |")
+        print("|---" * (len(CATEGORIES) + 3) + "|")
     for name, config in ladder(options):
         counts = [count(config, 2, rank, CARD) for rank in ranks_of_stages(config, 2)]
         worst = max(counts, key=lambda counted: counted.peak)
         rows.append((name, worst))
         if options.json:
-            print(json.dumps({"name": name, "peak": worst.peak, **worst.categories}), flush=True)
+            print(json.dumps({"name": name, "peak": worst.peak, "host": worst.host, **worst.categories}), flush=True)
         else:
             sizes = " | ".join(f"{worst.categories[category] / GIB:.1f}" for category in CATEGORIES)
-            print(f"| {name} | {sizes} | {worst.peak / GIB:.1f} |", flush=True)
+            print(f"| {name} | {sizes} | {worst.peak / GIB:.1f} | {worst.host / GIB:.1f} |", flush=True)
     if options.png:
         draw(rows, options.png, f"Qwen3-{options.flavor} on two cards, seq {options.seq}, batch {options.batch}")
 

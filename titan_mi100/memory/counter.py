@@ -296,17 +296,24 @@ def _step(
     ledger.label((parameter.grad for parameter in trained), HOST if is_on_host else GRADIENTS)
     update = len(ledger.events)
     model.measure_gradients()
+    first_rows = partialmethod(_update_first_rows, seen=set())
     elements = {"cpu": lean.ELEMENTS["cuda" if is_gpu and not is_on_host else "cpu"]}
-    with patch.dict(lean.ELEMENTS, elements), patch.object(LeanAdamW, "_update", _update_first_rows):
+    with patch.dict(lean.ELEMENTS, elements), patch.object(LeanAdamW, "_update", first_rows):
         optimizer.update(0.5)
     stop = len(ledger.events)
     model.clear_gradients()
     return ledger.kept(), start, update, stop
 
 
-def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: Any) -> None:
-    """Takes what the update of all rows takes, which are worked on one part after the other, or two side by side."""
+def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: Any, seen: set[Any]) -> None:
+    """Takes what the update of all rows takes, which are worked on one part after the other, or two side by side.
+
+    Args: seen: what was updated before: another parameter of the same shape takes no more.
+    """
     local, is_on_host = optimizer._rows_of(parameter), parameter in optimizer._on_host
+    if (kind := (local["weight"].shape, is_on_host)) in seen:
+        return
+    seen.add(kind)
     size = 2 * rows_at_a_time("cpu", local["weight"].shape[1], is_on_host)
     first = {name: tensor[:size] for name, tensor in local.items()}
     optimizer._update_local(first, 0, parameter.shape[-1], numbers, is_on_host)
