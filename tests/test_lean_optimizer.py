@@ -272,7 +272,7 @@ def test_equal_gradients_give_equal_bits_in_every_layout_and_after_a_resume_in_a
     kind: tuple[str, str], full: bool, tmp_path: Path
 ) -> None:
     """Three updates in each layout, saved; then three more, each layout going on from another one's checkpoint. By
-    default of the layouts of four processes only one."""
+    default without the layouts of four processes."""
 
     def case(layout: str, **more: str) -> dict[str, Any]:
         optimizer = {"state": kind[0], "master": kind[1]}
@@ -280,9 +280,8 @@ def test_equal_gradients_give_equal_bits_in_every_layout_and_after_a_resume_in_a
 
     expected: dict[str, dict[str, Tensor]] = {}
     before = "one process"
-    for processes in (1, 2, 4):
+    for processes in (1, 2, 4) if full else (1, 2):
         names = [name for name, (count, _) in LAYOUTS.items() if count == processes]
-        names = names if full or processes < 4 else ["TP2 x FSDP2"]
         sources = [*([before] if processes > 1 else names), *names[:-1]][: len(names)]
         jobs = [case(name, save_to=str(tmp_path / name)) for name in names]
         jobs += [case(n, load_from=f"{tmp_path / source}/step-3") for n, source in zip(names, sources, strict=True)]

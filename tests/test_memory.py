@@ -182,7 +182,7 @@ def test_counting_leaves_nothing_behind_that_has_no_values(monkeypatch: pytest.M
 
 
 def test_counting_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(replace(PRESETS["8B"], num_hidden_layers=1), LEAN, monkeypatch)
+    config = config_of(replace(UNTIED, num_hidden_layers=1), LEAN, monkeypatch)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         count(config, 1, 0, GPU)
     events = profiler.profiler.kineto_results.events()

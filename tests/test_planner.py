@@ -102,7 +102,9 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         key = wrong.split(" ")[0]
         mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
         assert planner.main([*SFT, "--device", str(mine)]) == 2
-        assert "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, overlap, tflops" in capsys.readouterr().err
+        assert (
+            "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, overlap, tflops" in capsys.readouterr().err
+        )
     mine.write_text(DEVICE.replace("bfloat16 = 71, ", ""))
     assert planner.main([*SFT, "--device", str(mine)]) == 0
     assert "per step, " not in capsys.readouterr().out  # no rate, no time
