@@ -27,8 +27,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # ones are short.
 ORDER = (
     "layouts", "tokenizer", "memory", "chaos", "lean_optimizer", "loss_scale", "lora", "prepare", "train",
-    "conformance", "offload", "parity", "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter",
-    "ruined_weights", "pipeline_bench", "reference_run", "parallelize",
+    "conformance", "offload", "parity", "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "generate",
+    "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter", "ruined_weights", "pipeline_bench",
+    "reference_run", "parallelize",
 )  # fmt: skip
 
 
