@@ -130,11 +130,19 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     refused = run(tmp_path / "a", "--memory.limit_gib", "0.01")
     assert refused.returncode == 2 and "what helps most: " in refused.stderr
     assert "step 1/" not in refused.stdout
-    warned = run(tmp_path / "b", "--memory.limit_gib", "0.01", "--memory.on_overflow", "warn")
+    first = (
+        "from titan_mi100.config import hardware\n"
+        "hardware.find_gpu = lambda *_: hardware.Gpu('made up', {'float32': 0.5}, 1, 1)"
+    )
+    warned = run(tmp_path / "b", "--memory.limit_gib", "0.01", "--memory.on_overflow", "warn", first=first)
     assert warned.returncode == 0 and "what helps most: " in warned.stderr and "step 4/4" in warned.stdout
     assert "plan: memory " in warned.stdout
     found = json.loads((tmp_path / "b" / forecast.FILE).read_text())
     assert found["measured"]["step"] == 3 and found["measured"]["peak_memory_gib"] >= 0 and found["card"] > 0
+    record = json.loads((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()[2])
+    assert found["measured"]["mfu"] == pytest.approx(record["mfu"]) and record["step"] == 3
+    assert found["mfu"] == pytest.approx(found["flops"] / found["step_seconds"] / 0.5e12)
+    assert " s per step planned, " in warned.stdout and "mfu " in warned.stdout
 
 
 def test_out_of_memory_has_its_own_exit_code_and_says_what_was_planned(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """What training a model costs: FLOPs of a step, and the balance between pipeline stages. Imports no torch."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
-from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
+from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.config.settings import LoRAConfig
 
 _FLOP_PER_BYTE = 40  # what a GPU computes in bf16 in the time in which it moves a byte, about
 _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
@@ -60,6 +63,12 @@ def train_flops(
     blocks, attention = _forward_flops(spec, tokens, attention_pairs)
     products = blocks + 2 * spec.vocab_size * spec.hidden_size * supervised_tokens
     return (2 if adapter_values else 3) * products + 3 * (2 * adapter_values * tokens + attention)
+
+
+def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int], int]:
+    """train_flops of tokens, supervised tokens and attention pairs."""
+    adapters = adapter_shapes(spec, lora.rank, lora.target_modules)  # without LoRA of no elements
+    return partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values())))
 
 
 def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_mi100.config.check import check
-from titan_mi100.config.costs import recomputed_flops, train_flops
+from titan_mi100.config.costs import flops_of_steps, recomputed_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import SCHEDULES
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
@@ -85,8 +85,7 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     rows = batch.global_batch_size
     tokens = rows * training.seq_len
     pairs = rows * training.seq_len * (training.seq_len + 1) // 2
-    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else {}
-    flops = float(train_flops(spec, tokens, tokens, pairs, sum(map(math.prod, adapters.values()))))
+    flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
     done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
     sent, sent_at_once = _sent(config, spec, ranks)
     stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
@@ -101,8 +100,9 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
-            trained = sum(map(math.prod, adapters.values())) or sum(map(math.prod, parameter_shapes(spec).values()))
-            update = trained / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
+            adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)
+            trained = adapters if config.lora.rank else parameter_shapes(spec)
+            update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         # What is sent in one of the forwards and backwards hides behind that one, the rest behind all of them.
         hides = gpu.overlap * computing

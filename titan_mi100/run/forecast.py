@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.hardware import find_gpu
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.model_spec import ModelSpec
@@ -42,7 +43,10 @@ class Forecast:
             if is_gpu and limit < card:
                 torch.cuda.set_per_process_memory_fraction(limit / card, world.device)
             card = min(card or limit, limit)
-        self.plan = make_plan(config, world.size, card if is_gpu else 0, find_gpu(arch, units), spec)
+        gpu = find_gpu(arch, units)
+        self.plan = make_plan(config, world.size, card if is_gpu else 0, gpu, spec)
+        tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
+        self._flops, self._peak_flops = flops_of_steps(spec, config.lora), tflops * 1e12 * world.size
         self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
         self._before = 0.0 if is_gpu else peak_memory_gib(world.device)  # of a process, its libraries
         with raise_together():  # cards may differ
@@ -84,9 +88,15 @@ class Forecast:
         if self.plan.step:
             off = result.seconds / self.plan.step - 1
             said.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
+            flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
+            measured["mfu"] = flops / result.seconds / self._peak_flops
+            said.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
         if self._folder is not None:
             log.info(f"plan: {'; '.join(said)}")
         self._write(measured)
+
+    def _planned_mfu(self) -> float | None:
+        return self.plan.flops / self.plan.step / self._peak_flops if self.plan.step else None
 
     def describe(self, measured_gib: float) -> str:
         """The plan's categories and what was measured, for when memory has run out."""
@@ -101,7 +111,7 @@ class Forecast:
         found = {
             "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
             "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
-            "step_seconds": plan.step, "measured": measured,
+            "step_seconds": plan.step, "mfu": self._planned_mfu(), "measured": measured,
         }  # fmt: skip
         (self._folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -1,11 +1,9 @@
 """What a run leaves in its folder for its reader: the resolved config, what really ran, and where everything is."""
 
 import json
-import math
 import platform
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
-from titan_mi100.config.costs import train_flops
+from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.load import to_toml
-from titan_mi100.config.model_spec import ModelSpec, adapter_shapes
+from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
 from titan_mi100.logging import log
@@ -58,7 +56,6 @@ def open_record(
     if kernel == NO_KERNEL and world.device.type != "cpu":
         log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
     gpu = hardware.find_gpu(arch, compute_units)
-    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)  # without LoRA of no elements
     tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
     with raise_together():
         if world.rank == 0:
@@ -69,7 +66,7 @@ def open_record(
                 config.metrics,
                 steps,
                 rows.rows_per_epoch,
-                partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values()))),
+                flops_of_steps(spec, config.lora),
                 tflops * 1e12 * world.size if tflops else None,
                 dtype,
                 progress.step,
