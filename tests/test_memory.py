@@ -28,6 +28,7 @@ FULL = {"activation_checkpoint.mode": "full"}
 PP = {"parallelism.pipeline_parallel_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
 STATE_ON_HOST, INPUTS_ON_HOST = {"memory.offload": "optimizer"}, {"memory.offload_activations": True}
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 GPU = 32 << 30
 
 
@@ -139,6 +140,8 @@ PLANNED = {
     "inputs on the host": ("8B", 1, {**LEAN, **FULL, **STATE_ON_HOST, **INPUTS_ON_HOST, "training.seq_len": 8192}),
     "weights on the host": ("8B", 1, {**LEAN, **FULL, "memory.offload": "weights"}),
     "weights on the host, FSDP2": ("8B", 2, {**LEAN, **FULL, "memory.offload": "weights"}),
+    "state on the host, HSDP": ("8B", 4, {**LEAN, **FULL, **STATE_ON_HOST, **HSDP}),
+    "weights on the host, HSDP": ("8B", 4, {**LEAN, **FULL, "memory.offload": "weights", **HSDP}),
     "weights on the host, ZeRO-2": ("8B", 2, {**FULL, "memory.offload": "weights", "parallelism.zero_stage": 2}),
     "weights on the host, ZeRO-1": (
         "8B", 2, {**LEAN, **FULL, "memory.offload": "weights", "parallelism.zero_stage": 1}
@@ -156,7 +159,10 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
     for memory, rank in zip(planned, ranks_of_stages(config, ranks), strict=True):
         counted = count(config, ranks, rank, GPU)
         assert -0.03 <= memory.peak / counted.peak - 1 <= 0.10, (memory, counted)
-        assert memory.host == pytest.approx(counted.host, rel=0.03)
+        if config.memory.offload == "weights":  # in powers of two
+            assert counted.host <= 1.03 * memory.host <= 2.06 * counted.host
+        else:
+            assert memory.host == pytest.approx(counted.host, rel=0.03)
         assert set(memory.categories) == set(CATEGORIES)
 
 

@@ -162,6 +162,7 @@ def test_whole_pages_are_zeros_of_exactly_the_size_and_of_their_own() -> None:
         (["--memory.offload=weights", "--parallelism.tensor_parallel_degree=2"], "is not for tensor parallel"),
         (["--memory.offload=optimizer", "--parallelism.zero_stage=0"], "is not for DDP"),
         (["--memory.offload=optimizer", "--lora.rank=8"], "moves next to nothing"),
+        (["--memory.offload=weights", "--lora.rank=8", "--lora.base=nf4"], "is not for .lora. base"),
         (["--memory.offload_activations=true", "--activation_checkpoint.mode=selective"], 'set .* mode = "full"'),
         (["--memory.offload=disk"], "nothing, optimizer, weights"),
     ],

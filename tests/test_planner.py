@@ -72,7 +72,9 @@ def test_what_moves_to_the_host_and_back_is_planned(capsys: pytest.CaptureFixtur
         plans[offload] = json.loads(capsys.readouterr().out)
     (memory,), gib = plans["optimizer"]["memory"], 1 << 30
     assert plans["optimizer"]["fits"] and memory["host"] / gib == pytest.approx(30.6, abs=0.1)
-    assert plans["weights"]["memory"][0]["host"] / gib == pytest.approx(47.0, abs=0.1)
+    assert plans["weights"]["memory"][0]["host"] / gib == pytest.approx(
+        58.0, abs=1.0
+    )  # weights and gradients in powers of two
     elements, link = 8.19e9, 16e9
     assert plans["optimizer"]["update"] == pytest.approx(elements * (2 + 2 + 2 / 256) / link, rel=0.01)
     backward = 3 / 4 * plans["nothing"]["step_seconds"] / 96

@@ -241,6 +241,8 @@ def _check_offload(config: Config) -> list[str]:
         errors.append(f'[memory] offload = "{offload}" is not for a pipeline; set pipeline_parallel_degree = 1')
     if offload == "weights" and p.tensor_parallel_degree > 1:
         errors.append('[memory] offload = "weights" is not for tensor parallel; set tensor_parallel_degree = 1')
+    if offload == "weights" and config.lora.base == "nf4":
+        errors.append('[memory] offload = "weights" is not for [lora] base = "nf4", which takes little; use "nothing"')
     if offload == "optimizer" and config.lora.rank:
         errors.append(
             '[memory] offload = "optimizer" moves next to nothing, as adapters alone are trained; use "weights", or '

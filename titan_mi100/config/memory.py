@@ -124,13 +124,15 @@ class _Rank:
         """Of the last microbatch and the update, those at which a peak can lie."""
         trained, weights, state = self._held()
         sums = self._gradient_sums(trained)
-        is_all_here, is_unsharded = self.offload == "nothing", self.is_fsdp and self.layout.zero_stage == 1
+        is_all_here = self.offload == "nothing"
+        # Until the last microbatch, which ZeRO-1 waits for; among replicas FSDP2 keeps what it has reduced until then.
+        stay_so_long = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
         held = {
             PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
         }  # fmt: skip
         several = self.batch.gradient_accumulation_steps > 1
-        before = sums if several and (is_all_here or is_unsharded) else 0.0
+        before = sums if several and stay_so_long else 0.0
         copies = self._weight_copies()
         is_kept = self.config.activation_checkpoint.mode == "none"
         waiting_layers = min(2, self.layers) if self.inputs_on_host else self.layers
@@ -157,7 +159,7 @@ class _Rank:
             if self.layout.tp > 1 and not self.is_fsdp:  # of a DTensor autograd adds out of place
                 yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
         waiting = end if self.tied and self.first and self.last else 0.0  # for the embedding's, as both are one weight
-        if self.first and end and not (is_all_here or is_unsharded):  # the embedding's has not come yet
+        if self.first and end and not stay_so_long:  # the embedding's has not come yet
             sums = self._gradient_sums(trained - self.vocabulary)
         if self.layers:
             inside = self._inside() + (0.0 if is_kept else copies)
@@ -200,14 +202,25 @@ class _Rank:
     def on_host(self) -> float:
         """Bytes of the host's memory that take the place of the device's."""
         trained, weights, state = self._held()
-        found = self.layers * self._kept() * self._in_flight() if self.inputs_on_host else 0.0
-        if self.offload != "nothing":
+        found = self.layers * self._pinned(self._kept()) * self._in_flight() if self.inputs_on_host else 0.0
+        if self.offload == "optimizer":
             found += trained * self.master / self.shard + state
         if self.offload == "weights":
             is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora
             coming = max(self.block, self.ends and self.vocabulary) * self.master / self.shard
-            found += weights + (coming if is_added else 0.0)
+            rounded = self._weights_pinned() / weights if self.device_memory else 1.0
+            found += rounded * (weights + (trained * self.master / self.shard) + (coming if is_added else 0.0)) + state
         return found
+
+    def _pinned(self, size: float) -> float:
+        """What torch's page-locked memory takes for a tensor: a power of two."""
+        return 2.0 ** math.ceil(math.log2(size)) if self.device_memory and size else size
+
+    def _weights_pinned(self) -> float:
+        """The weights, each matrix for itself."""
+        bytes_each = (self.compute if self.lora else self.master) / self.shard / self.layout.tp
+        shapes = {name: math.prod(shape) for name, shape in parameter_shapes(self.spec).items() if len(shape) == 2}
+        return sum(self._pinned(size * bytes_each) for size in shapes.values())
 
     def _gradient_sums(self, trained: float) -> float:
         """Gradients where they are added up over microbatches, or wait for their way to the host."""
@@ -215,6 +228,7 @@ class _Rank:
             return trained * max(self.reduce, self.compute)
         twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
         limit = {"nothing": math.inf, "optimizer": _ON_THE_WAY, "weights": 0.0}[self.offload]
+        limit = math.inf if self.is_fsdp and self.layout.dp_replicate > 1 else limit
         return min(limit, trained * self.master / self.shard * (2 if twice else 1))
 
     def _in_flight(self) -> int:

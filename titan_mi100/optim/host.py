@@ -5,9 +5,11 @@ import mmap
 import torch
 from torch import Tensor
 
+_RESERVED: list[Tensor] = []  # pages that are known to the driver must not be given back
+
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for as long as the run lasts.
+    """Zeros for as long as the process lives.
 
     Raises:
         MemoryError: the host has none left, or lets a process lock less (`ulimit -l`).
@@ -18,6 +20,7 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     error = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.nbytes, 0)) if found.nbytes else 0
     if error:
         raise MemoryError(f"the host locks no {found.nbytes:,} bytes more for the device (error {error}): ulimit -l")
+    _RESERVED.append(found)
     return found
 
 

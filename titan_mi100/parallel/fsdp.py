@@ -39,6 +39,9 @@ class ShardedModel(ParallelModel):
             loss = self._model(**self._on_device(microbatch))
             (loss * weight).sum().backward()
             losses.append(loss.detach().double())
+        if self.weights_device != self.device:
+            # Gradients have then arrived. Under HSDP torch 2.8 waits for an event of another stream.
+            torch.get_device_module(self.device).current_stream().synchronize()
         sum_replicated_gradients(self.parts, self._tp)
         return self._counted_once(torch.cat(losses))
 

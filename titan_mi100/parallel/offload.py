@@ -81,7 +81,8 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     def _wait(self, left: int) -> None:
         """Until gradients of at most so many bytes are on their way; the device has work meanwhile."""
         while self._waiting and sum(gradient.nbytes for _, gradient in self._waiting) > left:
-            self._waiting.popleft()[0].synchronize()
+            self._waiting[0][0].synchronize()
+            self._waiting.popleft()
 
     def _add(self, gradient: Tensor, entry: _Sum) -> None:
         rows = max(1, _PIECE // max(1, gradient.shape[1]))
