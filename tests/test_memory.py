@@ -21,6 +21,7 @@ from titan_mi100.memory import counter
 from titan_mi100.memory.counter import Count, count, ranks_of_stages
 from titan_mi100.optim.formats import SIGNED, UNSIGNED
 from titan_mi100.optim.lean import LeanAdamW
+from titan_mi100.parallel import distributed
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixed_precision_reduce": "bfloat16"}
@@ -50,6 +51,7 @@ def allocated(config: Config, ranks: int, rank: int, monkeypatch: pytest.MonkeyP
     gc.collect()  # what a step before left behind is not freed while this one is watched
     with monkeypatch.context() as patched:
         patched.setattr(counter, "FakeTensorMode", lambda **_: nullcontext())
+        patched.setattr(counter, "_PIECE", distributed.PIECE)
         update = LeanAdamW._update  # of all rows
         patched.setattr(counter, "_update_first_rows", lambda *arguments, seen: update(*arguments))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -153,7 +155,7 @@ PLANNED = {
 @pytest.mark.parametrize("name", mostly_full(PLANNED))
 def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flavor, ranks, settings = PLANNED[name]
-    spec = replace(PRESETS[flavor], num_hidden_layers=8)
+    spec = replace(PRESETS[flavor], num_hidden_layers=8 if flavor == "0.6B" or PP.items() <= settings.items() else 4)
     config = config_of(spec, {"training.gradient_accumulation_steps": 8, **settings}, monkeypatch)
     planned = estimate(config, ranks, GPU)
     for memory, rank in zip(planned, ranks_of_stages(config, ranks), strict=True):
@@ -203,6 +205,10 @@ COUNTED = {
 }
 
 
+# layers with which the peak comes where it comes with all: a pipeline is balanced, layers outweigh what has one size
+ENOUGH = {"_pp2": (6, 10), "4b_fsdp2": (9, 10), "_offload": (16, 17)}
+
+
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = 1 if name.endswith("_1gpu") else 2
@@ -211,8 +217,7 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
     assert -0.03 <= worst / COUNTED[name] - 1 <= 0.10
     if full:  # counted of a few layers, as more of them add equally
         spec = config.spec()
-        # with enough of them activations outweigh the gradients that are on their way to the host
-        few, more = (16, 20) if config.memory.offload == "optimizer" else (6, 10)
+        few, more = next((layers for part, layers in ENOUGH.items() if part in name), (2, 3))
         peaks = []
         for layers in (few, more):
             monkeypatch.setattr(Config, "spec", lambda _, n=layers: replace(spec, num_hidden_layers=n))

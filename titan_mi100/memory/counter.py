@@ -45,6 +45,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.ddp import ReplicatedModel
@@ -53,6 +54,7 @@ from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.pipeline import PipelinedModel
 
 CPU = torch.device("cpu")
+_PIECE = sys.maxsize  # in place of thousands of views for the gradients' norm, which take nothing
 _ADD, _TO = HostGradients._add, Tensor.to
 PHASES = ("forward and backward", "update")
 # whose code allocates, from the innermost call outwards
@@ -273,6 +275,7 @@ def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend
             with (
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
+                patch.object(distributed, "PIECE", _PIECE),
                 patch.object(Tensor, "to", partialmethod(_moved, ledger)) if where == HOST else nullcontext(),
             ):
                 kept, *edges = _step(model, config, _inputs(config, microbatches), ledger, is_gpu)

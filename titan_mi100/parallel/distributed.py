@@ -225,7 +225,7 @@ class Gradients:
     finite: Tensor
 
 
-_PIECE = 1 << 16
+PIECE = 1 << 16
 
 
 @torch.no_grad()
@@ -257,7 +257,7 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 def _pieces(values: Tensor) -> list[Tensor]:
     # On a CPU torch sums squares one after the other: of 67M values 0.5% are lost to rounding.
-    return list(values.reshape(-1).split(_PIECE)) if values.device.type == "cpu" else [values]
+    return list(values.reshape(-1).split(PIECE)) if values.device.type == "cpu" else [values]
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
