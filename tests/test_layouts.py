@@ -66,6 +66,7 @@ def test_a_checkpoint_of_each_layout_goes_on_in_another(full: bool, tmp_path: Pa
     assert_within_the_bars(results)
 
 
+@pytest.mark.full
 def test_both_ends_of_a_v_shaped_pipeline_are_restored(tmp_path: Path) -> None:
     pairs = [("FSDP2 x2", "PP2 ZBVZeroBubble")]
     (result,) = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=4)

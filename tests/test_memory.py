@@ -86,7 +86,7 @@ REAL = {
 }
 
 
-QUICK = ("one process, 8 bits", "FSDP2", "LoRA")
+QUICK = ("FSDP2", "LoRA")
 
 
 def mostly_full(names: Iterable[str]) -> list[Any]:

@@ -169,6 +169,7 @@ def test_data_is_prepared_by_one_process_for_a_layout_of_several(config: Path, t
     assert (tmp_path / "ledger.csv").exists()
 
 
+@pytest.mark.full  # by default test_layouts does it, without the launcher
 def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
