@@ -102,6 +102,7 @@ def draw(rows: list[tuple[str, Count]], path: Path, title: str) -> None:
     for number, size in enumerate(left):
         axes.text(size, number, f" {size:.1f}", va="center")
     axes.axvline(CARD / GIB, color="black", linestyle=":", linewidth=1)
+    axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set(xlabel="GiB per card at the peak, counted; dotted: 32", title=title)
     axes.legend(loc="lower right", fontsize="small")
