@@ -106,7 +106,7 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
         if any(plan.sent.values())
         else f"{plan.flops / 1e12:,.0f} TFLOP per step",
     ]
-    if host := plan.worst.host:
+    if host := plan.host:
         found.append(f"of the host's memory {host / GIB:.1f} GiB for each card, besides what its process takes")
     if plan.hidden_from:
         forward = plan.config.training.local_batch_size * plan.config.training.seq_len

@@ -59,6 +59,11 @@ class Plan:
         return max(self.memory, key=lambda memory: memory.peak)
 
     @property
+    def host(self) -> float:
+        """Bytes of the host's memory for a card, at most."""
+        return max(memory.host for memory in self.memory)
+
+    @property
     def seconds(self) -> float:
         """Of a step; for a device whose speed is not known without end."""
         return math.inf if self.step is None else self.step

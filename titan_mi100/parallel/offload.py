@@ -36,7 +36,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
 
     def __init__(self, parts: Sequence[Qwen3], device: torch.device) -> None:
         """Args: parts: of the model, materialised, on `device`; their vectors keep their gradients there."""
-        self._device, self._module = device, torch.get_device_module(device)
+        self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
         self._waiting: deque[tuple[Any, Tensor]] = deque()
         self._sums: dict[nn.Parameter, _Sum] = {}
@@ -100,13 +100,15 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         self._waiting.clear()
         self._module.current_stream().wait_stream(self._stream)
         counted_elsewhere = {id(parameter) for parameter in copies}
-        squares, finite = others.squares, others.finite
-        for parameter, entry in self._sums.items():
+        every: list[Tensor] = []
+        for entry in self._sums.values():
             assert entry.is_there and entry.squares is not None, "a parameter has no gradient"
-            finite = finite & entry.squares.isfinite()
-            if entry.is_first and id(parameter) not in counted_elsewhere:
-                squares = squares + entry.squares
-        return Gradients(squares, finite)
+            every.append(entry.squares)
+        counted = [
+            entry.squares for p, entry in self._sums.items() if entry.is_first and id(p) not in counted_elsewhere
+        ]
+        finite = others.finite & torch.stack(every).sum().isfinite()  # if all of them are
+        return Gradients(torch.stack([others.squares, *counted]).sum(), finite)
 
 
 def _part_from_others(parameter: nn.Parameter) -> None:

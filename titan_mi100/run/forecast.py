@@ -57,10 +57,10 @@ class Forecast:
     def _check_host(self) -> None:
         """What is kept in the host's memory instead of the device's must be there."""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, has = processes * self.plan.worst.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed, has = processes * self.plan.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > has:
             what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for {processes} process(es)"
-            raise UserError(f'{what}, which has {has / GIB:.1f}; set optimizer.state = "8bit" and master = "bf16_sr"')
+            raise UserError(f"{what}, which has {has / GIB:.1f}; planner --search looks for what takes less")
 
     def _check(self, config: Config) -> None:
         plan, card = self.plan, self._card
