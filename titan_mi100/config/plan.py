@@ -129,7 +129,9 @@ def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
         return (2 * reductions - 1) * weights * master, weights * (master + STATE_BYTES[optimizer.state] + beside)
     if config.memory.offload == "weights":
         fetched = {1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
-        return weights * master * (fetched + (0 if config.lora.rank else reductions)), 0.0
+        if config.lora.rank:  # frozen weights are in the dtype of the computation
+            return weights * (4 if config.training.mixed_precision_param == "float32" else 2) * fetched, 0.0
+        return weights * master * (fetched + reductions), 0.0
     return 0.0, 0.0
 
 

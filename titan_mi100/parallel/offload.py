@@ -101,14 +101,14 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         self._module.current_stream().wait_stream(self._stream)
         counted_elsewhere = {id(parameter) for parameter in copies}
         every: list[Tensor] = []
-        for entry in self._sums.values():
+        counted = [others.squares]
+        for parameter, entry in self._sums.items():
             assert entry.is_there and entry.squares is not None, "a parameter has no gradient"
             every.append(entry.squares)
-        counted = [
-            entry.squares for p, entry in self._sums.items() if entry.is_first and id(p) not in counted_elsewhere
-        ]
+            if entry.is_first and id(parameter) not in counted_elsewhere:
+                counted.append(entry.squares)
         finite = others.finite & torch.stack(every).sum().isfinite()  # if all of them are
-        return Gradients(torch.stack([others.squares, *counted]).sum(), finite)
+        return Gradients(torch.stack(counted).sum(), finite)
 
 
 def _part_from_others(parameter: nn.Parameter) -> None:
