@@ -19,7 +19,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_origin
 
-from titan_mi100.config.load import load_config, to_toml
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100.config.load import _items, load_config, make_run_folder, to_toml
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.load import _items, load_config, make_run_folder
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 

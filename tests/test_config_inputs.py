@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
-from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder, to_toml
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, JobConfig

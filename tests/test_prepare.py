@@ -100,7 +100,7 @@ def test_gsm8k_is_learned_exactly_and_fills_its_rows() -> None:
     folder, path = SHARED_DATA / "qwen3_tokenizer", SHARED_DATA / "gsm8k" / "train.jsonl"
     data = load(path, seq_len=1024, tokenizer=folder)
     assert supervised_texts(data.train, load_tokenizer(folder)) == answers_of(path)
-    counts = data.facts.train
+    counts = data.train_counts
     assert counts.documents == 7473 and counts.tokens == 1_460_527
     assert counts.tokens / (counts.rows * 1024) >= 0.995
     assert Counter(row["status"] for row in ledger(data)) == {"kept": 7473}
@@ -135,12 +135,14 @@ def test_text_and_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Tokeni
 
 def test_the_bytes_of_a_set_are_those_that_its_supervised_tokens_spell(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chat = write(tmp_path / "chat.jsonl", say("ä", "größer 🙂"), say("b", "再见！<|im_end|>", "c", "été"))
-    counted = load(chat, repeats=(3.0,), validation_path=(str(chat),)).facts
+    counted = load(chat, validation_path=(str(chat),)).facts.sets
     answers = len("größer 🙂再见！été".encode())
-    assert counted.validation is not None
-    assert (counted.train.supervised_bytes, counted.validation.supervised_bytes) == (3 * answers, answers)
+    assert {name: count.supervised_bytes for name, count in counted.items()} == {
+        "train": answers,
+        "validation": answers,
+    }
     end_only = write(tmp_path / "end.jsonl", {"input_ids": [5, tokenizer.eos_token_id, tokenizer.pad_token_id]})
-    assert load(end_only).facts.train.supervised_bytes == 0
+    assert load(end_only).train_counts.supervised_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"overlong": "split"}], ids=["whole", "pieces that cut characters"])
@@ -148,7 +150,7 @@ def test_what_has_no_loss_has_no_bytes(options: dict[str, str], tmp_path: Path, 
     path = write(tmp_path / "text.jsonl", *({"text": "再见！🌻" * n} for n in range(1, 40)))
     data = load(path, seq_len=32 if options else 1024, **options)
     labels = [label for i in range(len(data.train)) for label in data.train.row(i).labels.tolist() if label != IGNORE]
-    counted = data.facts.train
+    counted = data.train_counts
     assert counted.supervised == len(labels)
     ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert counted.supervised_bytes == sum(len(tokenizer.token_bytes(i)) for i in labels if i not in ends)
@@ -268,7 +270,7 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
     assert all(row["reason"] for row in rejected)
 
     data = load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS))
-    assert data.facts.train.documents == len(BAD_ROWS)
+    assert data.train_counts.documents == len(BAD_ROWS)
     assert any(line.startswith(f"  rejected: {len(BAD_ROWS)} rows") for line in data.facts.summary)
     with pytest.raises(RefusedData, match=rf"more than \[data\] max_bad_rows = {len(BAD_ROWS) - 1}"):
         load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS) - 1)
@@ -307,7 +309,7 @@ def test_10000_mutated_lines_are_all_in_the_ledger(tmp_path: Path) -> None:
         numbered = enumerate([*lines, *made], 1)
         assert [int(row["line"]) for row in rows] == [n for n, line in numbered if line.removeprefix(BOM).strip()]
         assert all(row["reason"] for row in rows if row["status"] != "kept")
-        assert data.facts.train.documents == sum(int(row["documents"]) for row in rows)
+        assert data.train_counts.documents == sum(int(row["documents"]) for row in rows)
         total += count
     assert total >= 10_000
 
@@ -326,8 +328,7 @@ def test_duplicates_are_found_reported_and_never_straddle_the_split(tmp_path: Pa
     unlike = [json.dumps(dict(reversed(json.loads(line).items()))) for line in lines]  # other key order, same content
     path = write(tmp_path / "twice.jsonl", *lines, qa("in between", "so that no period fits"), *unlike)
     data = load(path, validation_fraction=0.3)
-    assert data.validation is not None
-    train, held_out = (supervised_texts(part, tokenizer) for part in (data.train, data.validation))
+    train, held_out = (supervised_texts(part, tokenizer) for part in (data.train, data.validation[0].rows))
     assert len(train) + len(held_out) == 1201
     assert 0.2 < len(held_out) / 1201 < 0.4
     once = "so that no period fits<|im_end|>"
@@ -337,7 +338,7 @@ def test_duplicates_are_found_reported_and_never_straddle_the_split(tmp_path: Pa
     assert rows[601]["reason"] == f"of {path}:1" and rows[601]["set"] == rows[0]["set"]
 
     dropped = load(path, duplicates="drop")
-    assert dropped.facts.train.documents == len(set(lines)) + 1
+    assert dropped.train_counts.documents == len(set(lines)) + 1
     assert ledger(dropped)[601]["reason"] == f"of {path}:1, left out"
 
 
@@ -348,22 +349,8 @@ def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path
     assert data.facts.warnings == [
         f"1 validation rows are training rows too: the validation loss flatters ({held_out}:2 is {train}:2)"
     ]
-    assert data.validation is not None and len(documents(data.validation)) == 2
-    assert load(train).facts.fingerprint == data.facts.fingerprint  # a resume may add or change validation
-
-
-def test_repeats_and_weights(tmp_path: Path) -> None:
-    many = write(tmp_path / "many.jsonl", *(qa(f"q{i}", "yes") for i in range(400)))
-    few = write(tmp_path / "few.jsonl", *(qa(f"r{i}", "no") for i in range(100)))
-    counts = {}
-    for options in ({"repeats": (1.0, 2.5)}, {"weights": (1.0, 1.0)}, {"repeats": (0.25, 1.0)}):
-        counts[str(options)] = Counter(
-            len(supervised) and supervised[0] for _, supervised in documents(load(many, few, **options).train)
-        )
-    assert sorted(counts["{'repeats': (1.0, 2.5)}"].values()) == [250, 400]
-    assert sorted(counts["{'repeats': (0.25, 1.0)}"].values()) == [100, 100]
-    low, high = sorted(counts["{'weights': (1.0, 1.0)}"].values())
-    assert low == 400 and high <= 440  # equal tokens; those of `few` are a little shorter
+    assert len(documents(data.validation[0].rows)) == 2
+    assert load(train).facts.fingerprints == data.facts.fingerprints  # a resume may add or change validation
 
 
 def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -395,27 +382,6 @@ def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer)
     assert data.facts.summary[0] == f"{tmp_path / 'a.jsonl'}: format messages (OpenAI)"
     with pytest.raises(UserError, match=r"no\*.jsonl: matches no file"):
         load(tmp_path / "no*.jsonl")
-
-
-def test_copies_of_a_document_do_not_share_a_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", *(qa(f"question {i}", f"answer {i}") for i in range(1000, 1300)))
-    data = load(path, repeats=(3.0,))
-    rows = [data.train.documents_of(index).tolist() for index in range(len(data.train))]
-    assert sorted(number for row in rows for number in row) == sorted([*range(300)] * 3)
-    assert sum(len(row) != len(set(row)) for row in rows) <= 2  # where the last first copies meet the first second ones
-
-
-def test_a_part_of_a_file_is_said_in_the_ledger_and_extreme_repeats_are(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", *(qa(f"q{i}", f"a{i}") for i in range(100)))
-    part = load(path, repeats=(0.25,))
-    rows = ledger(part)
-    assert Counter(row["set"] for row in rows) == {"train": 25, "": 75}
-    assert {row["reason"] for row in rows if not row["set"]} == {"not in an epoch's part of its file"}
-    assert any(line.endswith("read 0.25 times an epoch") for line in part.facts.summary)
-    one = write(tmp_path / "one.jsonl", qa("a", "b"))
-    assert any("read 50.00 times an epoch: the model" in line for line in load(one, repeats=(50.0,)).facts.warnings)
-    with pytest.raises(UserError, match="more than 1,000 times: lower its weight"):
-        load(path, one, weights=(1e-9, 1.0))
 
 
 def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
@@ -780,7 +746,14 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 ODD_META = [("key", "0"), ("refused", 0), ("refused", "why"), ("seconds", "1"), ("files", {}), ("files", {"a": 1})]
 ODD_META += [("facts", None), ("facts", []), ("more", 1)]
 ODD_FACTS: list[tuple[str, Any]] = [("seq_len", "256"), ("seq_len", -1), ("seq_len", 2**70), ("pad_id", True)]
-ODD_FACTS += [("files", [1]), ("made_of", []), ("train", None), ("train", {"rows": 1}), ("warnings", "x"), ("plan", 1)]
+ODD_FACTS += [
+    ("files", [1]),
+    ("made_of", []),
+    ("sets", None),
+    ("sets", {"train": {"rows": 1}}),
+    ("warnings", "x"),
+    ("plan", 1),
+]
 ODD_FACTS += [("validation", {"documents": 0}), ("enable_thinking", "no")]
 
 
@@ -955,8 +928,8 @@ def test_documents_and_rows_name_their_lines(tmp_path: Path) -> None:
         assert row == [f"{path}:{2 + document}" for document in data.train.documents_of(index)]
     array = tmp_path / "array.json"
     array.write_text(json.dumps([qa("q", "a"), qa("r", "b")]))
-    twice = load(array, repeats=(2.0,), seq_len=1024).train
-    assert [sorted(twice.where(index)) for index in (0, -1)] == [[f"{array}:1[1]", f"{array}:1[2]"], []]
+    both = load(array, seq_len=1024).train
+    assert [sorted(both.where(index)) for index in (0, -1)] == [[f"{array}:1[1]", f"{array}:1[2]"], []]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, _restore_progress, open_run
+from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.progress import Progress
+from titan_mi100.run.rows import fit_progress
 
 SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 
@@ -95,13 +96,30 @@ def test_a_step_counts_its_own_rows_though_the_next_are_read_before_it_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(world)
-    read, plain = [], RowStream.step
-    monkeypatch.setattr(RowStream, "step", lambda self, first: (read.append(first), plain(self, first))[1])
+    read, plain = [], RowStream.microbatch
+    monkeypatch.setattr(RowStream, "microbatch", lambda self, *at: (read.append(at), plain(self, *at))[1])
     results = [run.step() for _ in range(3)]
-    assert read == [2, 4, 6]  # the first step's were read when the run was opened
+    monkeypatch.undo()
+    assert sorted(read)[:3] == [(2, 0), (4, 0), (6, 0)]  # the first step's were read when the run was opened
+    assert len(read) == len(set(read))
     for result in results:
-        labels = [microbatch["labels"] for microbatch in plain(run.stream, result.first_row)]
+        labels = [microbatch["labels"] for microbatch in run.stream.step(result.first_row)]
         assert result.supervised == sum(int((part >= 0).sum()) for part in labels) > 0
+
+
+def test_what_goes_wrong_in_a_thread_that_reads_ahead_is_raised_by_the_step(world: World) -> None:
+    run = opened(world)
+    source = run.stream.source
+
+    def row(number: int) -> Any:
+        if number == 5:
+            raise OSError("shards/000/000001.bin: cannot be read")
+        return source.row(number)
+
+    run.stream.source = SimpleNamespace(row=row)
+    run.step()
+    with pytest.raises(OSError, match=r"^shards/000/000001.bin: cannot be read$"):
+        run.step()
 
 
 @pytest.mark.parametrize(("target", "warned"), [(60, True), (70, False), (0, False)])
@@ -127,11 +145,12 @@ def test_the_best_validation_is_the_first_of_equals_and_is_forgotten_with_its_ro
     assert progress.after_validation(2.0)
     progress.step = 5
     assert not progress.after_validation(2.0) and progress.best_step == 4
-    rows = SimpleNamespace(resume_at=lambda consumed, *_: consumed)
+    rows = ShuffledEpochs(random_rows(8, 16, SPEC.vocab_size, supervised_share=0.5), 1, 2)
     manifest = {"rows": 8, "fingerprints": {"global_batch_size": 2}}
     found = SimpleNamespace(trainer_state=progress.trainer_state(), manifest=manifest, path=Path("step-5"))
     for plan, best in (("rows", 2.0), ("others", None)):
-        restored = _restore_progress(found, rows, plan)  # type: ignore[arg-type]
+        restored = Progress.of_trainer_state(found.trainer_state, found.path)
+        fit_progress(restored, found, rows, plan)  # type: ignore[arg-type]
         assert (restored.best_loss, restored.plan, restored.rows_consumed) == (best, plan, 8)
 
 
@@ -139,9 +158,9 @@ def test_a_validation_of_one_microbatch_is_given_up_too(world: World) -> None:
     stops = [False]
     run = opened(world, lambda: stops[0])
     run.data = made_up(run.data.train, random_rows(1, 16, SPEC.vocab_size, supervised_share=0.5))
-    assert run.validation_loss() is not None
+    assert run.validation_losses() is not None
     stops[0] = True
-    assert run.validation_loss() is None
+    assert run.validation_losses() is None
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -13,7 +13,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.load import help_text, load_config
+from titan_mi100.config.as_text import help_text
+from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
     add("--where", metavar="FILE:LINE", default="", help="show the rows that hold this line of input")
+    add("--source", metavar="NAME", default="", help="of several sources, the one to show")
     add("--validation", action="store_true", help="the validation set instead of the training set")
     add("--table", action="store_true", help="a line per token: number, id, document, position, text")
     add("--html", metavar="PATH", default="", help="write one self-contained page")

@@ -42,7 +42,7 @@ class ByteProgress:
     def __init__(self, what: str, total: int) -> None:
         from tqdm import tqdm
 
-        self._what, self._total, self._done = what, total, 0
+        self._what, self._total, self._done, self._note = what, total, 0, ""
         self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty())
         self._started = self._said = time.monotonic()
 
@@ -58,8 +58,19 @@ class ByteProgress:
         now = time.monotonic()
         if self._bar.disable and now - self._said > 10 and self._done:
             left = (now - self._started) * (self._total - self._done) / self._done
-            log.info(f"{self._what}: {self._done / max(self._total, 1):.0%}, {left:,.0f} s left")
+            note = f", {self._note}" if self._note else ""
+            log.info(f"{self._what}: {self._done / max(self._total, 1):.0%}{note}, {left:,.0f} s left")
             self._said = now
+
+
+class TokenProgress(ByteProgress):
+    """The same with the tokens that were made."""
+
+    def reach(self, size: int, tokens: int) -> None:
+        """Args: of all work so far: size: bytes; tokens: made of them."""
+        self._note = f"{tokens / max(time.monotonic() - self._started, 1e-9):,.0f} tokens/s"
+        self._bar.set_postfix_str(self._note, refresh=False)
+        self.advance(size - self._done)
 
 
 def setup_logging(rank: int) -> None:

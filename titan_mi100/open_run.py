@@ -24,14 +24,14 @@ from titan_mi100.checkpoint.resume import (
     open_checkpoint,
     set_later_aside,
 )
+from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
-from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
-from titan_mi100.data.loader import RowStream, ShuffledEpochs
+from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import cache_folder, prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
@@ -44,17 +44,17 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, raise_together, same_on_all_ranks
-from titan_mi100.run.evaluate import bits_per_byte, validation_loss
+from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.metrics import Reporter, StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
+from titan_mi100.run.rows import fit_progress, last_step, open_rows
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
-_MUCH_PADDING = 0.2  # of an epoch's rows
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
 
@@ -111,24 +111,27 @@ class Run:
         """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
         return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
 
-    def validation_loss(self) -> float | None:
-        """None: given up, because a process was told to stop."""
-        assert self.data.validation is not None
+    def validation_losses(self) -> list[float] | None:
+        """Of all sources together, then of each; None: given up, because a process was told to stop."""
 
         def is_told_to_stop() -> bool:
             return any_rank(self.wants_to_stop(), self.world.device)
 
         batch, dp_rank = self.stream.batch, self.stream.dp_rank
-        return validation_loss(self.model, self.data.validation, batch, dp_rank, is_told_to_stop)
+        sets = [source.rows for source in self.data.validation]
+        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop)
 
     def validate(self) -> bool:
         """Validate and report, if there is something to validate on; whether the loss is the lowest so far."""
-        if self.data.validation is None:
+        if not self.data.validation:
             return False
-        loss = self.validation_loss()
-        if loss is not None and self.reporter is not None:
-            assert self.data.facts.validation is not None
-            self.reporter.validation(self.progress.step, loss, bits_per_byte(loss, self.data.facts.validation))
+        losses = self.validation_losses()
+        loss = losses[0] if losses else None
+        if losses and self.reporter is not None:
+            names = [source.name for source in self.data.validation]
+            each = dict(zip(names, losses[1:], strict=True)) if len(names) > 1 else {}
+            bits = bits_per_byte(losses[0], self.data.validation_counts)
+            self.reporter.validation(self.progress.step, losses[0], bits, each)
         return self.progress.after_validation(loss)
 
     def save(self) -> None:
@@ -188,20 +191,20 @@ def open_run(
     layout, batch = config.layout(world.size), config.batch(world.size)
     _log_layout(layout, batch, config.training)
     forecast = Forecast(config, world, spec, folder)
-    about = _about(config, spec, data, layout, batch)
+    progress = Progress()
+    if found is not None:
+        progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
+    rows = open_rows(config, data, batch, progress)
+    about = _about(config, spec, data, layout, batch, rows.fingerprint)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
-    rows = ShuffledEpochs(data.train, config.training.seed, batch.global_batch_size, data.facts.fingerprint)
-    if (padding := 1 - len(data.train) / rows.rows_per_epoch) > _MUCH_PADDING:
-        what = f"the data fill {len(data.train):,} rows, a step has {batch.global_batch_size:,}"
-        log.warning(f"{what}: {padding:.0%} of an epoch is padding; lower training.target_tokens_per_step")
-    progress = _restore_progress(found, rows, data.facts.plan)
-    steps = _last_step(config, progress, rows.rows_per_epoch, batch)
+    fit_progress(progress, found, rows, data.facts.plan)
+    steps = last_step(config, progress, rows, batch)
 
     attention, head = _choose(config, spec, layout, world, found)
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
-    supervised_share = data.facts.train.supervised_share(config.training.seq_len)
+    supervised_share = data.train_counts.supervised_share(config.training.seq_len)
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     load_weights(model, config, spec, found.path if found else None)
     trained, seed = model.trained_parameters(), config.training.seed
@@ -305,7 +308,9 @@ def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
 
 
-def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch) -> dict[str, Any]:
+def _about(
+    config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
+) -> dict[str, Any]:
     """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
     lora: dict[str, Any] = {}
     if config.lora.rank:
@@ -316,12 +321,12 @@ def _about(config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batc
         **({"lora": {**lora_identity(config.lora), "base": source}} if lora else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
-        "rows": len(data.train),
+        "rows": data.train_counts.rows,
         "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
         "fingerprints": {
             "model": asdict(spec),
             "tokenizer": data.facts.tokenizer,
-            "data": data.facts.fingerprint,
+            "data": of_rows,
             "seed": config.training.seed,
             "global_batch_size": batch.global_batch_size,
             **lora,
@@ -352,32 +357,6 @@ def _choose(
     if before and before.arch == choice.arch and "head" in chosen:
         return choice, HeadMemory(**chosen["head"])
     return choice, from_rank_zero(partial(HeadMemory.of, world.device))
-
-
-def _restore_progress(found: Found | None, rows: ShuffledEpochs, plan: str) -> Progress:
-    """How far the run has come.
-
-    Args:
-        plan: fingerprint of the rows to train and to validate on.
-    """
-    progress = Progress() if found is None else Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
-    if found is not None:
-        before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
-        progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)
-    if progress.plan != plan:
-        if progress.best_step is not None:
-            log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
-        progress = replace(progress, plan=plan, best_step=None, best_loss=None)
-    return progress
-
-
-def _last_step(config: Config, progress: Progress, rows_per_epoch: int, batch: Batch) -> int:
-    """The number of the run's last step."""
-    rows_left = (config.training.epochs or 1) * rows_per_epoch - progress.rows_consumed
-    steps = config.training.steps or progress.step + max(0, -(-rows_left // batch.global_batch_size))
-    if (warmup := config.lr_scheduler.warmup_steps) > steps:
-        raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
-    return steps
 
 
 def _open_checkpointer(

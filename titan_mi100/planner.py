@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
+from titan_mi100.config.as_text import help_text, toml_value
 from titan_mi100.config.hardware import DEVICES, Gpu
-from titan_mi100.config.load import help_text, load_config, parse_toml, toml_value
+from titan_mi100.config.load import load_config, parse_toml
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.config.settings import Config

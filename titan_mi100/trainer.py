@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.loader import Microbatch, RowStream
+from titan_mi100.data.loader import Microbatch, ReadAhead, RowStream
 from titan_mi100.data.prepared import PADDING_DOCUMENT
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
@@ -44,6 +44,7 @@ class Trainer:
         self._flags, self._loss_scale = flags or {}, loss_scale
         self._row = first_row
         self._microbatches = stream.step(first_row)
+        self._later: ReadAhead | None = None  # from the second step on
         # later steps' counts travel with the step before
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -103,10 +104,12 @@ class Trainer:
         )
 
     def _read_ahead(self) -> float:
-        """Read the next step's rows while the device works on this one; returns the seconds that took."""
+        """Take the next step's rows, which were read while the device worked; returns the seconds that took."""
         started = time.perf_counter()
         self._row += self._stream.batch.global_batch_size
-        self._microbatches = self._stream.step(self._row)
+        if self._later is None:
+            self._later = ReadAhead(self._stream, self._row, pinned=self._model.device.type == "cuda")
+        self._microbatches = self._later.step()
         self._next_counts = self._count(self._microbatches).tolist()
         return time.perf_counter() - started
 

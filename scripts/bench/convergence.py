@@ -72,7 +72,7 @@ def train(config: Config, spec: ModelSpec, world: distributed.World, plain: bool
         run = open_run(config, world, spec=spec, data=data)
         for _ in range(run.steps):
             run.step()
-        loss = run.validation_loss()
+        loss = run.validation_losses()[0]
         if save_to is not None:
             checkpointer = Checkpointer(save_to, 0, run.model, run.optimizer, world)
             checkpointer.save(run.progress.step, run.progress.trainer_state(), run.about)

@@ -31,7 +31,7 @@ from titan_mi100.config.settings import DataConfig
 path, cache, tokenizer, seq_len, workers = sys.argv[1:]
 started = time.perf_counter()
 data = prepare_data(DataConfig(path=(path,), cache_folder=cache, workers=int(workers)), tokenizer, "", int(seq_len))
-print(json.dumps({"seconds": time.perf_counter() - started, **asdict(data.facts.train),
+print(json.dumps({"seconds": time.perf_counter() - started, **asdict(data.train_counts),
                   "plan": data.facts.plan, "cached": data.cached}))
 """
 WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they"

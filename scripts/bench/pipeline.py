@@ -165,7 +165,7 @@ def run_stages(arguments: Sequence[str], world: World, watch: Watch) -> list[dic
     config = load_config(arguments, world.size)
     run = open_run(config, world)
     model, optimizer, trainer = run.model, run.optimizer, run.trainer
-    supervised_share = run.data.facts.train.supervised_share(config.training.seq_len)
+    supervised_share = run.data.train_counts.supervised_share(config.training.seq_len)
     bounds: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: bounds.append(watch.now()))
     optimizer.register_step_post_hook(lambda *_: bounds.append(watch.now()))

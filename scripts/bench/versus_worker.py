@@ -169,7 +169,7 @@ def trl(options: argparse.Namespace) -> None:
 def _trl_rows(options: argparse.Namespace) -> Iterator[dict[str, list[int]]]:
     """The rows in the order in which our loader reads them."""
     packed = rows_of(options)
-    order = ShuffledEpochs(packed, SEED, len(packed) // options.steps, made_up(packed).facts.fingerprint)
+    order = ShuffledEpochs(packed, SEED, len(packed) // options.steps, made_up(packed).facts.plan)
     for number in range(len(packed)):
         documents = [packed.documents[document] for document in packed.documents_of(order.index(number))]
         values = [int(value) for document in documents for value in document]

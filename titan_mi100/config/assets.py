@@ -16,6 +16,7 @@ from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+CORPUS = "corpus.json"  # of a folder that prepare_corpus has made
 PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
@@ -46,6 +47,11 @@ def read_assets(folder: Path) -> Assets:
 def has_tokenizer(folder: str | Path) -> bool:
     known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
+
+
+def is_corpus(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a folder that prepare_corpus has completed."""
+    return os.path.lexists(os.path.join(path, CORPUS))
 
 
 def tokenizer_files(path: Path) -> Assets:

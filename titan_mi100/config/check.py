@@ -3,7 +3,7 @@
 import os
 from dataclasses import fields
 
-from titan_mi100.config.assets import has_tokenizer
+from titan_mi100.config.assets import has_tokenizer, is_corpus
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, lora_identity
@@ -15,6 +15,7 @@ ALTERNATIVES = (
     (("training", "steps"), ("training", "epochs")),
     (("training", "gradient_accumulation_steps"), ("training", "target_tokens_per_step")),
     (("data", "weights"), ("data", "repeats")),
+    (("data", "path"), ("data", "source")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
 # keys that have no effect while another one of their section has its default
@@ -168,11 +169,13 @@ def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
 
 def _check_paths(config: Config) -> list[str]:
     errors = []
-    if not config.data.path:
-        errors.append("[data] path is not set; name a file or a glob, or several")
-    for key in ("path", "validation_path"):
-        for pattern in getattr(config.data, key):
-            errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
+    if not (config.data.path or config.data.source):
+        errors.append("[data] path is not set; name a file or a glob, or several, or [[data.source]]")
+    named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
+    for key, patterns in named + [("source", source.path) for source in config.data.source]:
+        for pattern in patterns:
+            if key == "validation_path" or not is_corpus(pattern):
+                errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
     if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
@@ -199,12 +202,34 @@ def _check_data(data: DataConfig) -> list[str]:
         errors.append(f'[data] prompt_column is set, but format = "{data.format}"; remove one of them')
     if data.system_column and not data.prompt_column:
         errors.append("[data] system_column needs prompt_column and response_column")
+    errors += _check_sources(data)
     for key in ("weights", "repeats"):
         values = getattr(data, key)
         if values and len(values) != len(data.path):
             errors.append(f"[data] {key} has {len(values)} values for {len(data.path)} paths; give one for each path")
         if any(value <= 0 for value in values):
             errors.append(f"[data] {key} = {list(values)} must all be above 0; leave a path out instead")
+    return errors
+
+
+def _check_sources(data: DataConfig) -> list[str]:
+    errors = []
+    names = [source.name for source in data.source if source.name]
+    for number, source in enumerate(data.source, 1):
+        problems = []
+        if not source.path:
+            problems.append("path is not set; name files, globs or a folder of prepare_corpus")
+        if names.count(source.name) > 1:
+            problems.append(f"name = {source.name!r} is another's too; each needs its own")
+        if bool(source.weight) != bool(data.source[0].weight):
+            problems.append(f"weight = {source.weight}: either all sources have one, above 0, or none")
+        if not source.epochs:
+            problems.append("epochs = 0: it would never be read; leave the source out")
+        errors += [f"[data] source, table {number}: {problem}" for problem in problems]
+    for source in data.sources if all(source.path for source in data.source) else ():
+        if any(map(is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
+            what = f'a folder of prepare_corpus is a source of its own, with format = "auto": {source.path[0]}'
+            errors.append(f"[data] {'source' if data.source else 'path'}: {what}")
     return errors
 
 
@@ -222,6 +247,14 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
     if len(data.path) == 1:
         idle.append(("one path", "data", ("weights",)))
+    if data.source:
+        idle.append(("[[data.source]]", "data", ("weights", "repeats", "format")))
+    if not data.is_mixture:
+        idle.append(("a single source", "data", ("weights_in", "on_exhausted")))
+    elif not any(source.weight for source in data.sources):
+        idle.append(("no weights", "data", ("weights_in",)))
+    if not any(is_corpus(path) for source in data.sources for path in source.path):
+        idle.append(("no folder of prepare_corpus", "data", ("concatenate",)))
     if data.format in ("text", "tokens"):
         idle.append((f"format = {data.format!r}", "data", ("loss", "empty_think", "earlier_thinking")))
     if data.format not in ("auto", "text") or data.prompt_column:

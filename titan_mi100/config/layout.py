@@ -178,13 +178,15 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
             '["global_batch_size"]'
         )
     if global_batch_size % rows:
-        few = range(1, min(global_batch_size, 4096) + 1)  # what a manifest says can be any number
-        fit = [str(n) for n in few if not global_batch_size % (n * batch.dp_degree)]
-        remedy = f"use local_batch_size {', '.join(fit)}" if fit else "start with a number of processes that does"
+        few = range(1, min(global_batch_size, 8192) + 1)  # what a manifest says can be any number
+        ranks = [n for n in few if not global_batch_size % (n * batch.local_batch_size)]
+        sizes = [n for n in few if not global_batch_size % (n * batch.dp_degree)]
+        fit = [f"{', '.join(map(str, ranks))} data-parallel ranks with this local_batch_size"] if ranks else []
+        fit += [f"local_batch_size {', '.join(map(str, sizes))} on these ranks"] if sizes else []
         raise ValueError(
             f"[training] local_batch_size = {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not "
-            f"divide this run's steps of {global_batch_size} rows; {remedy}, or let them change with "
-            'checkpoint.allow_changed = ["global_batch_size"]'
+            f"divide this run's steps of {global_batch_size} rows; what does: {'; or '.join(fit) or 'nothing near'}. "
+            'Or let them change with checkpoint.allow_changed = ["global_batch_size"]'
         )
     return global_batch_size // rows
 

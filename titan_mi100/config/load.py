@@ -6,18 +6,18 @@
 import errno
 import glob
 import itertools
-import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100 import cli
+from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
@@ -56,17 +56,6 @@ class _Setting(NamedTuple):
     is_text: bool  # from the command line: to be parsed
 
 
-def _sections() -> Iterator[tuple[str, type]]:
-    for section in fields(Config):
-        if section.name != "notes":
-            yield section.name, section.default_factory  # type: ignore[misc]
-
-
-def _keys(section: type) -> tuple[Any, ...]:
-    """The section's fields; `type` is a class in each, for that module has no `from __future__ import annotations`."""
-    return fields(section)
-
-
 def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: bool = True) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
@@ -90,10 +79,15 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     is_read = _read_toml(Path(config_file.value), settings, errors, chain=())
     settings.update(overrides)
     values, refused, here = {}, set(), Path.cwd()  # refused: as check names them
-    for name, section in _sections():
-        for key in _keys(section):
+    for name, section in sections():
+        for key in keys_of(section):
             where = f"[{name}] {key.name}"
             setting = settings.get((name, key.name)) or _Setting(key.default, where, here, is_text=False)
+            if table := table_of(key):
+                values[name, key.name], problems = _convert_tables(table, setting)
+                errors += problems
+                refused.update([where] if problems else [])
+                continue
             values[name, key.name], problem = _convert(key, setting)
             if problem:
                 errors.append(f"{setting.where} = {shown(setting.value)} {problem}")
@@ -102,7 +96,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     if config_file is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     built = {
-        name: section(**{key.name: values[name, key.name] for key in _keys(section)}) for name, section in _sections()
+        name: section(**{key.name: values[name, key.name] for key in keys_of(section)}) for name, section in sections()
     }
     if made := os.environ.get(RUN_FOLDER):
         built["job"] = replace(built["job"], run_folder=made)
@@ -131,18 +125,21 @@ def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Sett
 
 def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Setting]:
     found: dict[_Name, _Setting] = {}
-    known = {f"{name}.{key.name}": key for name, section in _sections() for key in _keys(section)}
+    known = {f"{name}.{key.name}": key for name, section in sections() for key in keys_of(section)}
+    tables = {name for name, key in known.items() if table_of(key)}
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         name, has_value, value = argument.removeprefix("--").partition("=")
         words = [value] if has_value else []
-        is_known = argument.startswith("--") and name in known
+        is_known = argument.startswith("--") and name in known.keys() - tables
         is_list = is_known and get_origin(known[name].type) is tuple
         while rest and not rest[0].startswith("--") and (is_list or not words):
             words.append(rest.pop(0))
         if not is_known:  # its value is left out too, so that one mistake gives one message
             meant = did_you_mean(name, known, "--") if argument.startswith("-") or name in known else ""
+            if name in tables:
+                meant = f"; it is a list of tables: write [[{name}]] in a TOML file"
             meant = meant or "; only a list takes several values"
             errors.append(f"command line: {shown(argument)} is not an option{meant}")
             continue
@@ -188,18 +185,18 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
         is_read = _read_toml(path.parent / base, settings, errors, (*chain, real))
     elif base is not None:
         errors.append(f"{path}: base = {shown(base)} is not the name of a TOML file")
-    sections = {name: {key.name for key in _keys(section)} for name, section in _sections()}
+    known = {name: {key.name for key in keys_of(section)} for name, section in sections()}
     for section, values in document.items():
-        if section not in sections:
-            errors.append(f"{path}: [{_in_line(section)}] is not a section{did_you_mean(section, sections)}")
+        if section not in known:
+            errors.append(f"{path}: [{_in_line(section)}] is not a section{did_you_mean(section, known)}")
         elif not isinstance(values, dict):
             errors.append(f"{path}: {section} = {shown(values)} must be a section, [{section}]")
         else:
             for key, value in values.items():
                 where = f"{path}: [{section}] {_in_line(key)}"
-                if key not in sections[section]:
-                    elsewhere = [f"[{name}] {key}" for name, keys in sections.items() if key in keys]
-                    hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, sections[section])
+                if key not in known[section]:
+                    elsewhere = [f"[{name}] {key}" for name, keys in known.items() if key in keys]
+                    hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, known[section])
                     errors.append(f"{where} is not a key{hint}")
                 elif (section, key) == ("job", "config_file"):
                     errors.append(f"{where} can only be given on the command line; use `base` to inherit")
@@ -247,6 +244,23 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         values = [_absolute(item, setting.folder, is_list) if item else item for item in values]
         problems = [f"stands for {shown(item)}, which {why}" for item in values if (why := _refused(item, rules))]
     return (key.default, problems[0]) if problems else (tuple(values) if is_list else values[0], "")
+
+
+def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], list[str]]:
+    """What the tables are, and what is wrong in them."""
+    if not isinstance(setting.value, list | tuple) or any(not isinstance(item, dict) for item in setting.value):
+        return (), [f"{setting.where} must be a list of tables, each under [[section.key]]"]
+    found, errors, keys = [], list[str](), {key.name: key for key in keys_of(table)}
+    for number, given in enumerate(setting.value, 1):
+        where, values = f"{setting.where}, table {number}", {}
+        for name, value in given.items():
+            if name not in keys:
+                errors.append(f"{where}: {_in_line(name)} is not a key{did_you_mean(name, keys)}")
+                continue
+            values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, is_text=False))
+            errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
+        found.append(table(**values))
+    return tuple(found), errors
 
 
 def _absolute(path: str, folder: Path, is_glob: bool) -> str:
@@ -333,44 +347,6 @@ def _check_ours(folder: Path) -> None:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "is a link, a folder or a pipe, where the run writes a file of its own"
             raise UserError(f"{path}: {what}; move it away, or name another job.run_folder")
-
-
-def to_toml(config: Config) -> str:
-    """The whole config as TOML, with each key's doc; `load_config` reads it back to the same."""
-    lines = []
-    for name, section in _sections():
-        lines += ["", f"[{name}]"]
-        for key in _keys(section):
-            if key.name != "config_file":
-                value = getattr(getattr(config, name), key.name)
-                lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if not isinstance(value, str | bool):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
-
-
-def help_text() -> str:
-    lines = [
-        "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
-        "",
-        'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
-        "inherits. Relative paths are relative to the TOML file, or on the command line to the current folder.",
-        "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
-    ]
-    for name, section in _sections():
-        lines += ["", f"[{name}]"]
-        for key in _keys(section):
-            kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
-            choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  --{name}.{key.name}  {kind} = {toml_value(key.default)}"
-            lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
-    return "\n".join(lines)
 
 
 def config_from_command_line(for_this_job: bool = True) -> Config:

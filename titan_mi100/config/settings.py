@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_mi100.config import assets, model_spec
@@ -46,18 +46,50 @@ class ModelConfig:
     )
 
 
+_FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "columns", "text", "tokens")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """A `[[data.source]]`. Those of a config are in `DataConfig.sources`."""
+
+    path: tuple[str, ...] = _key(
+        (), "files or globs, or one folder that prepare_corpus has made (docs/CORPORA.md)", path=True
+    )
+    name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
+    weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
+    epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
+    format: str = _key(
+        "auto", "what a row looks like, as data.format; a folder of prepare_corpus: auto", choices=_FORMATS
+    )
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    path: tuple[str, ...] = _key((), "training data: files or globs of JSONL, JSON or parquet, also .gz", path=True)
-    weights: tuple[float, ...] = _key(
+    path: tuple[str, ...] = _key(
         (),
-        "share of each path in an epoch's tokens, e.g. [3, 1]: the largest for its share is read once",
+        "training data: files or globs of JSONL, JSON or parquet, also .gz and .zst; short for one source",
+        path=True,
     )
-    repeats: tuple[float, ...] = _key((), "how often an epoch reads each path, e.g. [1, 2.5]; default: once")
+    weights: tuple[float, ...] = _key((), "a source for each path, with these weights, e.g. [3, 1]")
+    repeats: tuple[float, ...] = _key((), "a source for each path, read so often in an epoch, e.g. [1, 2.5]")
+    source: tuple[SourceConfig, ...] = _key((), "the sources of a mixture, each a table [[data.source]]")
+    weights_in: str = _key(
+        "tokens",
+        "what weights are shares of; documents: converted to tokens by each source's mean length",
+        choices=("tokens", "documents"),
+    )
+    on_exhausted: str = _key(
+        "repeat",
+        "a source of a mixture that was read `epochs` times: read again, until all were; drop out, the others share "
+        "its weight; or stop the run",
+        choices=("repeat", "drop", "stop"),
+    )
+    concatenate: bool = _key(
+        False, "documents of a corpus that share a row see each other, as in a classic stream; false: isolated"
+    )
     format: str = _key(
-        "auto",
-        "what a row looks like (docs/DATA.md); auto: by the keys of each file's first row",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "columns", "text", "tokens"),
+        "auto", "what a row looks like (docs/DATA.md); auto: by the keys of each file's first row", choices=_FORMATS
     )
     prompt_column: str = _key("", "column with the user's text, for format columns")
     response_column: str = _key("", "column with the assistant's text, for format columns")
@@ -99,6 +131,30 @@ class DataConfig:
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether each row is from one of several sources; else an epoch is all rows in random order."""
+        return bool(self.source or self.weights or self.repeats)
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """All sources, with names; `path` is short for one, or with weights or repeats for one per path."""
+        given = self.source
+        if not given and not self.is_mixture:
+            return (SourceConfig(self.path, "train", format=self.format),)
+        if not given:
+            weights, repeats = self.weights or [0.0] * len(self.path), self.repeats or [1.0] * len(self.path)
+            pairs = zip(self.path, weights, repeats, strict=False)  # config.check refuses other numbers of them
+            given = tuple(SourceConfig((path,), "", weight, epochs, self.format) for path, weight, epochs in pairs)
+        taken: set[str] = set()
+        named = []
+        for source in given:
+            name = source.name or os.path.basename(source.path[0]).split(".")[0] or "source"
+            name = next(n for i in range(1, len(given) + 1) if (n := name if i == 1 else f"{name}-{i}") not in taken)
+            taken.add(name)
+            named.append(replace(source, name=name))
+        return tuple(named)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Source(NamedTuple):
     """A file of input."""
 
     path: str
-    pattern: int  # which of the config's paths, then of its validation paths, it is from
+    pattern: int  # which of `sets.patterns` it is from
     format: Format
     bytes: int
     passed_over: dict[str, tuple[int, int]]  # of its reader

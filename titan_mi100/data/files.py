@@ -1,4 +1,4 @@
-"""The records of a data file, one after another, from files of any size: JSONL, a JSON array, parquet; gzip.
+"""The records of a data file, one after another, from files of any size: JSONL, a JSON array, parquet; gzip, zstd.
 
 What a file is goes by its content, not by its name. Nothing here looks into a record; `formats` does.
 """
@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
@@ -19,9 +19,12 @@ from titan_mi100.files.patterns import matching_files, unusable
 
 LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
 CHUNK = 2**20  # bytes read at a time
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # what such files begin with
 HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
 _UNPACKED = 2**22  # bytes of a parquet file that are unpacked, and of rows that are answered, at a time
 _BOMB, _MOST_UNPACKED = 2**20, 100  # bytes from which on a file may not unpack to so many times its size
+# Bytes: what `zstd --long` needs; and what is unpacked at once, which can be 30,000 times as much.
+_ZSTD_WINDOW, _ZSTD_BLOCK = 2**27, 2**12
 _BOM = b"\xef\xbb\xbf"
 
 # What exports contain, and reading passes over and counts.
@@ -33,14 +36,14 @@ _TOO_LONG = "row too long: over {:,} bytes; cut its text into several rows, or i
 _BROKEN = BROKEN_ARRAY + ": {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
 
 _FOREIGN = {  # what some files begin with
-    b"\x28\xb5\x2f\xfd": "zstd-compressed; unpack it first (zstd -d)",
     b"\xfd7zXZ\0": "xz-compressed; unpack it first (xz -d)",
     b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
     b"\x04\x22\x4d\x18": "lz4-compressed; unpack it first (lz4 -d)",
     b"7z\xbc\xaf": "a 7-Zip archive; unpack it first",
     b"PK\x03\x04": "a zip archive (or what is built on one: .pt, .npz, .xlsx); unpack or convert it first",
     b"\x1f\x8b": "gzipped twice; unpack it once (gzip -d)",
-    b"PAR1": "parquet inside gzip; unpack it first (gzip -d)",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed twice; unpack it once (zstd -d)",
+    b"PAR1": "parquet inside gzip or zstd; unpack it first (gzip -d, zstd -d)",
     b"ARROW1": "an Arrow file; save it as parquet or JSONL",
     b"\xff\xff\xff\xff": "an Arrow stream (a datasets cache?); save it as parquet or JSONL",
     b"\x93NUMPY": "a NumPy array; write JSONL with input_ids",
@@ -49,7 +52,9 @@ _FOREIGN = {  # what some files begin with
     b"\xff\xfe": "UTF-16 or UTF-32; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
     b"\xfe\xff": "UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
 }
-_WANTED = "expected JSONL (one JSON object per line), a JSON array of objects, or parquet; JSON may be gzipped"
+_WANTED = (
+    "expected JSONL (one JSON object per line), a JSON array of objects, or parquet; JSON may be packed by gzip or zstd"
+)
 
 
 class Record(NamedTuple):
@@ -91,7 +96,7 @@ class RecordReader:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.size = path, 0
+        self.path, self.size, self.line = path, 0, 0  # line: the last one that was read
         self.passed_over: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
@@ -130,10 +135,12 @@ class RecordReader:
 
     def _records(self, file: io.FileIO) -> Iterator[Record]:
         stream: io.BufferedReader = io.BufferedReader(file, max(CHUNK, HEAD))
-        if stream.peek().startswith(b"PAR1"):
+        if stream.peek().startswith(PARQUET):
             return self._parquet_rows()
-        if stream.peek().startswith(b"\x1f\x8b"):
+        if stream.peek().startswith(GZIP):
             stream = io.BufferedReader(_Gunzip(fileobj=stream), max(CHUNK, HEAD))  # type: ignore[arg-type]
+        elif stream.peek().startswith(ZSTD):
+            stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
         if reason := _foreign(head):
             raise UserError(f"{self.path}: is {reason}")
@@ -148,10 +155,25 @@ class RecordReader:
         number, first = self.passed_over.get(what, (0, line))
         self.passed_over[what] = number + 1, first
 
-    def _lines(self, file: io.BufferedReader) -> Iterator[Record]:
+    def span(self, start: int, stop: int) -> Iterator[Record]:
+        """The lines of a JSONL file that begin in bytes start to stop, numbered from 1: spans side by side give each
+        line once. Raises UserError: the file cannot be read.
+        """
+        try:
+            with open(self.path, "rb", buffering=CHUNK) as file:
+                if start:  # the line that begins before the span is another's
+                    file.seek(start - 1)
+                    while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
+                        pass
+                yield from self._lines(file, stop)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+
+    def _lines(self, file: BinaryIO, stop: int | None = None) -> Iterator[Record]:
+        """The records of JSONL, from where the file stands. Args: stop: no line that begins at this byte or later."""
         number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
-        while line := readline(limit):
-            number += 1
+        while (stop is None or file.tell() < stop) and (line := readline(limit)):
+            self.line = number = number + 1
             if line.endswith(b"\n"):
                 line = line[:-1]
             elif len(line) == limit:
@@ -293,6 +315,50 @@ class _Gunzip(gzip.GzipFile):
             raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
         buffer[: len(data)] = data
         return len(data)
+
+
+class _Unzstd(io.RawIOBase):
+    """Unpacks zstd frames one after another, with the same limit as `_Gunzip`."""
+
+    def __init__(self, path: str, packed: io.BufferedReader) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            what = "is packed by zstd, which needs zstandard: pip install 'titan_mi100[zstd]', or unpack it (zstd -d)"
+            raise UserError(f"{path}: {what}") from None
+        self._path, self._packed, self._error = path, packed, zstandard.ZstdError
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj
+        self._frame: Any = None  # None: between two frames
+        self._packed_left, self._unpacked, self._read, self._written = b"", b"", 0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            block = self._packed_left or self._packed.read(_ZSTD_BLOCK)
+            self._read += 0 if self._packed_left else len(block)
+            if not block:
+                if self._frame is not None:
+                    self._refuse("is damaged or truncated; copy the file again (zstd -t checks it)")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            try:
+                self._unpacked = self._frame.decompress(block)
+            except self._error as error:
+                self._refuse(f"is damaged ({error}); copy the file again (zstd -t checks it)")
+            self._packed_left = b""
+            if self._frame.eof:
+                self._packed_left, self._frame = self._frame.unused_data, None
+            self._written += len(self._unpacked)
+            if self._written > max(_BOMB, _MOST_UNPACKED * self._read):
+                self._refuse(f"is over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
+        given, self._unpacked = self._unpacked[: len(buffer)], self._unpacked[len(buffer) :]
+        buffer[: len(given)] = given
+        return len(given)
+
+    def _refuse(self, why: str) -> None:
+        raise UserError(f"{self._path}: the zstd data {why}")
 
 
 def _first_byte(text: bytes) -> bytes:

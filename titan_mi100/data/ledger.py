@@ -35,8 +35,9 @@ _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", 
 class Ledger:
     """Collects the records of input chunk by chunk; `close` makes the array of all."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
+    def __init__(self, sources: Sequence[Source], paths: Sequence[str] = ()) -> None:
+        """Args: paths: the patterns that the sources are from, for messages."""
+        self._sources, self._paths = sources, paths
         self._chunks: list[np.ndarray] = []
         self._kinds: list[str] = [""]
         self._details: dict[int, str] = {}
@@ -80,7 +81,7 @@ class Ledger:
         return originals
 
     def patterns(self) -> np.ndarray:
-        """(records,) int64: which of the config's paths, then of its validation paths, each record is from."""
+        """(records,) int64: which of `sets.patterns` each record is from."""
         return np.array([source.pattern for source in self._sources])[self.records["file"]]
 
     def where(self, number: int) -> str:
@@ -96,7 +97,7 @@ class Ledger:
         if duplicate:
             parts.insert(0, f"of {self.where(self.original[number])}" + ("" if record["set"] else ", left out"))
         elif record["documents"] and not record["set"]:
-            parts.append("not in an epoch's part of its file")
+            raise AssertionError("a record with documents is in a set, or a duplicate")
         return "; ".join(parts)
 
     def refusal(self, config: DataConfig) -> str:
@@ -145,11 +146,11 @@ class Ledger:
             lines.append(f"  keys that were ignored: {keys}")
         return lines
 
-    def lost(self, config: DataConfig) -> list[tuple[float, float, str]]:
+    def lost(self) -> list[tuple[float, float, str]]:
         """Of each path the shares of its rows and of its tokens that are lost to seq_len, and the same in words."""
-        found, paths, records = [], self.patterns(), self.records
-        for number, path in enumerate((*config.path, *config.validation_path)):
-            own = records[(paths == number) & (records["tokens"] > 0)]  # without rejected rows
+        found, numbers, records = [], self.patterns(), self.records
+        for number, path in enumerate(self._paths):
+            own = records[(numbers == number) & (records["tokens"] > 0)]  # without rejected rows
             if not own["lost"].any():
                 continue
             rows, tokens = float(np.mean(own["status"] == DROPPED)), float(own["lost"].sum() / own["tokens"].sum())
@@ -163,7 +164,7 @@ class Ledger:
         counts = np.bincount(self.records["kind"][chosen], minlength=len(self._kinds)).tolist()
         return Counter({kind: number for kind, number in zip(self._kinds, counts, strict=True) if number})
 
-    def warnings(self, config: DataConfig) -> list[str]:
+    def warnings(self) -> list[str]:
         """What is no mistake by itself, but easily one of the user's."""
         lines = []
         # Only those of separate validation files can be in both sets.
@@ -178,7 +179,7 @@ class Ledger:
             if found := [(file.passed_over[what], file.path) for file in self._sources if what in file.passed_over]:
                 [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
                 lines.append(f"{number:,} {what} were accepted, the first at {path}:{line}")
-        lines += [text for *shares, text in self.lost(config) if max(shares) > _MUCH_LOST]
+        lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
         if lost := kinds.get(LOST_REASONING, 0):
             first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(LOST_REASONING))[0])

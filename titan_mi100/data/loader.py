@@ -4,7 +4,8 @@ A `RowSource` alone knows how rows are chosen. A `RowStream` gives a rank its ro
 tensors.
 """
 
-import functools
+import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Row
+from titan_mi100.data.prepared import PADDING_ROW, Row, RowSet
+
+_THREADS = 2  # that read rows: one makes tensors while another waits for the disk
 
 
 class RowSource(Protocol):
@@ -32,6 +35,10 @@ class RowSource(Protocol):
     @property
     def rows_per_epoch(self) -> int | None:
         """Row numbers of an epoch, padding rows included; None for a stream without epochs."""
+
+    @property
+    def end(self) -> int:
+        """The row number at which the data end, for a run without a number of steps."""
 
     def row(self, number: int) -> Row:
         """The row's tokens."""
@@ -53,14 +60,19 @@ class ShuffledEpochs:
     does not depend on otherwise.
     """
 
-    dataset: PackedDataset
+    dataset: RowSet
     seed: int
     global_batch_size: int
     fingerprint: str = ""
+    epochs: int = 1
 
     @property
     def rows_per_epoch(self) -> int:
         return with_padding_rows(len(self.dataset), self.global_batch_size)
+
+    @property
+    def end(self) -> int:
+        return self.epochs * self.rows_per_epoch
 
     def row(self, number: int) -> Row:
         return self.dataset.row(self.index(number))
@@ -72,7 +84,7 @@ class ShuffledEpochs:
         """The row of the set that row `number` of the run is; PADDING_ROW at an epoch's end."""
         epoch, place = divmod(number, self.rows_per_epoch)
         rows = len(self.dataset)
-        return int(_epoch_order(rows, self.seed, epoch)[place]) if place < rows else PADDING_ROW
+        return self.dataset.shuffled((self.seed,), epoch, place) if place < rows else PADDING_ROW
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
         """The row number to resume from: the same place in the same epoch, though that has another length by now.
@@ -84,11 +96,6 @@ class ShuffledEpochs:
         """
         epoch, place = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(place, len(self.dataset))
-
-
-@functools.lru_cache(maxsize=2)  # a step may reach into the next epoch
-def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(rows)
 
 
 # One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
@@ -108,10 +115,11 @@ class RowStream:
 
     def step(self, first_row: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins with row number `first_row`."""
-        return [
-            collate([self.source.row(number) for number in self.row_numbers(first_row, [microbatch])])
-            for microbatch in range(self.batch.gradient_accumulation_steps)
-        ]
+        return [self.microbatch(first_row, number) for number in range(self.batch.gradient_accumulation_steps)]
+
+    def microbatch(self, first_row: int, number: int) -> Microbatch:
+        """One of them."""
+        return collate([self.source.row(row) for row in self.row_numbers(first_row, [number])])
 
     def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
         """The row numbers in these of this rank's microbatches, of the step that begins with row `first_row`.
@@ -122,6 +130,46 @@ class RowStream:
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
         return [number for start in starts for number in range(start, start + local)]
+
+
+class ReadAhead:
+    """The steps of a stream in their order, read ahead by threads of torchdata; on a GPU into page-locked memory.
+
+    Its only state is which step comes next, and that follows from the rows consumed: nothing of it is saved.
+    """
+
+    def __init__(self, stream: RowStream, first_row: int, pinned: bool) -> None:
+        """Begin to read the step that begins with row number `first_row`."""
+        self._count = stream.batch.gradient_accumulation_steps
+        self._microbatches: Iterator[Microbatch | Exception] | None = None
+        self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
+        self._opening.start()  # torchdata is imported there, so that the first step need not wait for it
+
+    def step(self) -> list[Microbatch]:
+        """The next step's microbatches."""
+        self._opening.join()
+        assert self._microbatches is not None
+        found = [next(self._microbatches) for _ in range(self._count)]
+        for microbatch in found:
+            if isinstance(microbatch, Exception):
+                raise microbatch
+        return found  # type: ignore[return-value]
+
+    def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
+        from torchdata import nodes
+
+        def read(place: int) -> Microbatch | Exception:
+            step, number = divmod(place, self._count)
+            try:
+                return stream.microbatch(first_row + step * stream.batch.global_batch_size, number)
+            except Exception as error:  # torchdata would wrap it into another one
+                return error
+
+        places = nodes.IterableWrapper(itertools.count())
+        node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
+        if pinned:
+            node = nodes.PinMemory(node)
+        self._microbatches = iter(nodes.Loader(nodes.Prefetcher(node, max(2, self._count))))
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:
@@ -148,7 +196,7 @@ def columns_where(mask: np.ndarray) -> np.ndarray:
     return np.where(columns < seq, columns, np.int32(-1))
 
 
-def validation_batches(dataset: PackedDataset, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
+def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
     """This rank's microbatches of the whole set, in order. Every rank gets equally many; padding rows fill the last."""
     local, ranks = batch.local_batch_size, batch.dp_degree
     for start in range(dp_rank * local, with_padding_rows(len(dataset), local * ranks), local * ranks):

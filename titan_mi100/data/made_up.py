@@ -9,7 +9,7 @@ import numpy as np
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.encode import marked
 from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts
+from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts, SourceRows
 
 _LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
 
@@ -40,9 +40,11 @@ def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Pr
         if rows is not None:
             digest.update(rows.documents.values.tobytes() + rows.packing.documents.tobytes())
     fingerprint = digest.hexdigest()
-    counts = _count(train), None if validation is None else _count(validation)
-    facts = Facts(train.seq_len, train.pad_id, 0, "none", fingerprint, fingerprint, [], {}, *counts, [], [])
-    return Prepared(Path(), train, validation, facts, cached=True)
+    named = [(name, rows) for name, rows in (("train", train), ("validation", validation)) if rows is not None]
+    sets = [SourceRows(name, rows, _count(rows), fingerprint) for name, rows in named]
+    counts = {source.name: source.counts for source in sets}
+    facts = Facts(train.seq_len, train.pad_id, 0, "none", [fingerprint], fingerprint, [], {}, counts, [], [])
+    return Prepared(Path(), sets[:1], sets[1:], facts, cached=True)
 
 
 def _count(rows: PackedDataset) -> SetFacts:

@@ -31,9 +31,10 @@ from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.files import expand
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
-from titan_mi100.data.mixture import mix
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
+from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
+from titan_mi100.data.sources import open_sources
 from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
@@ -58,7 +59,7 @@ _MANY_DOCUMENTS = 100_000  # packing them may take a while: said
 
 
 def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
-    """`prepare_data` for a run, checked against its model.
+    """The data of a run: its files prepared (see `prepare_data`), its corpora opened, all checked against its model.
 
     Args:
         folder: the run's, where a copy of the ledger goes, if it is there or the data are refused; None: another rank
@@ -66,25 +67,27 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         patience: as for `prepare_data`.
 
     Raises:
-        UserError: as `prepare_data`, or the tokenizer is not the model's.
+        UserError: as `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
     """
     _check_own_tokenizer(config)
-    path = config.tokenizer_path()
+    path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
     try:
-        data = prepare_data(config.data, path, config.model.chat_template, config.training.seq_len, patience)
+        if patterns(config.data):
+            data = prepare_data(config.data, path, config.model.chat_template, seq_len, patience)
     except RefusedData as error:
         if folder is None:
             raise
         folder.mkdir(parents=True, exist_ok=True)
         _copy_ledger(error.ledger, folder)
         raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
+    if data is not None and folder is not None and folder.is_dir():
+        _copy_ledger(data.ledger(), folder)
+    data = open_sources(config.data, data, path, seq_len)
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
     if data.facts.n_vocab > size:
         raise UserError(f"{count}, more than the model's vocab_size = {size:,}; use the model's own tokenizer")
     if data.facts.n_vocab < _FEW_TOKENS * size:
         data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
-    if folder is not None and folder.is_dir():
-        _copy_ledger(data.ledger(), folder)
     return data
 
 
@@ -125,8 +128,8 @@ def prepare_data(
         RefusedData: bad records, or nothing to train on; the same again until a file or a setting changes.
         UserError: a file cannot be read, or the cache not be written.
     """
-    patterns = expand((*config.path, *config.validation_path))
-    request = Request(config, patterns, tokenizer_path, chat_template, seq_len)
+    files = expand([pattern.path for pattern in patterns(config)])
+    request = Request(config, files, tokenizer_path, chat_template, seq_len)
     cache = cache_folder(config)
 
     def make(aside: Path) -> None:
@@ -167,7 +170,7 @@ class Request:
     """What is to be prepared."""
 
     config: DataConfig
-    patterns: list[list[str]]  # the files of each path, then of each validation path
+    files: list[list[str]]  # of each of `sets.patterns`
     tokenizer_path: str
     chat_template: str
     seq_len: int
@@ -175,7 +178,7 @@ class Request:
     def inputs(self, cache: Path) -> Inputs:
         """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
         settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
-        names = [file for files in self.patterns for file in files] + list(map(str, settings))
+        names = [file for files in self.files for file in files] + list(map(str, settings))
         stamps = {}
         for name in names:
             if problem := unusable(name, TEMPLATE):
@@ -187,7 +190,7 @@ class Request:
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
         code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
         hashes = [stamps[name][0] for name in names]
-        follows_from = [options, hashes, self.patterns, [file.name for file in settings], code]
+        follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
         made_of = options | {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
         return Inputs(key, made_of, stamps)
@@ -214,49 +217,69 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     config = request.config
     tokenizer = load_tokenizer(request.tokenizer_path)
     sources = [
-        Source(file, number, choose_format(file, config), os.path.getsize(file), {})
-        for number, files in enumerate(request.patterns)
+        Source(file, number, choose_format(file, replace(config, format=pattern.format)), os.path.getsize(file), {})
+        for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True))
         for file in files
     ]
     encoder = Encoder(tokenizer, _load_template(request, sources, tokenizer), config, request.seq_len)
     ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
-    records = ledger.records
-    mixture = mix(ledger, np.bincount(tokens.records, np.diff(tokens.starts), len(records)), config)
+    records, sets = ledger.records, choose_sets(ledger, config)
 
     facts = None
-    refusal = ledger.refusal(config) or _nothing_left(request, ledger, mixture.times) or _too_much_lost(ledger, config)
+    refusal = ledger.refusal(config) or _nothing_left(request, ledger, sets) or _too_much_lost(ledger, config)
     if not refusal:
-        digest = tokens.digest
-        digest.update(f"{request.seq_len} {tokenizer.pad_token_id}".encode())
-        sets, fingerprints = {}, {}
-        for name, times in mixture.times.items():
-            packing = _pack(tokens, times, request.seq_len)
-            np.save(folder / f"{name}_starts.npy", packing.starts)
-            np.save(folder / f"{name}_documents.npy", packing.documents)
-            digest.update(packing.starts.tobytes() + packing.documents.tobytes())
-            sets[name], fingerprints[name] = _count(packing, tokens, ledger, times), digest.hexdigest()
+        counts, fingerprints, plan = _pack_sets(folder, sets, tokens, ledger, (request.seq_len, tokenizer.pad_token_id))
         np.save(folder / "documents.npy", tokens.starts)
         np.save(folder / "document_lines.npy", tokens.records)
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
-        in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in sets.items()]
-        enable_thinking, said_of_thinking = _thinking(ledger, mixture.times["train"])
+        in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in counts.items()]
+        chosen = np.any([mask for name, mask in sets.items() if name.startswith("train")], axis=0)
+        enable_thinking, said_of_thinking = _thinking(ledger, chosen)
         facts = Facts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
             n_vocab=tokenizer.n_vocab,
             tokenizer=tokenizer.fingerprint,
-            fingerprint=fingerprints["train"],
-            plan=digest.hexdigest(),
+            fingerprints=fingerprints,
+            plan=plan,
             files=[source.path for source in sources],
             made_of=inputs.made_of,
-            train=sets["train"],
-            validation=sets.get("validation"),
-            summary=[*_read_as(sources), *ledger.summary(), *mixture.said, *in_sets, *said_of_thinking],
-            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config), *mixture.warnings],
+            sets=counts,
+            summary=[*_read_as(sources), *ledger.summary(), *in_sets, *said_of_thinking],
+            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings()],
             enable_thinking=enable_thinking,
         )
     ledger.write(folder / "ledger.csv")
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
+
+
+def _pack_sets(
+    folder: Path, sets: dict[str, np.ndarray], tokens: "_Tokens", ledger: Ledger, shape: tuple[int, int]
+) -> tuple[dict[str, SetFacts], list[str], str]:
+    """Pack each set into rows of its own, and write their plans.
+
+    Args:
+        shape: seq_len, and the id of the padding.
+
+    Returns:
+        the sets' counts; the fingerprint of the rows of each source to train on; the fingerprint of all rows.
+    """
+    counts, fingerprints, plan = dict[str, SetFacts](), list[str](), hashlib.sha256()
+    digests = iter(tokens.digests)
+    for name, chosen in sets.items():
+        packing = _pack(tokens, chosen, shape[0])
+        np.save(folder / f"{name}_starts.npy", packing.starts)
+        np.save(folder / f"{name}_documents.npy", packing.documents)
+        counts[name] = _count(packing, tokens, ledger, chosen)
+        packed = packing.starts.tobytes() + packing.documents.tobytes()
+        if name.startswith("train"):
+            own = next(digests)  # has seen the source's values
+            own.update(f"{shape[0]} {shape[1]}".encode() + packed)
+            fingerprints.append(own.hexdigest())
+            plan = own if len(fingerprints) == 1 else hashlib.sha256("".join(fingerprints).encode())
+        else:
+            plan.update(packed)
+    return counts, fingerprints, plan.hexdigest()
 
 
 def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -278,7 +301,7 @@ class _Tokens(NamedTuple):
     starts: np.ndarray  # (documents + 1,) int64: where each begins
     records: np.ndarray  # (documents,) int64: the line of the ledger that each is from
     supervised_bytes: np.ndarray  # (documents,) int64: what its supervised tokens spell
-    digest: Any  # hashlib's, of the values of the training files
+    digests: list[Any]  # hashlib's, of the values of the training files of each source
 
 
 def _tokenise_all(
@@ -286,7 +309,9 @@ def _tokenise_all(
 ) -> tuple[Ledger, _Tokens]:
     """Write the values of all documents to `path`, and account for every record."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ledger, digest, token_sizes = Ledger(sources), hashlib.sha256(), _token_sizes(encoder.tokenizer)
+    all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer)
+    ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
+    digests = [hashlib.sha256() for _ in file_sources(config)]
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     size = sum(source.bytes for source in sources)
     with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
@@ -296,64 +321,60 @@ def _tokenise_all(
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
             values = chunk.values.tobytes()
             out.write(values)
-            if sources[chunk.records["file"][0]].pattern < len(config.path):
-                digest.update(values)
+            if (source := all_patterns[sources[chunk.records["file"][0]].pattern].source) != HELD_OUT:
+                digests[source].update(values)
     ledger.close()
     records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
-    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digest)
+    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digests)
 
 
-def _pack(tokens: _Tokens, times: np.ndarray, seq_len: int) -> Packing:
-    """The rows of a set; `times`: (records,) how often an epoch reads each one's documents."""
-    documents = _copies(times[tokens.records])
+def _pack(tokens: _Tokens, chosen: np.ndarray, seq_len: int) -> Packing:
+    """The rows of a set; `chosen`: (records,) bool: those whose documents it holds."""
+    documents = np.flatnonzero(chosen[tokens.records])
     if len(documents) > _MANY_DOCUMENTS:
         log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
     packing = pack_rows(np.diff(tokens.starts)[documents], seq_len)
     return Packing(packing.starts, documents[packing.documents])
 
 
-def _copies(times: np.ndarray) -> np.ndarray:
-    """Each number as often as it is wanted, all first copies before any second: so rows rarely hold one twice."""
-    numbers = np.repeat(np.arange(len(times)), times)
-    copy = np.arange(len(numbers)) - np.repeat(np.cumsum(times) - times, times)
-    return numbers[np.argsort(copy, kind="stable")]
-
-
-def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, times: np.ndarray) -> SetFacts:
+def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, chosen: np.ndarray) -> SetFacts:
     return SetFacts(
         documents=len(packing.documents),
         tokens=int(np.diff(tokens.starts)[packing.documents].sum()),
-        supervised=int(ledger.records["supervised"] @ times),
-        supervised_bytes=int(tokens.supervised_bytes @ times[tokens.records]),
+        supervised=int(ledger.records["supervised"][chosen].sum()),
+        supervised_bytes=int(tokens.supervised_bytes[chosen[tokens.records]].sum()),
         rows=len(packing.starts) - 1,
     )
 
 
-def _nothing_left(request: Request, ledger: Ledger, times: dict[str, np.ndarray]) -> str:
-    config = request.config
-    if not times["train"].any():
-        lines = [f"{', '.join(config.path)}: nothing is left to train on", *ledger.summary()]
-        if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
-            lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
-        return "\n".join(lines)
-    if "validation" in times and not times["validation"].any():
+def _nothing_left(request: Request, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
+    config, sources = request.config, file_sources(request.config)
+    empty = [name for name, chosen in sets.items() if not chosen.any()]
+    for number, source in enumerate(sources):
+        if set_name("train", number, len(sources)) in empty:
+            lines = [f"{', '.join(source.path)}: nothing is left to train on", *ledger.summary()]
+            if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
+                lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
+            return "\n".join(lines)
+    if empty:
+        paths = config.validation_path or [path for source in sources for path in source.path]
         return (
-            f"{', '.join(config.validation_path or config.path)}: no row is left to validate on; "
+            f"{', '.join(paths)}: no row is left to validate on; "
             "raise [data] validation_fraction, or leave validation out"
         )
     return ""
 
 
 def _too_much_lost(ledger: Ledger, config: DataConfig) -> str:
-    lines = [text for rows, _, text in ledger.lost(config) if rows > config.max_lost_share]
+    lines = [text for rows, _, text in ledger.lost() if rows > config.max_lost_share]
     limit = f"[data] max_lost_share = {config.max_lost_share} allows fewer rows to be lost; 1 allows any share"
     return "\n".join([*lines, limit]) if lines else ""
 
 
-def _thinking(ledger: Ledger, times: np.ndarray) -> tuple[bool | None, list[str]]:
+def _thinking(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
     """`Facts.enable_thinking`, by the majority of the rows, and what to say of it."""
-    votes = ledger.records["thinking"]
-    without, with_it = int((votes < 0) @ times), int((votes > 0) @ times)
+    votes = ledger.records["thinking"][chosen]
+    without, with_it = int((votes < 0).sum()), int((votes > 0).sum())
     if not without + with_it:
         return None, []
     thinks = with_it >= without

@@ -1,5 +1,7 @@
 """A prepared folder, opened: its packed rows (`PackedDataset`) and its facts (`meta.json`, written last).
 
+A set is what one source trains or validates on: `train`, `validation`, with several sources `train-0`, `train-1` ...
+
 | file | |
 |---|---|
 | tokens.bin | uint32 values of all documents, end to end |
@@ -9,12 +11,13 @@
 | ledger.csv, meta.json | for people and programs |
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -67,12 +70,34 @@ class Documents:
         return self.values[self.starts[number] : self.starts[number + 1]]
 
 
+class RowSet(Protocol):
+    """The rows of a source, numbered."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Row:
+        """Row number `index`, or PADDING_ROW."""
+
+    def where(self, index: int) -> list[str]:
+        """`file:line` of the documents in a row, each once; none of PADDING_ROW."""
+
+    def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
+        """The row at this place of an epoch, from 0: each row once in an epoch."""
+
+
 class PackedDataset:
-    """Documents in the rows that a packing plan gave them."""
+    """Documents in the rows that a packing plan gave them. A `RowSet`."""
 
     def __init__(self, documents: Documents, packing: Packing, seq_len: int, pad_id: int) -> None:
         self.documents, self.packing = documents, packing
         self.seq_len, self.pad_id = seq_len, pad_id
+        self._order_of = functools.lru_cache(2)(self._shuffle)  # a step may reach into the next epoch
+
+    def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
+        return int(self._order_of(seed, epoch)[place])
+
+    def _shuffle(self, seed: tuple[int, ...], epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*seed, epoch)))).permutation(len(self))
 
     def __len__(self) -> int:
         return len(self.packing.starts) - 1
@@ -121,37 +146,75 @@ class SetFacts:
         return self.supervised / (self.rows * seq_len)
 
 
+def total(counts: Collection[SetFacts]) -> SetFacts:
+    """Of several sets."""
+    return SetFacts(*(sum(getattr(count, name) for count in counts) for name in SetFacts.__dataclass_fields__))
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What a run needs to know of its prepared data, besides the rows."""
+    """What a run needs to know of its data, besides the rows."""
 
     seq_len: int
     pad_id: int
     n_vocab: int  # of the tokenizer
     tokenizer: str  # fingerprint
-    fingerprint: str  # of the training rows
+    fingerprints: list[str]  # of the training rows of each source
     plan: str  # fingerprint of all rows, to train and to validate on
     files: list[str]
     made_of: dict[str, Any]  # settings and hashes of the files that the rows follow from, by name
-    train: SetFacts
-    validation: SetFacts | None
+    sets: dict[str, SetFacts]  # those to train on first
     summary: list[str]  # lines for the log
     warnings: list[str]
     enable_thinking: bool | None = None  # as prompts are to set the template's variable; None: nothing tells
 
 
 @dataclass(frozen=True)
+class SourceRows:
+    """The rows of a source, to train or to validate on."""
+
+    name: str
+    rows: RowSet
+    counts: SetFacts
+    fingerprint: str = ""
+    weight: float = 0.0  # share of the rows; 0: by its size
+    epochs: float = 1.0  # how often it is read until it is exhausted
+
+    @property
+    def identity(self) -> str:
+        """Of the source in a mixture: what this is the same for is the same source."""
+        return f"{self.name} {self.fingerprint[:32]}"
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A prepared folder, opened."""
+    """The data of a run: prepared files, corpora, or rows that are made up."""
 
     folder: Path
-    train: PackedDataset
-    validation: PackedDataset | None
+    sources: list[SourceRows]
+    validation: list[SourceRows]  # empty: there is nothing to validate on
     facts: Facts
     cached: bool = True  # it was there
 
     def ledger(self) -> Path:
         return self.folder / "ledger.csv"
+
+    @property
+    def train(self) -> RowSet:
+        """The rows of the only source."""
+        [source] = self.sources
+        return source.rows
+
+    @property
+    def train_counts(self) -> SetFacts:
+        return total([source.counts for source in self.sources])
+
+    @property
+    def validation_counts(self) -> SetFacts:
+        """Of a corpus nobody knows the bytes: then there are none."""
+        counts = total([source.counts for source in self.validation])
+        known = all(source.counts.supervised_bytes for source in self.validation)
+        return counts if known else SetFacts(**{**asdict(counts), "supervised_bytes": 0})
 
 
 class RefusedData(UserError):
@@ -204,13 +267,15 @@ def _opened(folder: Path, facts: Facts, unchanged: Callable[[str], Path]) -> Pre
     def load(name: str) -> np.ndarray:
         return np.load(unchanged(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
 
-    def packed(name: str) -> PackedDataset:
+    def packed(name: str, fingerprint: str = "") -> SourceRows:
         packing = Packing(load(f"{name}_starts"), load(f"{name}_documents"))
-        return PackedDataset(documents, packing, facts.seq_len, facts.pad_id)
+        return SourceRows(name, PackedDataset(documents, packing, *shape), facts.sets[name], fingerprint)
 
-    values = np.memmap(unchanged("tokens.bin"), np.uint32, mode="r")
+    values, shape = np.memmap(unchanged("tokens.bin"), np.uint32, mode="r"), (facts.seq_len, facts.pad_id)
     documents = Documents(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
-    return Prepared(folder, packed("train"), packed("validation") if facts.validation else None, facts)
+    names, count = list(facts.sets), len(facts.fingerprints)
+    train = list(map(packed, names[:count], facts.fingerprints))
+    return Prepared(folder, train, list(map(packed, names[count:])), facts)
 
 
 def _unchanged(path: Path, meta: _Meta, cache: Path) -> Path:

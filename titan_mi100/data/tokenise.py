@@ -86,6 +86,11 @@ _state: tuple[Encoder, list[Format]]  # of a worker process
 def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
     global _state
     _state = encoder, formats
+    follow_parent(parent)
+
+
+def follow_parent(parent: int) -> None:
+    """In a worker process: leave signals to the parent, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run's handler, that comes with a fork, is not for us
     if sys.platform == "linux":  # die with the parent, whatever kills it

@@ -21,7 +21,16 @@ from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import OVERLONG
 from titan_mi100.data.prepare import prepare_run
-from titan_mi100.data.prepared import PADDING_DOCUMENT, Origins, PackedDataset, Prepared, RefusedData, Row, SetFacts
+from titan_mi100.data.prepared import (
+    PADDING_DOCUMENT,
+    Origins,
+    PackedDataset,
+    Prepared,
+    RefusedData,
+    Row,
+    SetFacts,
+    SourceRows,
+)
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -57,7 +66,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """What `inspect_data` shows.
 
     Args:
-        options: row, where, validation and html of its command line.
+        options: row, where, source, validation and html of its command line.
 
     Raises:
         UserError: an option names what is not there, or the data are refused.
@@ -69,11 +78,10 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         lines = _ledger_lines(refused.ledger, options.where) if options.where else []  # the reason for this line
         reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
-    dataset = data.validation if options.validation else data.train
-    counts = data.facts.validation if options.validation else data.facts.train
-    if dataset is None or counts is None:
-        raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
-    assert dataset.documents.origins is not None
+    source = _chosen(data.validation if options.validation else data.sources, options.source)
+    dataset, counts = source.rows, source.counts
+    assert isinstance(dataset, PackedDataset) and dataset.documents.origins is not None
+    name += f" of {source.name}" if options.source else ""
     shown = _Set(data, dataset, counts, load_tokenizer(config.tokenizer_path()), dataset.documents.origins)
     report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(counts)}
     rows = _numbers(options.row, len(dataset))
@@ -90,6 +98,19 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         report |= _summary(config, shown)
     report["shown"] = [_row(shown, row) for row in dict.fromkeys(rows)]
     return report
+
+
+def _chosen(sources: Sequence[SourceRows], name: str) -> SourceRows:
+    """The source that --source names, or the only one. Raises UserError: there is no such."""
+    if not sources:
+        raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
+    names = ", ".join(source.name for source in sources)
+    found = [source for source in sources if source.name == name or not name]
+    if len(found) != 1:
+        raise UserError(f"--source {name!r}: name one of {names}")
+    if not isinstance(found[0].rows, PackedDataset):
+        raise UserError(f"--source {found[0].name}: is a corpus; its ledger.csv and bad_rows.csv say what is in it")
+    return found[0]
 
 
 def _numbers(text: str, rows: int) -> list[int]:

@@ -1,21 +1,22 @@
 """Loss on held-out rows."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import Microbatch, validation_batches
-from titan_mi100.data.prepared import PackedDataset, SetFacts
+from titan_mi100.data.prepared import RowSet, SetFacts
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import sum_over_ranks
 
 _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks look, and a pipeline waits for that
 
 
-def validation_loss(
-    model: ParallelModel, dataset: PackedDataset, batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False
-) -> float | None:
-    """Mean cross-entropy per supervised token of the whole set, the same on every rank. A collective.
+def validation_losses(
+    model: ParallelModel, sets: Sequence[RowSet], batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False
+) -> list[float] | None:
+    """Mean cross-entropy per supervised token: of all sets together, then of each, the same on every rank.
+    A collective.
 
     Args:
         stop: says whether to give up; the same on every rank.
@@ -23,22 +24,27 @@ def validation_loss(
     Returns:
         None: given up.
     """
-    supervised, stopped = 0, False
+    sums, stopped, seen, supervised = list[float](), False, 0, 0
 
-    def counted() -> Iterator[Microbatch]:
-        nonlocal supervised, stopped
-        for number, microbatch in enumerate(validation_batches(dataset, batch, dp_rank)):
-            if number % _STOPS_AFTER == 0 and stop():
+    def counted(rows: RowSet) -> Iterator[Microbatch]:
+        nonlocal supervised, stopped, seen
+        for microbatch in validation_batches(rows, batch, dp_rank):
+            seen += 1
+            if (seen - 1) % _STOPS_AFTER == 0 and stop():
                 stopped = True
                 return
             supervised += int((microbatch["labels"] != IGNORE).sum())
             yield microbatch
 
-    loss = model.evaluate(counted()).item()
-    if stopped:
-        return None
-    loss, total = sum_over_ranks([loss, supervised if model.counts_rows else 0], model.device)
-    return loss / total
+    for rows in sets:
+        supervised = 0
+        loss = model.evaluate(counted(rows)).item()
+        if stopped:
+            return None
+        sums += [loss, supervised if model.counts_rows else 0]
+    found = sum_over_ranks(sums, model.device)
+    losses, counts = found[::2], found[1::2]
+    return [sum(losses) / sum(counts), *(loss / count for loss, count in zip(losses, counts, strict=True))]
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:

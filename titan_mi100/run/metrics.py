@@ -135,14 +135,15 @@ class Reporter:
             )
         self._bar.update(1)
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Args: bits_per_byte: None: the supervised tokens spell nothing."""
+    def validation(self, step: int, loss: float, bits_per_byte: float | None, sources: dict[str, float]) -> None:
+        """Args: bits_per_byte: None: unknown, or the tokens spell nothing; sources: the loss of each of several."""
         found = {"step": step, "validation_loss": _if_finite(loss), "bits_per_byte": _if_finite(bits_per_byte)}
+        found |= {f"validation_loss/{name}": _if_finite(own) for name, own in sources.items()}
         self._write(step, found, prefix="validation/")
         bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
-        log.info(
-            f"step {step}  validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
-        )
+        each = "".join(f"  {name} {own:.4f}" for name, own in sources.items())
+        words = f"validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
+        log.info(f"step {step}  {words}{each}")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
         try:

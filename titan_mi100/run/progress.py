@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_mi100.checkpoint.resume import REMEDY
+from titan_mi100.data.mixture import Segment
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import checked
 from titan_mi100.optim.loss_scale import LossScale
@@ -30,6 +31,7 @@ class Progress:
     recent_losses: list[float] = field(default_factory=list)  # of the last steps that were not skipped
     suspicion: str = ""  # why the weights that the last step began with may be ruined; empty: no reason
     loss_scale: LossScale = field(default_factory=LossScale)  # of fp16; the trainer moves it
+    segments: list[Segment] = field(default_factory=list)  # of a mixture, the last one now
     rows_consumed: int = 0  # over all ranks; the whole state of the data
 
     def after_step(self, result: StepResult) -> None:

@@ -14,8 +14,8 @@ from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
+from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.costs import flops_of_steps
-from titan_mi100.config.load import to_toml
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
@@ -47,7 +47,8 @@ def open_record(
     """
     device_words, arch, compute_units = distributed.device_name(world.device)
     dtype = _SHORT[config.training.mixed_precision_param]
-    documents = Documents.from_ends(collate([rows.row(0)])["document_ends"])  # to try the kernel on
+    first = collate([rows.row(progress.rows_consumed)])  # to try the kernel on
+    documents = Documents.from_ends(first["document_ends"])
     backend = model.parts[0].model.backend
     heads, precision = (spec.num_attention_heads, spec.num_key_value_heads), config.training.mixed_precision_param
     shape = Shape(documents.batch, documents.seq, *heads, spec.head_dim, precision)

@@ -1,0 +1,76 @@
+"""Settings as text: their sections and keys, a config as TOML, the help. Imports no torch."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin
+
+from titan_mi100.config.settings import Config
+
+
+def sections() -> Iterator[tuple[str, type]]:
+    for section in fields(Config):
+        if section.name != "notes":
+            yield section.name, section.default_factory  # type: ignore[misc]
+
+
+def keys_of(section: type) -> tuple[Any, ...]:
+    """The section's fields; `type` is a class in each, for that module has no `from __future__ import annotations`."""
+    return fields(section)
+
+
+def table_of(key: Any) -> Any:
+    """The dataclass that a key's tables are read as, if its value is a list of tables: [[section.key]]."""
+    arguments = get_args(key.type)
+    return arguments[0] if arguments and is_dataclass(arguments[0]) else None
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML, with each key's doc; `load_config` reads it back to the same."""
+    lines = []
+    for name, section in sections():
+        lines += ["", f"[{name}]"]
+        for key in keys_of(section):
+            if key.name != "config_file" and not table_of(key):
+                value = getattr(getattr(config, name), key.name)
+                lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
+        for key in filter(table_of, keys_of(section)):  # behind the section's own keys, as TOML wants it
+            for item in getattr(getattr(config, name), key.name):
+                lines += ["", f"[[{name}.{key.name}]]"]
+                lines += [f"{own.name} = {toml_value(getattr(item, own.name))}" for own in keys_of(type(item))]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if not isinstance(value, str | bool):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
+
+
+def help_text() -> str:
+    lines = [
+        "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
+        "",
+        'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
+        "inherits. Relative paths are relative to the TOML file, or on the command line to the current folder.",
+        "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
+    ]
+    parts = [(f"[{name}]", f"--{name}.", section) for name, section in sections()]
+    parts += [
+        (f"[[{name}.{key.name}]], a table for each, in a TOML file only", "", table)
+        for name, section in sections()
+        for key in keys_of(section)
+        if (table := table_of(key))
+    ]
+    for title, prefix, section in parts:
+        lines += ["", title]
+        for key in keys_of(section):
+            if table_of(key):
+                continue
+            kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
+            choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
+            head = f"  {prefix}{key.name}  {kind} = {toml_value(key.default)}"
+            lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Which source each row of a weighted mixture is from: pure integers."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+LONGEST_PERIOD = 2**20  # rows after which a schedule repeats; weights are rounded to multiples of 1 / it
+_BLOCK = 4096  # rows that are worked out at a time
+
+
+def shares_of(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the weights, each at least 1; their sum is the period of the schedule.
+
+    They are exact where the decimals of the weights allow a period of at most `LONGEST_PERIOD`, as 0.40 and 0.01 do;
+    else the weights are rounded (largest remainder), by less than 1 / `LONGEST_PERIOD` each.
+
+    Args:
+        weights: above 0, in any unit.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * common) for weight in exact]
+    whole = [number // math.gcd(*whole) for number in whole]
+    if sum(whole) <= LONGEST_PERIOD:
+        return whole
+    total = sum(whole)
+    shares = [max(1, number * LONGEST_PERIOD // total) for number in whole]
+    by_remainder = sorted(range(len(whole)), key=lambda i: -(whole[i] * LONGEST_PERIOD % total))
+    for place in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
+        shares[place] += 1
+    shares[shares.index(max(shares))] -= sum(shares) - LONGEST_PERIOD  # where a tiny weight was raised to 1
+    return shares
+
+
+class Schedule:
+    """A fixed order of sources. After any n rows each source has given n * share / period of them, rounded up or down.
+
+    Row k of a source, from 0, may come at place floor(k / w) of the schedule and must come before place
+    ceil((k + 1) / w), w = share / period. Such windows can always be met, and the earliest deadline first meets them
+    (Pfair scheduling on one processor: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica, 1996).
+    """
+
+    def __init__(self, shares: Sequence[int], seed: int) -> None:
+        """Args: shares: see `shares_of`; seed: decides between sources with the same deadline."""
+        self.shares, self.period = list(shares), sum(shares)
+        self._ties = np.random.Generator(np.random.PCG64(seed)).permutation(len(shares)).tolist()
+        self._order = np.zeros(self.period, dtype=np.uint16)  # of sources, as far as it is worked out
+        self._known = 0
+        self._before = [[0] * len(shares)]  # rows of each source before each block
+        self._given = [0] * len(shares)
+        self._ready: list[tuple[int, int, int]] = []  # (deadline, tie, source) of rows that may come now
+        self._later = [(0, source) for source in range(len(shares))]  # (first place, source) of those that may not yet
+
+    def source(self, place: int) -> int:
+        """The source of the row at this place of the schedule, from 0."""
+        place %= self.period
+        self._work_out(place + 1)
+        return int(self._order[place])
+
+    def count(self, source: int, places: int) -> int:
+        """Rows of a source before this place."""
+        periods, rest = divmod(places, self.period)
+        self._work_out(rest)
+        start = rest - rest % _BLOCK
+        here = np.count_nonzero(self._order[start:rest] == source)
+        return periods * self.shares[source] + self._before[rest // _BLOCK][source] + here
+
+    def place_of(self, source: int, number: int) -> int:
+        """The place of row `number` of a source, from 0."""
+        periods, rest = divmod(number, self.shares[source])
+        low = rest * self.period // self.shares[source]  # its window
+        high = min(-(-(rest + 1) * self.period // self.shares[source]), self.period)
+        self._work_out(high)
+        found = np.flatnonzero(self._order[low:high] == source)
+        return periods * self.period + low + int(found[rest - self.count(source, low)])
+
+    def _work_out(self, places: int) -> None:
+        """Fill in the order of so many places, in whole blocks."""
+        while self._known < places:
+            for place in range(self._known, min(self._known + _BLOCK, self.period)):
+                while self._later and self._later[0][0] <= place:
+                    _, source = heapq.heappop(self._later)
+                    deadline = -(-(self._given[source] + 1) * self.period // self.shares[source])
+                    heapq.heappush(self._ready, (deadline, self._ties[source], source))
+                deadline, _, source = heapq.heappop(self._ready)
+                assert place < deadline
+                self._order[place] = source
+                self._given[source] += 1
+                heapq.heappush(self._later, (self._given[source] * self.period // self.shares[source], source))
+            self._known = min(self._known + _BLOCK, self.period)
+            self._before.append(list(self._given))

@@ -1,0 +1,89 @@
+"""The sources of a run in the order of its config: those of files, which are prepared by now, and corpora."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from titan_mi100.config.settings import DataConfig, SourceConfig
+from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
+from titan_mi100.data.prepared import Facts, Prepared, SetFacts, SourceRows
+from titan_mi100.data.sets import HELD_OUT, file_sources, set_name
+from titan_mi100.errors import UserError
+from titan_mi100.text.load import load_tokenizer
+
+
+def open_sources(config: DataConfig, files: Prepared | None, tokenizer_path: str, seq_len: int) -> Prepared:
+    """The data of a run.
+
+    Args:
+        files: the prepared files; None: all sources are corpora, and there are no validation files.
+        tokenizer_path: of the model; read only where `files` does not tell its fingerprint.
+
+    Raises:
+        UserError: a corpus is not complete, or was made with another tokenizer.
+    """
+    of_files, sources = file_sources(config), config.sources
+    tokenizer = files.facts.tokenizer if files else load_tokenizer(tokenizer_path).fingerprint
+    train, validation, facts = list[SourceRows](), list[SourceRows](), files.facts if files else None
+    held_out = {source.name: source for source in files.validation} if files else {}
+    for source in sources:
+        if source in of_files:
+            assert files is not None
+            place = of_files.index(source)
+            opened = files.sources[place]
+            if config.validation_fraction:
+                own = held_out[set_name("validation", place, len(of_files))]
+                validation.append(replace(own, name=source.name))
+        else:
+            corpus, fingerprint = read_corpus(Path(source.path[0]))
+            if corpus.tokenizer != tokenizer:
+                what = f"was tokenised with another tokenizer than {tokenizer_path}"
+                raise UserError(f"{source.path[0]}: {what}; prepare the corpus again with the model's own")
+            (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
+            validation += own_validation
+            facts = own_facts if facts is None else _added(facts, own_facts)
+        train.append(replace(opened, name=source.name, weight=source.weight, epochs=source.epochs))
+    if config.validation_path:
+        validation.append(held_out[set_name("validation", HELD_OUT, len(of_files))])
+    assert facts is not None
+    fingerprints = [source.fingerprint for source in train]
+    cached = files.cached if files else True
+    return Prepared(
+        files.folder if files else Path(), train, validation, replace(facts, fingerprints=fingerprints), cached
+    )
+
+
+def _open_corpus(
+    source: SourceConfig, corpus: Corpus, fingerprint: str, config: DataConfig, seq_len: int
+) -> tuple[list[SourceRows], Facts]:
+    """The rows to train on, and those to validate on, if any; and what to know of them."""
+    folder = Path(source.path[0])
+    kept, held_out = CorpusRows.split(corpus, seq_len, config.validation_fraction)
+    if not kept:
+        raise UserError(f"{folder}: no row is left to train on; lower [data] validation_fraction")
+    form = "concatenated" if config.concatenate else "isolated"
+    # A share that is held out and the length of rows decide which row has which number.
+    own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
+    found, said = (
+        list[SourceRows](),
+        f"{source.name}: corpus of {corpus.documents:,} documents, {corpus.tokens:,} tokens",
+    )
+    for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
+        if rows:
+            view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
+            documents = round(corpus.documents * view.tokens / corpus.tokens)
+            counts = SetFacts(documents, view.tokens, view.tokens - documents, supervised_bytes=0, rows=len(rows))
+            found.append(SourceRows(source.name, view, counts, own))
+            said += f", {len(rows):,} rows of {seq_len:,} {words}"
+    made_of = {f"corpus {source.name}": own}
+    facts = Facts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [said], [])
+    return found, facts
+
+
+def _added(facts: Facts, more: Facts) -> Facts:
+    return replace(
+        facts,
+        plan=hashlib.sha256(f"{facts.plan} {more.plan}".encode()).hexdigest(),
+        made_of={**facts.made_of, **more.made_of},
+        summary=[*facts.summary, *more.summary],
+    )

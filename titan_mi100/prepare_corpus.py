@@ -1,0 +1,341 @@
+"""Tokenise a corpus for pretraining into shards, in all cores: JSONL (plain, .gz, .zst), parquet, or folders of text.
+
+Stopped or killed, the same command goes on. `--part i/N` makes every N-th shard, on N machines that share the folder;
+the last one to end completes the corpus. Then train on it: [[data.source]] path = OUTPUT_DIR.
+"""
+
+import argparse
+import csv
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import asdict
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli
+from titan_mi100.config.assets import CORPUS, is_corpus
+from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
+from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, read_shard
+from titan_mi100.data.tokenise import follow_parent
+from titan_mi100.errors import UserError
+from titan_mi100.files.child import end
+from titan_mi100.files.durable import probe, replace
+from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.plain import read_plain
+from titan_mi100.logging import TokenProgress, log, setup_logging
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.wording import some
+
+_LIBRARIES = ("tiktoken", "tokenizers", "sentencepiece")
+_SHOWN = 10  # bad rows in a message
+_AGAIN = 0.5  # seconds between two looks at how far the processes are
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def program() -> int:
+        options = _parser().parse_args(argv)
+        setup_logging(0)
+        return _verify(Path(options.output_dir)) if options.verify else _prepare(options)
+
+    return cli.exit_code(program)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        prog="python -m titan_mi100.prepare_corpus", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit codes: 0 the corpus (or this part of it) is complete; 1 crash; 2 bad options or input.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--input", nargs="+", default=[], metavar="PATH", help="files, globs, or folders with all files below them")
+    add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
+    add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or one to go on with")
+    add("--tokenizer", metavar="PATH", help="HF folder, .tiktoken or sentencepiece .model file")
+    add("--format", choices=("rows", "text"), default="rows",
+        help="rows: JSONL, JSON or parquet with a column of text (default); text: each file is a document")  # fmt: skip
+    add("--text_column", default="text", metavar="NAME", help="of rows; default: text")
+    add("--bos", default="none", metavar="TOKEN", help="token before each document; default: none")
+    add("--eos", default="auto", metavar="TOKEN",
+        help="token behind each document, or none; default: <|endoftext|>, or else the tokenizer's own")  # fmt: skip
+    add("--on_bad_row", choices=("skip", "error"), default="skip",
+        help="rows that cannot be read: leave them out (default), or write no corpus")  # fmt: skip
+    add("--max_bad_share", type=_share, default=0.001, metavar="X",
+        help="largest share of rows that may be left out; default: 0.001")  # fmt: skip
+    add("--part", type=_part, default=(1, 1), metavar="i/N", help="make part i, from 1, of N")
+    add("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
+    add("--verify", action="store_true", help="compare every file of the corpus with its hash instead")
+    add("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise ValueError
+    return value
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text, re.ASCII)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be i/N with 1 <= i <= N, such as 1/4")
+    return int(found[1]), int(found[2])
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    folder, started = Path(options.output_dir), time.monotonic()
+    if not options.tokenizer or not options.input:
+        raise UserError("--input and --tokenizer are needed: what to prepare, and the tokenizer of the model")
+    if options.workers < 0:
+        raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
+    tokenizer = load_tokenizer(options.tokenizer)
+    end()  # the process that tried it; workers make their own
+    plan = _plan(options, tokenizer)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe(folder)
+        _agree(folder, plan)
+        (part, parts), total = options.part, len(plan.units)
+        mine = range(part - 1, total, parts)
+        missing = [number for number in mine if read_shard(folder, number, plan.key) is None]
+        if len(missing) < len(mine):
+            log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards are there already")
+        _make(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
+        shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
+        if len(shards) < total:
+            log.info(f"part {part}/{parts} is complete; {total - len(shards):,} of {total:,} shards are for the others")
+            return _say({"complete": False, "shards": len(shards)}, options.json)
+        _complete(folder, plan, shards, options)
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: {error.strerror}; fix that and start again") from None
+    result: dict[str, Any] = {
+        "complete": True, "shards": total, "documents": sum(shard.documents for shard in shards),
+        "tokens": sum(shard.tokens for shard in shards), "seconds": round(time.monotonic() - started, 2),
+        "left_out": sum(map(_left_out, shards)),
+    }  # fmt: skip
+    words = f"{result['documents']:,} documents, {result['tokens']:,} tokens in {total:,} shards"
+    log.info(f"{folder}: {words} ({result['seconds']:,.1f} s)")
+    return _say(result, options.json)
+
+
+def _say(result: dict[str, Any], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(result))
+    return 0
+
+
+def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
+    files = _files(options.input, options.include)
+    sizes = [os.path.getsize(file) for file in files]
+    is_text = options.format == "text"
+    wanted = options.eos
+    if wanted == "auto":
+        wanted = "<|endoftext|>" if len(tokenizer.encode("<|endoftext|>")) == 1 else tokenizer.eos_token
+    ends = {"bos": options.bos, "eos": wanted}
+    tokens = {name: "" if token == "none" else token for name, token in ends.items()}
+    ids = {}
+    for name, token in tokens.items():
+        found = tokenizer.encode(token) if token else [0]
+        if len(found) != 1:
+            raise UserError(f"--{name} {token!r}: is no single token of this tokenizer; name one, or none")
+        ids[name] = found[0]
+    return Plan(
+        tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
+        bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
+        text_column="" if is_text else options.text_column, is_text=is_text,
+        libraries={name: _version(name) for name in _LIBRARIES}, files=files, sizes=sizes,
+        units=cut(files, sizes, is_text),
+    )  # fmt: skip
+
+
+def _version(library: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(library)
+    return ""
+
+
+def _files(inputs: Sequence[str], include: str) -> list[str]:
+    """All files of the input, each once, in the order given; those of a folder by name."""
+    found, problems = dict[str, None](), list[str]()
+    for given in inputs:
+        if os.path.isdir(given):
+            below = [
+                os.path.join(path, name)
+                for path, folders, names in os.walk(given)
+                if not folders.sort()  # type: ignore[func-returns-value]  # in place: os.walk follows this order
+                for name in sorted(names)
+                if fnmatch(name, include) and not name.startswith(".") and os.path.isfile(os.path.join(path, name))
+            ]
+            problems += [] if below else [f"{given}: holds no file {include}"]
+            found.update(dict.fromkeys(below))
+        else:
+            files, wrong = matching_files(given)
+            found.update(dict.fromkeys(files))
+            problems += wrong
+    if problems:
+        raise UserError("\n".join(problems))
+    return list(found)
+
+
+def _agree(folder: Path, plan: Plan) -> None:
+    """Write plan.json, or check that it is this plan. Raises UserError: it is another, or the input has changed."""
+    path = folder / "plan.json"
+    text = json.dumps(asdict(plan))
+    if not path.exists():
+        if any(entry.name != ".probe" for entry in folder.iterdir()):
+            raise UserError(f"{folder}: holds other files, and no corpus; name a new --output_dir")
+        replace(path, text)
+    if read_plain(path, LARGEST_MANIFEST) != text.encode():
+        before, now = json.loads(read_plain(path, LARGEST_MANIFEST)), json.loads(text)
+        different = [key for key in now if now[key] != before.get(key)]
+        raise UserError(
+            f"{folder}: was begun with another {some(different)}; start with the same, or name another --output_dir"
+        )
+    began = path.stat().st_mtime_ns
+    if changed := [file for file in plan.files if os.stat(file).st_mtime_ns > began]:
+        raise UserError(f"{some(changed, 3)}: changed after {folder} was begun; name another --output_dir")
+
+
+_worker: tuple[Path, Plan, Tokenizer, Any, Any]  # of a worker process; the last two count bytes and tokens for all
+
+
+def _start(parent: int, *state: Any) -> None:
+    global _worker
+    _worker = state  # type: ignore[assignment]
+    follow_parent(parent)
+
+
+def _work(number: int) -> None:
+    folder, plan, tokenizer, done, tokens = _worker
+
+    def progress(size: int, count: int) -> None:
+        with done.get_lock():
+            done.value += size
+            tokens.value += count
+
+    make_shard(folder, plan, number, tokenizer, progress)
+
+
+def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
+    """Make these shards. Raises UserError: some could not be made; all others are there."""
+    if not numbers:
+        return
+    context = multiprocessing.get_context("fork")  # all share the tokenizer's tables
+    done, tokens = context.Value("q", 0), context.Value("q", 0)
+    state = (os.getpid(), folder, plan, tokenizer, done, tokens)
+    size = sum(plan.bytes_of(plan.units[number]) for number in numbers)
+    errors: list[str] = []
+    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=context, initializer=_start, initargs=state)
+    try:
+        bar = TokenProgress("tokenising", size)
+        with bar:
+            left: set[Future[None]] = {pool.submit(_work, number) for number in numbers}
+            while left:
+                finished, left = wait(left, timeout=_AGAIN)
+                bar.reach(done.value, tokens.value)
+                for future in finished:
+                    try:
+                        future.result()
+                    except UserError as error:
+                        errors.append(str(error))
+    except BrokenProcessPool:
+        what = "a process that tokenised was killed, most likely because memory ran out (dmesg says so)"
+        raise UserError(f"{what}; start again, with fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if errors:
+        raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave such files out"]))
+
+
+def _left_out(shard: Shard) -> int:
+    return sum(number for kind, number in shard.bad.items() if kind != BLANK)
+
+
+def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.Namespace) -> None:
+    """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or nothing is left."""
+    _write_ledger(folder, plan, shards)
+    bad, rows = sum(map(_left_out, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
+    if bad:
+        kinds = Counter[str]()
+        for shard in shards:
+            kinds.update({kind: number for kind, number in shard.bad.items() if kind != BLANK})
+        counts = ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common())
+        words = f"{bad:,} of {rows:,} rows cannot be read ({counts}); each is in {folder / 'bad_rows.csv'}"
+        most = 0.0 if options.on_bad_row == "error" else options.max_bad_share
+        if bad > most * rows:
+            first = "\n".join(_first_bad(folder, plan, shards))
+            raise UserError(f"{first}\n{words}; correct them in a new --output_dir, or allow --max_bad_share")
+        log.warning(f"{words}; they are left out")
+    if not any(shard.tokens for shard in shards):
+        raise UserError(f"{some(plan.files, 3)}: nothing is left to train on")
+    corpus = Corpus(
+        FORMAT, plan.key, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos, plan.files, plan.units, shards
+    )
+    text = json.dumps(asdict(corpus))
+    if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
+        replace(folder / CORPUS, text)
+
+
+def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
+    """(file, line, kind, detail) of each row of these shards that was left out."""
+    for number in numbers:
+        before = lines_before(plan.units, shards, number)
+        for line in shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").splitlines():
+            file, place, kind, detail = json.loads(line)
+            yield plan.files[file], before + place, kind, detail
+
+
+def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
+    numbers = [number for number, shard in enumerate(shards) if _left_out(shard)]
+    rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in _bad_rows(folder, plan, shards, numbers))
+    return [row for row, _ in zip(rows, range(_SHOWN), strict=False)]
+
+
+def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
+    """ledger.csv: counts of each unit of input. bad_rows.csv: each row that was left out."""
+    kinds = sorted({kind for shard in shards for kind in shard.bad})
+    ledger = io.StringIO(newline="")
+    writer = csv.writer(ledger)
+    writer.writerow(["file", "bytes", "documents", "tokens", *kinds])
+    merged: dict[str, Counter[str]] = {}
+    for unit, shard in zip(plan.units, shards, strict=True):
+        name = plan.files[unit.first] + (
+            f" and {unit.stop - unit.first - 1} more" if unit.stop > unit.first + 1 else ""
+        )
+        counts = merged.setdefault(name, Counter())
+        counts.update({"bytes": plan.bytes_of(unit), "documents": shard.documents, "tokens": shard.tokens, **shard.bad})
+    writer.writerows(
+        [name, *(counts[key] for key in ("bytes", "documents", "tokens", *kinds))] for name, counts in merged.items()
+    )
+    replace(folder / "ledger.csv", ledger.getvalue())
+    bad = io.StringIO(newline="")
+    csv.writer(bad).writerow(["file", "line", "kind", "detail"])
+    numbers = [number for number, shard in enumerate(shards) if _left_out(shard)]
+    csv.writer(bad).writerows(_bad_rows(folder, plan, shards, numbers))
+    replace(folder / "bad_rows.csv", bad.getvalue())
+
+
+def _verify(folder: Path) -> int:
+    corpus, _ = read_corpus(folder)
+    damaged = [problem for i, shard in enumerate(corpus.shards) if (problem := damage(folder, i, shard))]
+    if damaged:
+        raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; remove their .json files "
+                                   "and start the preparation again, or copy the corpus again"]))  # fmt: skip
+    log.info(f"{folder}: all {len(corpus.shards):,} shards are what was written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

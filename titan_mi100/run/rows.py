@@ -1,0 +1,67 @@
+"""The rows of a run: one source epoch by epoch, or a mixture; where a resumed run continues, where the data end."""
+
+from titan_mi100.checkpoint.resume import Found
+from titan_mi100.config.layout import Batch
+from titan_mi100.config.settings import Config
+from titan_mi100.data.loader import ShuffledEpochs
+from titan_mi100.data.mixture import Mixture
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.run.progress import Progress
+
+_MUCH_PADDING = 0.2  # of an epoch's rows
+
+
+def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) -> ShuffledEpochs | Mixture:
+    """The rows of the run."""
+    seed, size, epochs = config.training.seed, batch.global_batch_size, config.training.epochs or 1
+    if config.data.is_mixture:
+        how = config.data.on_exhausted, config.data.weights_in == "documents", epochs
+        return Mixture(data.sources, seed, size, *how, progress.segments, progress.rows_consumed)
+    [source] = data.sources
+    rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
+    if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
+        what = f"the data fill {len(source.rows):,} rows, a step has {size:,}"
+        log.warning(f"{what}: {padding:.0%} of an epoch is padding; lower training.target_tokens_per_step")
+    return rows
+
+
+def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:
+    """Change the progress to that with these rows.
+
+    Args:
+        plan: fingerprint of the rows to train and to validate on.
+    """
+    if isinstance(rows, ShuffledEpochs):
+        progress.segments = []
+        if found is not None:
+            before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
+            progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)
+    else:
+        if found is not None and len(rows.segments) > len(progress.segments):
+            log.warning(f"the mixture changes from row {progress.rows_consumed:,} on, step {progress.step}")
+            if not progress.segments:
+                log.warning("the run had no mixture until now, so each of its sources is read from its beginning")
+        progress.segments = rows.segments
+    if progress.plan != plan:
+        if progress.best_step is not None:
+            log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
+        progress.plan, progress.best_step, progress.best_loss = plan, None, None
+
+
+def last_step(config: Config, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch) -> int:
+    """The number of the run's last step. Logs how often each source of a mixture is read until then."""
+    steps = config.training.steps
+    if not steps:
+        steps = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
+    if (warmup := config.lr_scheduler.warmup_steps) > steps:
+        raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
+    if isinstance(rows, Mixture):
+        stop = progress.rows_consumed + max(0, steps - progress.step) * batch.global_batch_size
+        said, warnings = rows.describe(stop)
+        for line in said:
+            log.info(line)
+        for line in warnings:
+            log.warning(line)
+    return steps
