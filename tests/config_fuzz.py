@@ -22,7 +22,7 @@ from typing import get_args, get_origin
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 from titan_mi100.wording import printable
 
@@ -177,6 +177,8 @@ class Fuzzer:
     def plausible(self, name: str) -> str:
         """A value that may be right, as a command line has it."""
         key = KEYS[name]
+        if name == "data.source":
+            return "x"
         kind = get_args(key.type)[0] if get_origin(key.type) is tuple else key.type
         if key.metadata["choices"]:
             return self.random.choice(key.metadata["choices"])
@@ -206,6 +208,13 @@ class Fuzzer:
         for _ in range(self.random.randrange(1, 5)):
             name = self.random.choice(list(KEYS))
             section, key = name.split(".")
+            if name == "data.source":
+                keys = [field.name for field in fields(SourceConfig)]
+                path = json.dumps(str(self.folder / "rows.jsonl"))
+                given = [f"path = {path}"] if self.random.random() < 0.7 else []
+                given += [f"{k} = {self.value()}" for k in self.random.sample(keys[1:], self.random.randrange(3))]
+                found.append("\n".join(["[[data.source]]", *given, ""]))
+                continue
             if self.random.random() < 0.7:
                 value = self.plausible(name)
                 found.append(

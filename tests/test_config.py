@@ -149,7 +149,7 @@ mode = "some"
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
         "use -1 (all that the others leave) or start with --nproc_per_node 3",
-        f"{file}: [data] path is not set; name a file or a glob, or several",
+        f"{file}: [data] path is not set; name a file or a glob, or several, or [[data.source]]",
         "command line: '--training.sed=4' is not an option; did you mean --training.seed?",
         "command line: --training.seed needs a value",
         "--model.flavor = '0.7B' is not known; did you mean 1.7B?",
