@@ -4,8 +4,8 @@
     python scripts/bench/corpus.py --corpus prepared/ --seq_len 8192 [--ranks 8]
 
 The first needs `datasets`. Both sides are whole processes with as many workers, in turn; memory is the largest sum of
-proportional set sizes of a process and its workers. The second drops the corpus from the page cache (no other process
-may read it) and reads an epoch's beginning as rank 0 of so many would: bytes that came from the disk against those used.
+proportional set sizes of a process and its workers. The second drops the corpus from the page cache and reads the
+beginning of an epoch as rank 0 of so many would: bytes that came from the disk against those that were used.
 """
 
 import argparse

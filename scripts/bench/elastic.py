@@ -2,8 +2,9 @@
 
     python scripts/bench/elastic.py --shakespeare tinyshakespeare.txt --gsm8k train.jsonl --png elastic.png
 
-Sources: tinyshakespeare, GSM8K as chats, the Python standard library, made-up words; debug model, seed 42. The run goes
-2 -> 4 -> 1 processes, the other one stays on 2; in fp64 and in fp32. Compared are the rows of every step and the losses.
+Sources: tinyshakespeare, GSM8K as chats, the Python standard library, made-up words; debug model, seed 42. The run is
+stopped twice and goes on, 2 -> 4 -> 1 processes; the other one stays on 2; in fp64 and in fp32. Compared are the rows
+of every step and the losses.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torchrun_job
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.load import load_config
+from titan_mi100.data.loader import RowStream
 from titan_mi100.data.mixture import Mixture
 
 REPO = Path(__file__).parents[2]
@@ -61,14 +63,16 @@ def worker(arguments: list[str]) -> None:
     """Train up to a step, save, and write which rows were read and the losses."""
     config_file, folder, stop = arguments
     read: dict[int, list[Any]] = {}
-    plain = Mixture.row
+    plain = RowStream.microbatch
 
-    def row(self: Mixture, number: int) -> Any:
-        source, index = self.find(number)
-        read[number] = [source.name, index]
-        return plain(self, number)
+    def microbatch(self: RowStream, first_row: int, number: int) -> Any:
+        assert isinstance(self.source, Mixture)
+        for row in self.row_numbers(first_row, [number]):
+            source, index = self.source.find(row)
+            read[row] = [source.name, index]
+        return plain(self, first_row, number)
 
-    Mixture.row = row  # type: ignore[method-assign]
+    RowStream.microbatch = microbatch  # type: ignore[method-assign]
     from titan_mi100.open_run import open_run
     from titan_mi100.parallel import distributed
 

@@ -65,7 +65,7 @@ class Schedule:
         periods, rest = divmod(places, self.period)
         self._work_out(rest)
         start = rest - rest % _BLOCK
-        here = np.count_nonzero(self._order[start:rest] == source)
+        here = int(np.count_nonzero(self._order[start:rest] == source))
         return periods * self.shares[source] + self._before[rest // _BLOCK][source] + here
 
     def place_of(self, source: int, number: int) -> int:

@@ -1,0 +1,86 @@
+"""Fetch a corpus from the hub, resumably; first see what there is: revision, files and size, as the hub says today.
+
+    python scripts/corpora/fetch.py dclm --dry_run
+    python scripts/corpora/fetch.py finemath --output_dir raw/finemath
+    python -m titan_mi100.prepare_corpus --input raw/finemath/*/*.parquet --tokenizer Qwen3-8B/ --output_dir finemath
+
+Needs huggingface_hub: pip install 'titan_mi100[hub]'. The recipes are in recipes.toml.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli
+from titan_mi100.config.load import parse_toml
+from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.wording import bytes_in_words
+
+RECIPES = Path(__file__).with_name("recipes.toml")
+
+
+def main() -> int:
+    recipes = parse_toml(str(RECIPES))
+    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help=f"one of {', '.join(recipes)}")
+    parser.add_argument("--files", nargs="+", default=[], metavar="PATTERN", help="instead of the recipe's")
+    parser.add_argument("--revision", default="main", help="a commit or branch of the repository; default: main")
+    parser.add_argument("--output_dir", default="", help="where the files go")
+    parser.add_argument("--dry_run", action="store_true", help="only list what would be fetched")
+    options = parser.parse_args()
+    if options.name not in recipes:
+        raise UserError(
+            f"{options.name}: is no recipe{did_you_mean(options.name, recipes)}; there are {', '.join(recipes)}"
+        )
+    if not (options.dry_run or options.output_dir):
+        raise UserError("--output_dir is needed, or --dry_run")
+    recipe = recipes[options.name]
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError("this needs huggingface_hub: pip install 'titan_mi100[hub]'") from None
+    patterns = options.files or recipe["files"]
+    try:
+        found = huggingface_hub.HfApi().dataset_info(
+            recipe["repository"], revision=options.revision, files_metadata=True
+        )
+        chosen = [file for file in found.siblings or [] if any(fnmatch(file.rfilename, name) for name in patterns)]
+        report(recipe, found, chosen, patterns)
+        if not chosen:
+            raise UserError(f"{recipe['repository']}: holds no file {', '.join(patterns)}; name others with --files")
+        if not options.dry_run:
+            huggingface_hub.snapshot_download(
+                recipe["repository"], repo_type="dataset", revision=found.sha, allow_patterns=patterns,
+                local_dir=options.output_dir,
+            )  # fmt: skip
+    except UserError:
+        raise
+    except Exception as error:  # the library's own, or of what it sends requests with
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = "accept its terms and log in, or try again: what was fetched is kept"
+        raise UserError(f"{recipe['repository']}: {what}; {remedy}") from None
+    return 0
+
+
+def report(recipe: dict[str, Any], found: Any, chosen: list[Any], patterns: list[str]) -> None:
+    """Print what the hub says of the repository and of the files that are chosen."""
+    print(f"{found.id}, revision {found.sha}, last modified {found.last_modified}, gated: {found.gated or 'no'}")
+    folders, bytes_of = Counter[str](), Counter[str]()
+    for file in chosen:
+        folder = file.rfilename.rpartition("/")[0] or "."
+        folders[folder] += 1
+        bytes_of[folder] += file.size or 0
+    for folder in sorted(folders)[:40]:
+        print(f"  {folder}: {folders[folder]:,} files, {bytes_in_words(bytes_of[folder])}")
+    whole, everything = bytes_in_words(sum(bytes_of.values())), len(found.siblings or [])
+    print(f"{', '.join(patterns)}: {len(chosen):,} of {everything:,} files, {whole}")
+    print(f"column for --text_column: {recipe['text_column']}")
+    if "note" in recipe:
+        print(recipe["note"])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.exit_code(main))
