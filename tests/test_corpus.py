@@ -314,14 +314,14 @@ def test_an_epoch_reads_each_row_once_shuffled_by_shards_and_windows(
     assert not np.array_equal(both[0].input_ids, both[1].input_ids)
 
 
-def test_a_corpus_of_another_tokenizer_or_without_rows_left_is_refused(tmp_path: Path) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     out = tmp_path / "out"
     prepare("--input", write(tmp_path / "in.jsonl", texts(5)), "--output_dir", out)
     config = DataConfig(source=(SourceConfig((str(out),), "x"),))
-    data = open_sources(config, None, TOKENIZER, 32)
+    data = open_sources(config, None, tokenizer.fingerprint, 32)
     assert data.sources[0].name == "x" and len(data.sources[0].rows) > 1 and not data.validation
     content = json.loads((out / "corpus.json").read_text())
     (out / "corpus.json").write_text(json.dumps({**content, "tokenizer": "another"}))
-    with pytest.raises(UserError, match="was tokenised with another tokenizer than"):
-        open_sources(config, None, TOKENIZER, 32)
+    with pytest.raises(UserError, match="was tokenised with another tokenizer than the model's"):
+        open_sources(config, None, tokenizer.fingerprint, 32)
     assert isinstance(read_corpus(out)[0], Corpus)

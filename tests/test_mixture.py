@@ -197,6 +197,6 @@ def test_paths_with_weights_or_repeats_are_short_for_sources(tmp_path: Path) -> 
     for settings_ in (config, DataConfig(source=tables)):
         tokenizer = str(ASSETS / "tokenizer")
         files = prepare_data(settings_, tokenizer, "", 64)
-        data = open_sources(settings_, files, tokenizer, 64)
+        data = open_sources(settings_, files, files.facts.tokenizer, 64)
         assert [(s.name, s.counts.documents) for s in data.sources] == [(s.name, 9) for s in settings_.sources]
         assert {data.sources[1].rows.where(0)[0].split(":")[0]} == {paths[1]}

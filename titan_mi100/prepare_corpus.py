@@ -6,15 +6,15 @@ the last one to end completes the corpus. Then train on it: [[data.source]] path
 
 import argparse
 import csv
-import io
 import json
 import multiprocessing
 import os
 import re
 import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -31,7 +31,7 @@ from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, read_s
 from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
-from titan_mi100.files.durable import probe, replace
+from titan_mi100.files.durable import probe, replace, sync
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import read_plain
 from titan_mi100.logging import TokenProgress, log, setup_logging
@@ -283,6 +283,9 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
     corpus = Corpus(
         FORMAT, plan.key, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos, plan.files, plan.units, shards
     )
+    for left in folder.rglob("*.part"):  # of processes that were killed
+        with suppress(FileNotFoundError):
+            left.unlink()
     text = json.dumps(asdict(corpus))
     if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
         replace(folder / CORPUS, text)
@@ -304,27 +307,27 @@ def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
 
 
 def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
-    """ledger.csv: counts of each unit of input. bad_rows.csv: each row that was left out."""
+    """ledger.csv: counts of each file, or of several text files. bad_rows.csv: each row that was left out."""
     kinds = sorted({kind for shard in shards for kind in shard.bad})
-    ledger = io.StringIO(newline="")
-    writer = csv.writer(ledger)
-    writer.writerow(["file", "bytes", "documents", "tokens", *kinds])
+    keys = ("bytes", "documents", "tokens", *kinds)
     merged: dict[str, Counter[str]] = {}
     for unit, shard in zip(plan.units, shards, strict=True):
-        name = plan.files[unit.first] + (
-            f" and {unit.stop - unit.first - 1} more" if unit.stop > unit.first + 1 else ""
-        )
-        counts = merged.setdefault(name, Counter())
+        more = unit.stop - unit.first - 1
+        counts = merged.setdefault(plan.files[unit.first] + (f" and {more} more" if more else ""), Counter())
         counts.update({"bytes": plan.bytes_of(unit), "documents": shard.documents, "tokens": shard.tokens, **shard.bad})
-    writer.writerows(
-        [name, *(counts[key] for key in ("bytes", "documents", "tokens", *kinds))] for name, counts in merged.items()
-    )
-    replace(folder / "ledger.csv", ledger.getvalue())
-    bad = io.StringIO(newline="")
-    csv.writer(bad).writerow(["file", "line", "kind", "detail"])
+    _write_table(folder / "ledger.csv", ["file", *keys], ([name, *(c[k] for k in keys)] for name, c in merged.items()))
     numbers = [number for number, shard in enumerate(shards) if _left_out(shard)]
-    csv.writer(bad).writerows(_bad_rows(folder, plan, shards, numbers))
-    replace(folder / "bad_rows.csv", bad.getvalue())
+    rows = _bad_rows(folder, plan, shards, numbers)
+    _write_table(folder / "bad_rows.csv", ["file", "line", "kind", "detail"], rows)
+
+
+def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        csv.writer(file).writerow(heading)
+        csv.writer(file).writerows(rows)
+    sync(aside)
+    aside.rename(path)
 
 
 def _verify(folder: Path) -> int:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import atomic_output_folder, remove_left, replace, sha256_of, sync
@@ -60,6 +60,18 @@ def content_hash(path: Path, cache: Path) -> Stamp:
 def _stamp(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def remembered(folder: Path, depends: list[Any], make: Callable[[], str]) -> str:
+    """A text that follows from JSON values: the one that is kept in the folder under their hash, or a new one."""
+    note = folder / hashlib.sha256(json.dumps(depends).encode()).hexdigest()
+    with suppress(OSError):
+        return note.read_text(encoding="utf-8")
+    found = make()
+    with suppress(OSError):  # a cache that this user may only read
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(note, found)
+    return found
 
 
 def ready_folder(

@@ -26,7 +26,7 @@ from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, DataConfig
-from titan_mi100.data.cache import Stamp, content_hash, ready_folder
+from titan_mi100.data.cache import Stamp, content_hash, ready_folder, remembered
 from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.files import expand
 from titan_mi100.data.formats import choose_format
@@ -82,7 +82,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
     if data is not None and folder is not None and folder.is_dir():
         _copy_ledger(data.ledger(), folder)
-    data = open_sources(config.data, data, path, seq_len)
+    fingerprint = data.facts.tokenizer if data else _fingerprint(path, cache_folder(config.data))
+    data = open_sources(config.data, data, fingerprint, seq_len)
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
     if data.facts.n_vocab > size:
         raise UserError(f"{count}, more than the model's vocab_size = {size:,}; use the model's own tokenizer")
@@ -104,6 +105,13 @@ def _check_own_tokenizer(config: Config) -> None:
             f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
             f"{own}; leave it out, or set model.allow_other_tokenizer = true"
         )
+
+
+def _fingerprint(tokenizer_path: str, cache: Path) -> str:
+    """Of a tokenizer; remembered, because to load one takes a second, and each process of a run asks."""
+    contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
+    depends = [contents, _CODE_HASH, *map(_version, _LIBRARIES)]
+    return remembered(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
 
 
 def _copy_ledger(ledger: Path, folder: Path) -> None:

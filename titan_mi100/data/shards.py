@@ -7,6 +7,7 @@ shard is there when its .json is, which is written last: what a killed process l
 import hashlib
 import json
 import os
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -86,8 +87,10 @@ def _is_jsonl(file: str) -> bool:
             head = opened.read(4096)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    if not head:
+        raise UserError(f"{file}: is empty; leave it out")
     is_other = head.startswith((GZIP, ZSTD, PARQUET)) or head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_other and head and not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+    if not is_other and not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         raise UserError(f"{file}: holds no JSON rows; if each file is a document, say --format text")
     return not is_other
 
@@ -153,10 +156,15 @@ def make_shard(
         UserError: a file cannot be read, or changes meanwhile.
     """
     unit, counts, origins, place = plan.units[number], _Counts(), [], 0
+    mine = uuid.uuid4().hex  # another process may make the same shard
+
+    def aside(suffix: str) -> Path:
+        return shard_path(folder, number, f"{suffix}.{mine}.part")
+
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
     said = 0
-    with _aside(folder, number, "bin").open("wb") as opened:
+    with aside("bin").open("wb") as opened:
         out = HashingStream(opened)
         for documents in _batches(_documents(plan, unit, counts), counts):
             values = [_values(plan, document, tokenizer, counts) for document in documents]
@@ -172,7 +180,7 @@ def make_shard(
             said = now
         opened.flush()
         os.fsync(opened.fileno())
-    with _aside(folder, number, "origins.npy").open("wb") as opened:
+    with aside("origins.npy").open("wb") as opened:
         origins_out = HashingStream(opened)
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         opened.flush()
@@ -180,17 +188,13 @@ def make_shard(
     if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
         raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
     for suffix in ("bin", "origins.npy"):
-        _aside(folder, number, suffix).rename(shard_path(folder, number, suffix))
+        aside(suffix).rename(shard_path(folder, number, suffix))
     replace(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(place, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
     replace(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
     progress(plan.bytes_of(unit) - said, 0)
-
-
-def _aside(folder: Path, number: int, suffix: str) -> Path:
-    return shard_path(folder, number, f"{suffix}.part")
 
 
 def _stamp(file: str) -> list[int]:

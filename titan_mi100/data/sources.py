@@ -9,21 +9,19 @@ from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
 from titan_mi100.data.prepared import Facts, Prepared, SetFacts, SourceRows
 from titan_mi100.data.sets import HELD_OUT, file_sources, set_name
 from titan_mi100.errors import UserError
-from titan_mi100.text.load import load_tokenizer
 
 
-def open_sources(config: DataConfig, files: Prepared | None, tokenizer_path: str, seq_len: int) -> Prepared:
+def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:
     """The data of a run.
 
     Args:
         files: the prepared files; None: all sources are corpora, and there are no validation files.
-        tokenizer_path: of the model; read only where `files` does not tell its fingerprint.
+        tokenizer: fingerprint of the model's.
 
     Raises:
         UserError: a corpus is not complete, or was made with another tokenizer.
     """
     of_files, sources = file_sources(config), config.sources
-    tokenizer = files.facts.tokenizer if files else load_tokenizer(tokenizer_path).fingerprint
     train, validation, facts = list[SourceRows](), list[SourceRows](), files.facts if files else None
     held_out = {source.name: source for source in files.validation} if files else {}
     for source in sources:
@@ -37,8 +35,8 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer_path: str
         else:
             corpus, fingerprint = read_corpus(Path(source.path[0]))
             if corpus.tokenizer != tokenizer:
-                what = f"was tokenised with another tokenizer than {tokenizer_path}"
-                raise UserError(f"{source.path[0]}: {what}; prepare the corpus again with the model's own")
+                what = "was tokenised with another tokenizer than the model's"
+                raise UserError(f"{source.path[0]}: {what}; prepare it again with model.tokenizer_path")
             (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
             validation += own_validation
             facts = own_facts if facts is None else _added(facts, own_facts)
