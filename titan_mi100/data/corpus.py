@@ -1,7 +1,8 @@
 """A corpus: tokenised documents in shards, made by `prepare_corpus`, of any size. Its rows are read where they lie.
 
 A shard is a file of uint32 values, `2 * id + first`: `first` marks a document's first token, so a row is read without
-an index. Row r of a shard holds its tokens from r * seq_len on; each token but a document's first is predicted once.
+an index. Row r of a shard holds its tokens from r * seq_len on; all are predicted but a document's first and the row's.
+So a row takes no bytes beside its own: with 1,024 tokens or a multiple whole pages.
 
 | file | |
 |---|---|
@@ -182,19 +183,18 @@ class CorpusRows:
         if index == PADDING_ROW:
             return Row(input_ids, labels, positions, document_ids)
         shard, start = self._place(index)
-        values = self._values_of(shard)(start, size + 1)  # one more, for the last label
-        real = min(size, len(values))
+        values = self._values_of(shard)(start)
+        real = len(values)
         ids, first = (values >> 1).astype(np.int64), (values & 1).astype(bool)
-        input_ids[:real] = ids[:real]
-        labels[: len(ids) - 1] = ids[1:]
+        input_ids[:real] = ids
+        labels[: real - 1] = ids[1:]
         if self.concatenated:
             document_ids[:real] = 0
         else:
-            labels[: len(ids) - 1][first[1:]] = IGNORE
+            labels[: real - 1][first[1:]] = IGNORE
             first[0] = True
-            starts = np.flatnonzero(first[:real])
-            document_ids[:real] = np.cumsum(first[:real]) - 1
-            positions[:real] -= starts[document_ids[:real]]
+            document_ids[:real] = np.cumsum(first) - 1
+            positions[:real] -= np.flatnonzero(first)[document_ids[:real]]
         positions[real:] -= real
         return Row(input_ids, labels, positions, document_ids)
 
@@ -216,8 +216,8 @@ class CorpusRows:
         shard = int(np.searchsorted(self._starts, number, "right")) - 1
         return shard, (number - int(self._starts[shard])) * self.seq_len
 
-    def _map(self, shard: int) -> Callable[[int, int], np.ndarray]:
-        """A function that gives values of a shard, (up to count,) uint32, from a place on."""
+    def _map(self, shard: int) -> Callable[[int], np.ndarray]:
+        """A function that gives a row's values, (up to seq_len,) uint32, from the place of its first token."""
         path = shard_path(self.folder, shard, "bin")
         try:
             with path.open("rb") as file:
@@ -230,11 +230,11 @@ class CorpusRows:
         # Rows are read at random: the system is not to read ahead by itself, but a whole row at once.
         mapped.madvise(mmap.MADV_RANDOM)
 
-        def read(start: int, count: int) -> np.ndarray:
-            begin, end = start * VALUE.itemsize, min((start + count) * VALUE.itemsize, len(mapped))
+        def read(start: int) -> np.ndarray:
+            begin, end = start * VALUE.itemsize, min((start + self.seq_len) * VALUE.itemsize, len(mapped))
             page = begin - begin % mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, page, end - page)
-            return values[start : start + count]
+            return values[start : start + self.seq_len]
 
         return read
 

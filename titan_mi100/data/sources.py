@@ -70,7 +70,8 @@ def _open_corpus(
         if rows:
             view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
             documents = round(corpus.documents * view.tokens / corpus.tokens)
-            counts = SetFacts(documents, view.tokens, view.tokens - documents, supervised_bytes=0, rows=len(rows))
+            supervised = max(0, view.tokens - documents - len(rows))  # about: rows may begin with a document
+            counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
             found.append(SourceRows(source.name, view, counts, own))
             said += f", {len(rows):,} rows of {seq_len:,} {words}"
     made_of = {f"corpus {source.name}": own}
