@@ -5,18 +5,19 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import help_text, toml_value
+from titan_mi100.config.device import find_device, positive, size_gib
 from titan_mi100.config.hardware import DEVICES, Gpu
-from titan_mi100.config.load import load_config, parse_toml
+from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.errors import UserError
 from titan_mi100.logging import setup_logging
 from titan_mi100.wording import bytes_in_words, duration_in_words
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
-    gpu = _device(options.device)
+    gpu = find_device(options.device)
     card = round((options.memory or gpu.memory_gib) * GIB)
     config = load_config(settings, None if options.search else options.gpus, with_files=False)
     if options.search:
@@ -54,30 +55,6 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.count:
         _count(plan, options.json)
     return 0 if plan.fits else 1
-
-
-def _device(name: str) -> Gpu:
-    """One that we know, or a user's own from a TOML file."""
-    if name in DEVICES:
-        return DEVICES[name]
-    if not name.endswith(".toml"):
-        raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
-    defaults = {"host_gbs": Gpu.host_gbs, "overlap": Gpu.overlap}
-    values, known = {**defaults, **parse_toml(name)}, {field.name for field in fields(Gpu)}
-    sizes = [key for key in ("memory_gib", "link_gbs", "host_gbs") if not _is_rate(values.get(key))]
-    rates = values.get("tflops")
-    sizes += [] if values["overlap"] == 0 or (_is_rate(values["overlap"]) and values["overlap"] <= 1) else ["overlap"]
-    if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
-        raise UserError(
-            f"{name}: a device has {', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a "
-            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }; host_gbs and overlap (0 to 1) may be "
-            "left out"
-        )
-    return Gpu(**values)
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
 def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
@@ -216,33 +193,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, known = parser.add_argument, ", ".join(DEVICES)
-    add("--gpus", type=_positive, default=2, metavar="N", help="cards, a process each (default 2)")
+    add("--gpus", type=positive, default=2, metavar="N", help="cards, a process each (default 2)")
     add("--device", default="mi100", metavar="NAME", help=f"{known} (default mi100), or a TOML file that describes one")
-    add("--memory", type=_size, default=0, metavar="32GB", help="of a card, in GiB; default: the device's")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="of a card, in GiB; default: the device's")
     add("--tokens", type=float, default=0, metavar="N", help="of the data: how long they take")
     add("--count", action="store_true", help="also count with the run's own code on fake tensors: takes some seconds")
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the best one")
     add("--json", action="store_true", help="for scripts; sizes in bytes")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of cards")
-    return int(text)
-
-
-def _size(text: str) -> float:
-    """GiB; `32GB` is what a card of that name has."""
-    number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")
-    try:
-        size = float(number)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 32GB")
-    return size
 
 
 if __name__ == "__main__":

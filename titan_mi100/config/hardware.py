@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -16,6 +16,8 @@ class Gpu:
         link_gbs: GB/s to its neighbour in a node and direction.
         host_gbs: GB/s to the host's memory and back.
         overlap: share of the computation's time in which it also sends; 0 where the same cores do both.
+        per_node: devices of a node.
+        node_gbs: its share of what a node sends to others, GB/s and direction.
     """
 
     name: str
@@ -24,20 +26,30 @@ class Gpu:
     link_gbs: float
     host_gbs: float = 32
     overlap: float = 1.0
+    per_node: int = 8
+    node_gbs: float = 12.5
 
 
 # Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
 # device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
-# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate. Links: PCIe 4.0 x16 for a card
-# in a slot, else what joins two devices of a node. To the host: PCIe 4.0 or 5.0 x16, an MI250X in Frontier 36.
+# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate.
+# Links, GB/s in one direction. PCIe 4.0 x16: 32, 5.0: 64. Frontier (OLCF's user guide): 8 GCDs a node; between GCDs of
+# two cards 50 to 100 over xGMI (within a card 200; a ring is as fast as its slowest link), to the host 36, four
+# Slingshot NICs of 25 a node. NVLink, half of the data sheets' sum of both directions: A100 300, H100 450. InfiniBand
+# as in the DGX data sheets: A100 eight HDR ports of 25 a node, H100 eight NDR ports of 50; MI300X: eight ports of 50 in
+# the vendors' platforms. MI100 and MI210 have no node of their own: 8 cards (ROCm's architecture page of the MI100) and
+# one HDR port for two of them are assumed, as for a device of a user who says nothing else.
+_DGX_H100 = {"host_gbs": 64, "node_gbs": 50}
 GPUS: Mapping[tuple[str, int], Gpu] = {
     ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 32, 32),
     ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 64, 50),
     ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 64, 50, 36),
-    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64, 64),
-    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 80, 300),
-    ("sm90", 132): Gpu("H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450, 64),
-    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64, 64),
+    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64, **_DGX_H100),
+    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 80, 300, node_gbs=25),
+    ("sm90", 132): Gpu(
+        "H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450, **_DGX_H100
+    ),
+    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64, **_DGX_H100),
 }
 DEVICES: Mapping[str, Gpu] = {  # what people call them
     "mi100": GPUS["gfx908", 120],
@@ -45,6 +57,7 @@ DEVICES: Mapping[str, Gpu] = {  # what people call them
     "mi250x": GPUS["gfx90a", 110],
     "mi300x": GPUS["gfx942", 304],
     "a100": GPUS["sm80", 108],
+    "a100-40gb": replace(GPUS["sm80", 108], memory_gib=40),
     "h100": GPUS["sm90", 132],
     "h100-pcie": GPUS["sm90", 114],
 }

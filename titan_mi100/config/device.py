@@ -1,0 +1,54 @@
+"""The device that a command plans for, and other values of command lines. Imports no torch."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from titan_mi100.config.hardware import DEVICES, Gpu
+from titan_mi100.config.load import parse_toml
+from titan_mi100.errors import UserError, did_you_mean
+
+_MAY_BE_LEFT_OUT = ("host_gbs", "overlap", "per_node", "node_gbs")
+
+
+def find_device(name: str) -> Gpu:
+    """One that we know, or a user's own from a TOML file."""
+    if name in DEVICES:
+        return DEVICES[name]
+    if not name.endswith(".toml"):
+        raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
+    defaults = {key: getattr(Gpu, key) for key in _MAY_BE_LEFT_OUT}
+    values, known = {**defaults, **parse_toml(name)}, {field.name for field in fields(Gpu)}
+    sizes = [key for key in ("memory_gib", "link_gbs", "host_gbs", "node_gbs") if not _is_rate(values.get(key))]
+    sizes += [] if isinstance(values["per_node"], int) and _is_rate(values["per_node"]) else ["per_node"]
+    rates = values.get("tflops")
+    sizes += [] if values["overlap"] == 0 or (_is_rate(values["overlap"]) and values["overlap"] <= 1) else ["overlap"]
+    if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
+        raise UserError(
+            f"{name}: a device has {', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a "
+            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }; host_gbs, node_gbs, overlap (0 to 1) "
+            "and per_node (whole) may be left out"
+        )
+    return Gpu(**values)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of cards")
+    return int(text)
+
+
+def size_gib(text: str) -> float:
+    """GiB; `32GB` is what a card of that name has."""
+    number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")
+    try:
+        size = float(number)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 32GB")
+    return size
