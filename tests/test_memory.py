@@ -174,12 +174,12 @@ def test_a_pipelines_loss_keeps_nothing_of_the_microbatches_behind_it(monkeypatc
     for microbatches in (8, 16):
         settings = {**PP, **LEAN, "training.gradient_accumulation_steps": microbatches}
         config = config_of(UNTIED, settings, monkeypatch)
-        monkeypatch.setattr(counter, "_enough_microbatches", lambda *_, n=microbatches: n)
+        monkeypatch.setattr(counter, "enough_microbatches", lambda *_, n=microbatches: n)
         counts.append(count(config, 2, 1, GPU))
     received = 8 * 1024 * UNTIED.hidden_size * 2  # torch keeps a buffer for each, 2.8 its gradient too
     received *= 1 if torch_version() >= (2, 13) else 2
     assert counts[1].peak - received == pytest.approx(counts[0].peak, rel=1e-3)
-    monkeypatch.setattr(counter, "_enough_microbatches", lambda *_: 8)
+    monkeypatch.setattr(counter, "enough_microbatches", lambda *_: 8)
     assert count(config, 2, 1, GPU).peak == pytest.approx(counts[1].peak, rel=1e-3)  # counted with fewer
 
 

@@ -8,7 +8,7 @@ an allocator loses between blocks.
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -17,13 +17,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives on fake tensors, for torch 2.8
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +38,7 @@ from titan_mi100.config.memory import (
 )
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch
+from titan_mi100.memory import no_others
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import lean
@@ -210,7 +209,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
                 yield part.untyped_storage()
 
 
-class _Kernel(Backend):
+class FusedKernel(Backend):
     """Stands for a fused attention kernel: it keeps what such a kernel keeps, q, k, v, the output and a number per
     token and head.
     """
@@ -245,16 +244,54 @@ def ranks_of_stages(config: Config, ranks: int) -> list[int]:
 
 
 def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
-    """The memory of one rank of a run. This process must be in no process group.
+    """The memory of one rank of a run, of a step with as many microbatches as can make a difference; see `as_rank`."""
+    microbatches = enough_microbatches(config, ranks)
+    with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
+        return fake.count_step()
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """One rank of a run whose tensors have no values and whose collectives do nothing.
+
+    Attributes:
+        microbatches: of its steps.
+    """
+
+    config: Config
+    ranks: int
+    rank: int
+    microbatches: int
+    device_memory: int
+    model: ParallelModel
+    ledger: Ledger
+    mode: FakeTensorMode
+
+    def count_step(self) -> Count:
+        """Take a step, with a new optimizer, and count its memory."""
+        config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
+        kept, *edges = _step(model, config, inputs(config, self.microbatches), ledger, is_gpu)
+        more = _receiving(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
+        phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
+        peak, categories = ledger.peak(edges[0], edges[-1])
+        categories[COMMUNICATION] += more
+        return Count(self.rank, peak + more, categories, kept + more, phases, ledger.on_host())
+
+
+@contextmanager
+def as_rank(
+    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None
+) -> Iterator[FakeRank]:
+    """Be one rank of a run. This process must be in no process group.
 
     Args:
         config: its layout must fit the number of ranks.
+        microbatches: of a step.
         device_memory: bytes of the GPU that is counted for; 0: a CPU.
         backend: of attention; None: a fused kernel.
     """
-    spec, layout, batch = config.spec(), config.layout(ranks), config.batch(ranks)
-    microbatches = min(batch.gradient_accumulation_steps, _enough_microbatches(config, layout.pp))
-    batch = replace(batch, gradient_accumulation_steps=microbatches)
+    spec, layout = config.spec(), config.layout(ranks)
+    batch = replace(config.batch(ranks), gradient_accumulation_steps=microbatches)
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
     is_gpu = device_memory > 0
 
@@ -263,27 +300,22 @@ def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend
             part = build()
         return part.to_empty(device=CPU)
 
-    with _as_rank(rank, ranks), Ledger() as ledger:
+    with no_others.group(rank, ranks), Ledger() as ledger:
         mesh = build_mesh(layout, CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            attention = backend or _Kernel()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            attention = backend or FusedKernel()
             model = build_model(config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu)
             if isinstance(model, ReplicatedModel):
-                model.reduce_nothing()
+                no_others.answer_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
             ledger.label((parameter for _, parameter in model.named_parameters()), where)
             with (
-                patch.object(schedules._PipelineSchedule, "_warmup_p2p", _agree, create=True),
+                patch.object(schedules._PipelineSchedule, "_warmup_p2p", no_others.agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
                 patch.object(distributed, "PIECE", _PIECE),
                 patch.object(Tensor, "to", partialmethod(_moved, ledger)) if where == HOST else nullcontext(),
             ):
-                kept, *edges = _step(model, config, _inputs(config, microbatches), ledger, is_gpu)
-    more = _receiving(model, config.batch(ranks).gradient_accumulation_steps - microbatches)
-    phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
-    peak, categories = ledger.peak(edges[0], edges[-1])
-    categories[COMMUNICATION] += more
-    return Count(rank, peak + more, categories, kept + more, phases, ledger.on_host())
+                yield FakeRank(config, ranks, rank, microbatches, device_memory, model, ledger, mode)
 
 
 def _step(
@@ -341,36 +373,19 @@ def _receiving(model: ParallelModel, microbatches: int) -> int:
     return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
 
 
-def _agree(_: Any, stages: Sequence[Any], *others: Any) -> None:
-    """In place of a vote among the stages (torch 2.13), whose result has no value here."""
-    for stage in stages:
-        stage._inference_mode = schedules.InferenceMode.STATIC
+def enough_microbatches(config: Config, ranks: int) -> int:
+    """Of a step: more of them change no peak. A second adds to gradients that are there; a pipeline is then full."""
+    pp, wanted = config.layout(ranks).pp, config.batch(ranks).gradient_accumulation_steps
+    if pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":
+        return wanted
+    return min(wanted, 4 * pp if pp > 1 else 2)
 
 
-def _enough_microbatches(config: Config, pp: int) -> int:
-    """More of them change no peak: a second one adds to gradients that are there; a pipeline is then full."""
-    if pp == 1:
-        return 2
-    if config.parallelism.pipeline_parallel_schedule == "GPipe":
-        return config.training.gradient_accumulation_steps
-    return 4 * pp
-
-
-def _inputs(config: Config, microbatches: int) -> list[Microbatch]:
-    """Each row one document, all of it learned: none takes more memory."""
+def inputs(config: Config, microbatches: int) -> list[Microbatch]:
+    """Each row one document, all of it learned: none takes more memory. A document's last token has no label."""
     shape = config.training.local_batch_size, config.training.seq_len
     ids = torch.zeros(shape, dtype=torch.long)
     positions = torch.arange(shape[1]).expand(shape)
-    supervised = torch.arange(ids.numel())
+    supervised = torch.arange(ids.numel()).view(shape)[:, :-1].flatten()
     one = {"input_ids": ids, "labels": ids, "positions": positions, "supervised": supervised}
     return [one] * microbatches
-
-
-@contextmanager
-def _as_rank(rank: int, ranks: int) -> Iterator[None]:
-    """A process group without other processes: its collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

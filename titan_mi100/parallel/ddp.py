@@ -26,6 +26,9 @@ class ReplicatedModel(ParallelModel):
     """DDP with its own mixed precision: fp32 weights, cast where they are used (layers.local_weight); fp32 gradients.
 
     Frozen weights are in the compute dtype.
+
+    Attributes:
+        ddp: torch's wrapper around the model.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class ReplicatedModel(ParallelModel):
         self.parts, self.device = [model], device
         self._world_size, self._replica, self._step = mesh.size(), mesh["dp_replicate"].get_local_rank(), 0
         group = mesh["dp_replicate"].get_group()
-        self._ddp = DistributedDataParallel(
+        self.ddp = DistributedDataParallel(
             model,
             process_group=group,
             init_sync=False,  # the weights are filled in later, alike on all ranks
@@ -53,7 +56,7 @@ class ReplicatedModel(ParallelModel):
         self._sent_in = reduce_dtype(training)
         gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
         if self._compression is not None or gradients != {self._sent_in}:
-            self._ddp.register_comm_hook(group, self._reduce)
+            self.ddp.register_comm_hook(group, self._reduce)
         # until a step is compressed, each gradient is sent once
         self.gradient_bytes = sum(self._sent_in.itemsize * p.numel() for _, p in self.trained_parameters())
 
@@ -62,8 +65,8 @@ class ReplicatedModel(ParallelModel):
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
-            with nullcontext() if is_last else self._ddp.no_sync():
-                loss = self._ddp(**self._on_device(microbatch))
+            with nullcontext() if is_last else self.ddp.no_sync():
+                loss = self.ddp(**self._on_device(microbatch))
                 # DDP averages over its ranks by construction; the weight asks for the sum
                 (loss * (self._world_size * weight)).sum().backward()
             losses.append(loss.detach().double())
@@ -81,11 +84,6 @@ class ReplicatedModel(ParallelModel):
         sent = buffer.to(self._sent_in).div_(self._world_size)
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return reduced.then(lambda _: buffer.copy_(sent))
-
-    def reduce_nothing(self) -> None:
-        """Where there are no other processes, for the memory counter: torch's own hook wants their answer."""
-        if not self._ddp._comm_hooks:
-            self._ddp.register_comm_hook(None, noop_hook)
 
     def copies(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.trained_parameters()] if self._replica else []
