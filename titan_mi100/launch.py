@@ -25,6 +25,7 @@ from titan_mi100.streams import open_streams
 
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
+_REHEARSAL = ("-m", "titan_mi100.rehearse")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", os.devnull)
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
     launcher = Launcher()
     open_streams()
     try:
+        if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
+            launcher.run_first("the rehearsal", *_REHEARSAL, *arguments)
+            return 0
         if {"-h", "--help"} & set(arguments):
             return len(launcher.run_first("the help", *_CONFIG, "--help"))  # 0: it is printed
         if (copies := environ.get("WORLD_SIZE") or str(srun_tasks(environ))) != "1":

@@ -76,11 +76,16 @@ class Plan:
     @property
     def most(self) -> float:
         """Bytes that a card needs at most, if it errs downwards, with what no counter sees."""
-        return self.worst.peak * (1 + BELOW + _LOST) + _CONTEXT
+        return with_unseen(self.worst.peak * (1 + BELOW))
 
     @property
     def fits(self) -> bool:
         return self.most <= self.card
+
+
+def with_unseen(peak: float) -> float:
+    """Bytes that a card needs at a counted peak."""
+    return peak * (1 + _LOST) + _CONTEXT
 
 
 def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:

@@ -1,0 +1,207 @@
+"""The rehearsal of a run: its collectives are those of real gloo processes, its FLOPs are what arithmetic gives."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPO, random_documents, torchrun
+from gloo.job_parity import config_of
+from test_model import SPECS
+
+from titan_mi100 import launch, rehearse
+from titan_mi100.config.costs import recomputed_flops, train_flops
+from titan_mi100.config.hardware import Gpu
+from titan_mi100.config.layout import Layout
+from titan_mi100.config.settings import Config
+from titan_mi100.config.traffic import OPERATIONS, Transfer, axis_of
+from titan_mi100.rehearsal import session
+
+pytestmark = pytest.mark.usefixtures("no_process_group")
+SEQ_LEN, RANKS = 32, 4
+GPU = 64 << 30  # bytes; so many keep the head's logits for its backward
+SPEC = replace(SPECS["untied"], vocab_size=312, num_hidden_layers=2)
+TIED, DEEP = replace(SPEC, tie_word_embeddings=True), replace(SPEC, num_hidden_layers=4)
+PP, TP = {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP2": {},
+    "ZeRO-1, GA 3": {"parallelism": {"zero_stage": 1}, "accumulation": 3},
+    "ZeRO-2, GA 3, tied": {"parallelism": {"zero_stage": 2}, "accumulation": 3, "spec": TIED},
+    "HSDP 2x2": {"parallelism": {"data_parallel_replicate_degree": 2}, "accumulation": 2},
+    "TP2 x FSDP2": {"parallelism": TP, "accumulation": 2, "checkpointing": "full"},
+    "TP2 x 2 replicas, selective": {
+        "parallelism": {**TP, "data_parallel_replicate_degree": 2}, "checkpointing": "selective"
+    },
+    "PP2 x FSDP2": {"parallelism": PP, "accumulation": 4},
+    "PP2 x FSDP2, tied, 11 microbatches": {"parallelism": PP, "accumulation": 11, "spec": TIED},
+    "PP2 x TP2": {"parallelism": {**PP, **TP}, "accumulation": 4},
+    "PP4": {"parallelism": {"pipeline_parallel_degree": 4}, "accumulation": 8, "spec": DEEP},
+    "Interleaved PP2 x DP2": {
+        "parallelism": {**PP, "pipeline_parallel_schedule": "Interleaved1F1B"}, "accumulation": 4, "spec": DEEP
+    },
+    "GPipe PP2 x DP2": {"parallelism": {**PP, "pipeline_parallel_schedule": "GPipe"}, "accumulation": 3},
+    "DDP": {"parallelism": {"zero_stage": 0}, "accumulation": 2},
+    "LoRA, FSDP2": {"lora": {"rank": 4}},
+}  # fmt: skip
+
+
+def case_of(name: str) -> dict[str, Any]:
+    """A case of tests/gloo/job_parity.py: full rows of one document, all learned."""
+    layout = LAYOUTS[name]
+    spec = layout.get("spec", SPEC)
+    split = {"local_batch_size": 2, "accumulation": 1, **{k: v for k, v in layout.items() if k != "spec"}}
+    rows = random_documents(312, [SEQ_LEN] * 2 * RANKS * split["accumulation"], supervised_share=2.0)
+    return {"spec": spec, "documents": rows, "seq_len": SEQ_LEN, "split": split}
+
+
+def assert_equals_real_runs(
+    names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Iterable[int] = range(RANKS)
+) -> None:
+    job = folder / "job.pt"
+    torch.save(cases := [case_of(name) for name in names], job)
+    torchrun(str(REPO / "tests/gloo/job_traffic.py"), str(job), str(folder), processes=RANKS)
+    for rank in ranks:
+        real = torch.load(folder / f"rank-{rank}.pt", weights_only=False)
+        for name, case, found in zip(names, cases, real, strict=True):
+            if name != "PP4" and rank not in ((0, 3) if "PP" in name else (0,)):  # does as one of the others
+                continue
+            monkeypatch.setattr(Config, "spec", lambda _, spec=case["spec"]: spec)
+            rehearsed = session.rehearse(config_of(case, case["split"]), RANKS, rank, 0)
+            mine: Counter[Any] = Counter()
+            for transfer, count in rehearsed.work.traffic.items():
+                mine[transfer.operation, tuple(transfer.group), transfer.payload] += count
+            assert mine == found, (name, rank, mine - found, found - mine)
+            assert sum(found.values()) > 3
+
+
+def test_its_collectives_are_those_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_equals_real_runs(["TP2 x FSDP2"], tmp_path, monkeypatch, ranks=(0,))
+
+
+@pytest.mark.full
+def test_its_collectives_are_those_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_equals_real_runs(list(LAYOUTS), tmp_path, monkeypatch)
+
+
+MULTIPLIED = ("ZeRO-2, GA 3, tied", "HSDP 2x2", "DDP", "PP2 x FSDP2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "ZeRO-2, GA 3, tied" else pytest.mark.full) for n in MULTIPLIED]
+)
+def test_many_microbatches_are_a_few_and_the_rest_multiplied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, wanted = case_of(name), 9 if name.startswith("PP") else 3
+    monkeypatch.setattr(Config, "spec", lambda _: case["spec"])
+    config = config_of(case, {**case["split"], "accumulation": wanted})
+    multiplied = session.rehearse(config, RANKS, 0, 0)
+    taken: list[int] = []
+    trainer_of = session._trainer_of
+    monkeypatch.setattr(session, "_trainer_of", lambda fake: taken.append(fake.microbatches) or trainer_of(fake))
+    monkeypatch.setattr(session, "enough_microbatches", lambda *_: wanted)
+    whole = session.rehearse(config, RANKS, 0, 0)
+    assert wanted in taken
+    assert multiplied.work == whole.work
+
+
+@pytest.mark.parametrize("param", ["bfloat16", "float32"])
+def test_the_flops_of_all_ranks_are_what_arithmetic_gives(param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "spec", lambda _: SPEC)
+    rows = 2 * 2
+    tokens, pairs = rows * SEQ_LEN, rows * SEQ_LEN * (SEQ_LEN + 1) // 2
+    for mode in ("none", "selective", "full"):
+        split = {"local_batch_size": 2, "accumulation": 1, "checkpointing": mode, "param": param, "parallelism": TP}
+        rehearsed = session.rehearse(config_of({"seq_len": SEQ_LEN}, split), RANKS, 0, GPU)
+        expected = train_flops(SPEC, tokens, tokens - rows, pairs) + recomputed_flops(SPEC, tokens, pairs, mode)
+        assert RANKS * rehearsed.work.flops == expected, mode
+
+
+def transfer(operation: str, group: range, payload: int = 1000) -> Transfer:
+    return Transfer("dp_shard", operation, group, payload)
+
+
+def test_a_ring_sends_what_it_must() -> None:
+    pair, four = range(2), range(0, 32, 8)
+    sent = {name: [transfer(name, group).ring_bytes for group in (pair, four)] for name in OPERATIONS}
+    assert sent == {
+        "all-gather": [500, 750], "reduce-scatter": [500, 750], "all-reduce": [1000, 1500], "broadcast": [500, 750],
+        "send": [1000, 1000], "receive": [0, 0], "barrier": [0, 0],
+    }  # fmt: skip
+
+
+def test_the_slowest_link_of_a_ring_decides() -> None:
+    gpu = Gpu("mine", {}, 32, link_gbs=100, per_node=8, node_gbs=10)
+    groups = {
+        "tp": range(8, 16),
+        "one of each node": range(3, 512, 8),
+        "all": range(512),
+        "two of a node": range(0, 64, 4),
+    }
+    links = {name: transfer("send", group).link(8) for name, group in groups.items()}
+    assert links == {name: "inside a node" if name == "tp" else "between nodes" for name in groups}
+    rates = {name: 1000 / transfer("send", group).seconds(gpu) / 1e9 for name, group in groups.items()}
+    # half of a link is reached; where eight groups share a node's network, each has an eighth of it
+    assert rates == pytest.approx({"tp": 50, "one of each node": 5, "all": 40, "two of a node": 10})
+
+
+def test_a_group_lies_along_an_axis() -> None:
+    layout = Layout(dp_shard=4, dp_replicate=2, tp=8, pp=3)
+    groups = {"tp": range(8, 16), "dp_shard": range(5, 32, 8), "dp_replicate": range(3, 64, 32)}
+    groups |= {"pp": range(0, 192, 64), "world": range(192)}
+    assert {name: axis_of(group, layout) for name, group in groups.items()} == {name: name for name in groups}
+    assert axis_of(range(0, 129, 128), layout) == "pp"  # both ends of a pipeline
+    assert axis_of(range(4), Layout(dp_shard=4)) == "dp_shard"
+
+
+SMALL = ("--rehearse", "16", "--device", "mi250x", "--model.flavor", "debug", "--training.seq_len", "64")
+SMALL += ("--training.target_tokens_per_step", "0", "--parallelism.tensor_parallel_degree", "2")
+
+
+def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse.main([*SMALL, "--json", "--ranks", "0,3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 3] and found["fits"]
+    (first, second), (row,) = (
+        (rank["memory"] for rank in found["ranks"]),
+        [row for row in found["ranks"][0]["collectives"] if (row["axis"], row["operation"]) == ("tp", "all-reduce")],
+    )
+    assert first["peak"] == sum(first["categories"].values()) >= second["peak"] > 0
+    assert row["ranks"] == 2 and row["link"] == "inside a node" and row["ring_bytes"] == row["payload"]
+    assert rehearse.main([*SMALL, "--memory", "0.5"]) == 6
+    said = capsys.readouterr()
+    assert "what helps most: " in said.err and "does not fit: 0." in said.out
+    assert re.search(r"^dp_shard +reduce-scatter +8 +5 +1.8 MB +1.6 MB  between nodes$", said.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--parallelism.tensor_parallel_degree", "16"], "does not divide num_attention_heads = 4"),
+        (["--parallelism.data_parallel_shard_degree", "3"], "does not fill the 16 started processes; use -1"),
+        (["--parallelism.pipeline_parallel_degree", "4"], "1F1B\" over 4 ranks needs at least 4 microbatches"),
+        (["--compile.enable"], "--compile.enable false"),
+        (["--parallelism.zero_stage", "0", "--parallelism.powersgd_rank", "1"], "set parallelism.powersgd_rank to 0"),
+        (["--ranks", "16"], "--ranks 16 is not one of 16 ranks"),
+        (["--device", "mi999"], "--device mi999 is not known"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_cannot_work_is_refused_with_the_remedy(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replaced = {"--device", "--parallelism.tensor_parallel_degree"} & {*given, *given[:1]}
+    arguments = [*SMALL]
+    for name in replaced | ({"--parallelism.tensor_parallel_degree"} if "zero_stage" in given[0] else set()):
+        place = arguments.index(name)
+        del arguments[place : place + 2]
+    assert rehearse.main([*arguments, *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_launcher_hands_over(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main([*SMALL, "--ranks", "16"])
+    assert ended.value.code == 2 and "--ranks 16 is not one of 16 ranks" in capfd.readouterr().err

@@ -1,0 +1,147 @@
+"""Rehearse a run of many ranks on this machine: its memory, FLOPs and collectives, without GPUs, weights or data."""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.config.device import find_device, positive, size_gib
+from titan_mi100.config.hardware import DEVICES, Gpu
+from titan_mi100.config.load import help_text, load_config
+from titan_mi100.config.memory import CATEGORIES
+from titan_mi100.config.plan import GIB, make_plan, remedy, with_unseen
+from titan_mi100.config.settings import Config
+from titan_mi100.config.traffic import by_axis
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log, setup_logging
+from titan_mi100.wording import bytes_in_words
+
+if TYPE_CHECKING:
+    from titan_mi100.rehearsal.session import Rehearsed
+
+_OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(argv)))
+
+
+def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    setup_logging(0)
+    log.setLevel("WARNING")  # what a run says of its layout, once for each step that is rehearsed
+    started, gpu, ranks = time.perf_counter(), find_device(options.device), options.rehearse
+    card = round((options.memory or gpu.memory_gib) * GIB)
+    config = load_config(settings, ranks, with_files=False)
+    _refuse(config, ranks, options.ranks)
+    from titan_mi100.memory.counter import ranks_of_stages  # torch takes seconds, which a refusal need not wait for
+    from titan_mi100.rehearsal.session import rehearse
+
+    chosen = options.ranks or ranks_of_stages(config, ranks)
+    found = [rehearse(config, ranks, rank, card) for rank in chosen]
+    most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
+    if options.json:
+        print(json.dumps(_as_json(found, gpu, card, most)))
+    else:
+        print("\n".join(_lines(config, ranks, found, gpu, card, most)))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
+    if most <= card:
+        return 0
+    advice = remedy(make_plan(config, ranks, card, gpu))
+    tool.say(f"a step takes {most / GIB:.1f} GiB of {gpu.name}'s {card / GIB:.1f}; what helps most: {advice}")
+    return _OUT_OF_MEMORY
+
+
+def _refuse(config: Config, ranks: int, chosen: Sequence[int]) -> None:
+    """What a rehearsal would not show as it is."""
+    if config.compile.enable:
+        raise UserError("compiled code cannot be rehearsed; add --compile.enable false: it sends the same")
+    if config.parallelism.powersgd_rank:
+        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
+    if outside := [rank for rank in chosen if rank >= ranks]:
+        raise UserError(f"--ranks {outside[0]} is not one of {ranks} ranks, which count from 0")
+
+
+def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> list[str]:
+    """The rehearsal for people."""
+    layout, batch, seq_len = config.layout(ranks), config.batch(ranks), config.training.seq_len
+    heading = "".join(f"{f'rank {rehearsed.rank}':>14}" for rehearsed in found)
+    lines = [
+        f"{ranks} x {gpu.name}, {card / GIB:.1f} GiB each, {gpu.per_node} a node: {layout.describe()}",
+        f"a step: {batch.global_batch_size:,} rows, {batch.global_batch_size * seq_len:,} tokens; "
+        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows of {seq_len:,}",
+        "",
+        f"{'GiB at the peak':<22}{heading}",
+    ]
+    for name in CATEGORIES:
+        lines.append(f"  {name:<20}" + "".join(f"{r.memory.categories[name] / GIB:>14.2f}" for r in found))
+    lines.append(f"  {'all':<20}" + "".join(f"{r.memory.peak / GIB:>14.2f}" for r in found))
+    if any(rehearsed.memory.host for rehearsed in found):
+        lines.append(f"  {'of the host':<20}" + "".join(f"{r.memory.host / GIB:>14.2f}" for r in found))
+    lines += [
+        f"{'fits' if most <= card else 'does not fit'}: {most / GIB:.1f} of {card / GIB:.1f} GiB, with what a driver "
+        "takes and what is lost between blocks, which are assumed",
+        f"{'TFLOP in a step':<22}" + "".join(f"{r.work.flops / 1e12:>14,.1f}" for r in found),
+    ]
+    for rehearsed in found:
+        lines += [
+            "",
+            f"rank {rehearsed.rank}, in a step:",
+            f"{'axis':<13}{'collective':<15}{'ranks':>6}{'count':>8}{'payload':>12}{'ring sends':>12}  over",
+        ]
+        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic):
+            lines.append(
+                f"{transfer.axis:<13}{transfer.operation:<15}{len(transfer.group):>6}{count:>8,}"
+                f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
+            )
+    if layout.tp > gpu.per_node:
+        lines += ["", "tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node"]
+    return lines
+
+
+def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:
+    ranks = []
+    for rehearsed in found:
+        rows = [
+            {
+                "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
+                "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
+            }
+            for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
+        ]  # fmt: skip
+        memory = asdict(rehearsed.memory)
+        ranks.append({"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops, "collectives": rows})
+    return {"ranks": ranks, "card": card, "most": most, "fits": most <= card}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="./run_train.sh",
+        usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value ...] [options]",
+        description=__doc__.splitlines()[0],
+        epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
+        "tokenizer need not be there. docs/REHEARSE.md explains the tables.\n\n" + help_text().partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, known = parser.add_argument, ", ".join(DEVICES)
+    add("--rehearse", type=positive, required=True, metavar="N", help="ranks of the run, one for each device")
+    add("--device", default="mi250x", metavar="NAME", help=f"{known} (default mi250x), or a TOML file of your own")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="of a device, in GiB; default: the device's")
+    add("--ranks", type=_ranks, default=(), metavar="0,8", help="those to rehearse; default: one of each stage")
+    add("--json", action="store_true", help="for scripts; sizes in bytes")
+    return parser
+
+
+def _ranks(text: str) -> list[int]:
+    if not all(part.isdecimal() and len(part) < 8 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write 0,8")
+    return sorted({int(part) for part in text.split(",")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
