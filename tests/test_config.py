@@ -244,15 +244,22 @@ def test_run_folders_are_named_by_the_user_or_by_config_and_time(tmp_path: Path)
     assert [make_run_folder(fresh) for _ in range(2)] == [tmp_path / "run-2", tmp_path / "run-3"]
 
 
+CLUSTER = {  # rows a step
+    "qwen3_0.6b_1node": 128, "qwen3_8b_8nodes": 256, "qwen3_8b_64nodes": 1344, "qwen3_32b_64nodes": 512,
+    "qwen3_32b_pp4_tp8_16nodes": 256,
+}  # fmt: skip
+
+
 def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
     given = ["--model.tokenizer_path", str(ASSETS / "tokenizer"), "--data.path", str(ASSETS / "arithmetic.jsonl")]
     table = (REPO / "train_configs" / "README.md").read_text()
     for path in sorted((REPO / "train_configs").glob("*.toml")):
-        cards = int(path.stem[-4]) if path.stem.endswith("gpu") else 2
+        nodes = re.search(r"_(\d+)nodes?$", path.stem)
+        cards = 8 * int(nodes[1]) if nodes else int(path.stem[-4]) if path.stem.endswith("gpu") else 2
         model = ["--model.flavor", "0.6B"] if path.stem == "finetune" else []
         config = load_config(["--job.config_file", str(path), *given, *model], world_size=cards)
         rows = config.batch(cards).global_batch_size
-        assert rows == {"debug": 8, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100}.get(path.stem, 96)
+        assert rows == {"debug": 8, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}.get(path.stem, 96)
         assert len(path.read_text().splitlines()) < 40
         assert f"`{path.stem}` | {cards}" in table or path.stem in ("debug", "finetune") or "_sft" in path.stem
 
