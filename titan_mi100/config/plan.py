@@ -9,10 +9,11 @@ from typing import Any
 from titan_mi100.config.check import check
 from titan_mi100.config.costs import flops_of_steps, recomputed_flops
 from titan_mi100.config.hardware import Gpu
-from titan_mi100.config.layout import SCHEDULES
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.config.scaling import bubble_share, exposed_seconds
 from titan_mi100.config.settings import Config
+from titan_mi100.config.traffic import REACHED, reached
 
 GIB = 1 << 30
 # Of the plan against the counter, over the configurations of tests/test_memory.py: at most so much above and below.
@@ -98,15 +99,14 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
     done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
     sent, sent_at_once = _sent(config, spec, ranks)
-    stages = SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
-    waits = (layout.pp - 1) / stages
-    bubble = waits / (batch.gradient_accumulation_steps + waits)
+    microbatches = batch.gradient_accumulation_steps
+    bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
     step, hidden_from, update = None, 0.0, 0.0
     rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
-        link = gpu.link_gbs * 1e9 / 2  # about what collectives reach: assumed
-        with_host, update = (size / (gpu.host_gbs * 1e9 / 2) for size in _moved(config, spec, ranks))
+        data_parallel = reached(range(0, layout.dp_degree * layout.tp, layout.tp), gpu)
+        with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(config, spec, ranks))
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
@@ -114,11 +114,13 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
             trained = adapters if config.lora.rank else parameter_shapes(spec)
             update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
-        # What is sent in one of the forwards and backwards hides behind that one, the rest behind all of them.
-        hides = gpu.overlap * computing
-        once = max(0.0, sent_at_once / link - hides / batch.gradient_accumulation_steps)
-        spread = max(0.0, (sent["data parallel"] - sent_at_once) / link - hides)
-        step = computing + once + spread + (sent["tensor parallel"] + sent["pipeline"]) / link + update
+        spread = sent["data parallel"] - sent_at_once
+        waits = exposed_seconds(
+            sent_at_once / data_parallel, spread / data_parallel, computing, microbatches, gpu.overlap
+        )
+        tensor = sent["tensor parallel"] / reached(range(layout.tp), gpu)
+        pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
+        step = computing + waits + tensor + pipeline + update
     memory = estimate(config, ranks, card, spec)
     return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update)
 

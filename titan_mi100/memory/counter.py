@@ -36,6 +36,7 @@ from titan_mi100.config.memory import (
     OPTIMIZER,
     PARAMETERS,
 )
+from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.memory import no_others
@@ -280,8 +281,9 @@ class FakeRank:
 
 @contextmanager
 def as_rank(
-    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None
-) -> Iterator[FakeRank]:
+    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None,
+    spec: ModelSpec | None = None,
+) -> Iterator[FakeRank]:  # fmt: skip
     """Be one rank of a run. This process must be in no process group.
 
     Args:
@@ -289,8 +291,9 @@ def as_rank(
         microbatches: of a step.
         device_memory: bytes of the GPU that is counted for; 0: a CPU.
         backend: of attention; None: a fused kernel.
+        spec: the model's shape; None: the config's.
     """
-    spec, layout = config.spec(), config.layout(ranks)
+    spec, layout = spec or config.spec(), config.layout(ranks)
     batch = replace(config.batch(ranks), gradient_accumulation_steps=microbatches)
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
     is_gpu = device_memory > 0

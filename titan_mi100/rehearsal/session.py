@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch
+from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import Work, extrapolated
 from titan_mi100.data.loader import Microbatch
@@ -37,17 +38,17 @@ class Rehearsed:
     work: Work
 
 
-def rehearse(config: Config, ranks: int, rank: int, device_memory: int) -> Rehearsed:
+def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: ModelSpec | None = None) -> Rehearsed:
     """Take two steps as one rank of a run; of many microbatches, as many as make a difference, the rest multiplied.
 
     This process must be in no process group. Args: see memory.counter.as_rank.
     """
     wanted, more = config.batch(ranks).gradient_accumulation_steps, enough_microbatches(config, ranks)
     few = max(1, config.layout(ranks).pp)  # what every schedule takes
-    memory, found = _second_step(config, ranks, rank, more, device_memory)
+    memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
     if more == 1 or (wanted == more and few >= more):
         return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))
-    _, fewer = _second_step(config, ranks, rank, few, device_memory)
+    _, fewer = _second_step(config, ranks, rank, few, device_memory, spec)
     traffic = extrapolated(fewer.traffic, found.traffic, (few, more), wanted)
     one_more = extrapolated(fewer.traffic, found.traffic, (few, more), few + 1)
     added = {transfer: count - fewer.traffic[transfer] for transfer, count in one_more.items()}
@@ -75,10 +76,12 @@ class _Attention(FusedKernel):
         self.flops += flops
 
 
-def _second_step(config: Config, ranks: int, rank: int, microbatches: int, device_memory: int) -> tuple[Count, Tally]:
+def _second_step(
+    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int, spec: ModelSpec | None
+) -> tuple[Count, Tally]:
     """The first step is the one whose memory is counted."""
     attention = _Attention()
-    with as_rank(config, ranks, rank, microbatches, device_memory, attention) as fake:
+    with as_rank(config, ranks, rank, microbatches, device_memory, attention, spec) as fake:
         memory = fake.count_step()
         tally = Tally(config.layout(ranks))
         gather = functools.partial(_everyone_alike, tally)
