@@ -18,8 +18,9 @@ from titan_mi100 import launch, rehearse
 from titan_mi100.config.costs import recomputed_flops, train_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import Layout
+from titan_mi100.config.scaling import bubble_share, step_time
 from titan_mi100.config.settings import Config
-from titan_mi100.config.traffic import OPERATIONS, Transfer, axis_of
+from titan_mi100.config.traffic import OPERATIONS, Transfer, Work, axis_of
 from titan_mi100.rehearsal import session
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
@@ -99,13 +100,9 @@ def test_many_microbatches_are_a_few_and_the_rest_multiplied(name: str, monkeypa
     monkeypatch.setattr(Config, "spec", lambda _: case["spec"])
     config = config_of(case, {**case["split"], "accumulation": wanted})
     multiplied = session.rehearse(config, RANKS, 0, 0)
-    taken: list[int] = []
-    trainer_of = session._trainer_of
-    monkeypatch.setattr(session, "_trainer_of", lambda fake: taken.append(fake.microbatches) or trainer_of(fake))
-    monkeypatch.setattr(session, "enough_microbatches", lambda *_: wanted)
-    whole = session.rehearse(config, RANKS, 0, 0)
-    assert wanted in taken
-    assert multiplied.work == whole.work
+    _, whole = session._second_step(config, RANKS, 0, wanted, 0, None)
+    assert multiplied.work.by_microbatch  # fewer were taken
+    assert (dict(multiplied.work.traffic), multiplied.work.flops) == (dict(whole.traffic), whole.flops)
 
 
 @pytest.mark.parametrize("param", ["bfloat16", "float32"])
@@ -157,6 +154,32 @@ def test_a_group_lies_along_an_axis() -> None:
     assert axis_of(range(4), Layout(dp_shard=4)) == "dp_shard"
 
 
+def test_a_step_waits_for_what_nothing_hides() -> None:
+    gpu = Gpu("mine", {"bfloat16": 10}, 32, link_gbs=2, per_node=8, node_gbs=1)
+    inside, outside = range(8), range(0, 64, 8)
+    gather = Transfer("dp_shard", "all-gather", outside, 8_000_000_000)  # 14 s: 7 GB sent at 0.5 GB/s
+    reduce = Transfer("dp_shard", "reduce-scatter", outside, 8_000_000_000)
+    tensor = Transfer("tp", "all-gather", inside, 8_000_000_000)  # 7 s: at 1 GB/s
+    seconds = {}
+    for name, microbatches, count, in_each, tflop in (
+        ("hidden", 1, 2, 0, 300),
+        ("not behind half as much", 1, 2, 0, 100),
+        ("spread", 4, 5, 1, 300),
+        ("late", 4, 2, 0, 300),
+    ):
+        work = Work(tflop * 1e12, {gather: count, tensor: 1}, {gather: in_each} if in_each else {})
+        found = step_time(work, gpu, "bfloat16", microbatches, 0.0, efficiency=0.5)
+        assert found.computing == tflop / 5 and found.sending["dp_shard"] == pytest.approx(14 * count)
+        assert found.exposed["tp"] == pytest.approx(7)
+        seconds[name] = found.exposed["dp"]
+        assert found.seconds == pytest.approx(found.computing + 7 + seconds[name])
+    # "spread": 4 x 14 s behind 60; the fifth behind one of four forwards, 15 s. "late": 28 s behind 15
+    assert seconds == pytest.approx({"hidden": 0, "not behind half as much": 8, "spread": 0, "late": 13})
+    work = Work(300e12, {reduce: 1}, {})
+    found = step_time(work, gpu, "bfloat16", 8, bubble_share("1F1B", 4, 8), efficiency=0.5)
+    assert found.bubble == pytest.approx(60 * 3 / 8)  # so long as three more microbatches
+
+
 SMALL = ("--rehearse", "16", "--device", "mi250x", "--model.flavor", "debug", "--training.seq_len", "64")
 SMALL += ("--training.target_tokens_per_step", "0", "--parallelism.tensor_parallel_degree", "2")
 
@@ -171,8 +194,11 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
     )
     assert first["peak"] == sum(first["categories"].values()) >= second["peak"] > 0
     assert row["ranks"] == 2 and row["link"] == "inside a node" and row["ring_bytes"] == row["payload"]
+    step = found["step"]
+    assert step["seconds"] == pytest.approx(step["computing"] + sum(step["exposed"].values())) and not step["bubble"]
     assert rehearse.main([*SMALL, "--memory", "0.5"]) == 6
     said = capsys.readouterr()
+    assert "modelled, not measured: " in said.out
     assert "what helps most: " in said.err and "does not fit: 0." in said.out
     assert re.search(r"^dp_shard +reduce-scatter +8 +5 +1.8 MB +1.6 MB  between nodes$", said.out, re.MULTILINE)
 

@@ -15,6 +15,7 @@ from titan_mi100.config.hardware import DEVICES, Gpu
 from titan_mi100.config.load import help_text, load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, make_plan, remedy, with_unseen
+from titan_mi100.config.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import by_axis
 from titan_mi100.errors import UserError
@@ -44,10 +45,15 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     chosen = options.ranks or ranks_of_stages(config, ranks)
     found = [rehearse(config, ranks, rank, card) for rank in chosen]
     most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
+    step = None
+    if config.training.mixed_precision_param in gpu.tflops:
+        step = step_of(config, ranks, [rehearsed.work for rehearsed in found], gpu)
     if options.json:
-        print(json.dumps(_as_json(found, gpu, card, most)))
+        print(
+            json.dumps({**_as_json(found, gpu, card, most), "step": step and {**asdict(step), "seconds": step.seconds}})
+        )
     else:
-        print("\n".join(_lines(config, ranks, found, gpu, card, most)))
+        print("\n".join([*_lines(config, ranks, found, gpu, card, most), *_time(config, ranks, step)]))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
     if most <= card:
@@ -102,6 +108,21 @@ def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, c
     if layout.tp > gpu.per_node:
         lines += ["", "tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node"]
     return lines
+
+
+def _time(config: Config, ranks: int, step: StepTime | None) -> list[str]:
+    if step is None:
+        return []
+    tokens = config.batch(ranks).global_batch_size * config.training.seq_len
+    exposed = ", ".join(f"{seconds:.2f} {axis}" for axis, seconds in step.exposed.items() if seconds >= 0.005)
+    waits = f", {step.bubble:.2f} s the pipeline's bubble" if step.bubble else ""
+    return [
+        "",
+        f"about {step.seconds:.1f} s a step, {tokens / step.seconds / ranks:,.0f} tokens/s for each device: "
+        f"{step.computing:.2f} s computing{waits}, exposed communication {exposed or 'none'}",
+        f"modelled, not measured: {EFFICIENCY:.0%} of the peak rate while it computes, half of a link's rate "
+        "(docs/REHEARSE.md)",
+    ]
 
 
 def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import argparse
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from titan_mi100.config.hardware import DEVICES
@@ -53,7 +53,7 @@ class Run:
 
     @functools.cached_property
     def work(self) -> Work:
-        """Of rank 0: none of these has a pipeline."""
+        """Of rank 0, for a pipeline of its first stage: its stages are balanced."""
         card = int(DEVICES[self.device].memory_gib) << 30
         return rehearse(self.loaded, self.ranks, 0, card, self.spec).work
 
@@ -77,7 +77,7 @@ class Run:
 def settings(**values: int) -> tuple[str, ...]:
     keys = {
         "batch": "training.local_batch_size", "forwards": "training.gradient_accumulation_steps",
-        "replicas": "parallelism.data_parallel_replicate_degree",
+        "replicas": "parallelism.data_parallel_replicate_degree", "shards": "parallelism.data_parallel_shard_degree",
     }  # fmt: skip
     return tuple(word for name, value in values.items() for word in (f"--{keys[name]}", str(value)))
 
@@ -124,20 +124,23 @@ def lines_of(runs: tuple[Run, ...]) -> Iterator[str]:
 
 def curves() -> Iterator[str]:
     """Efficiencies against the smallest run of each series."""
-    base = Run("", "qwen3_8b_64nodes", 512, "mi250x")
-    weak = [(replicas, settings(replicas=replicas)) for replicas in (1, 2, 10, 20)]
-    strong = [(n, settings(replicas=n, batch=3, forwards=14 // n)) for n in (1, 2, 7, 14)]  # 1,344 rows a step
-    for name, series in (("weak", weak), ("strong", strong)):
+    flat, piped = "qwen3_8b_64nodes", "qwen3_32b_pp4_tp8_16nodes"
+    series = {  # of so many rows a step in all of "strong": 1,344 and 256
+        "weak": [(256 * n, flat, settings(replicas=n)) for n in (1, 2, 10, 20)],
+        "strong": [(256 * n, flat, settings(replicas=n, batch=3, forwards=14 // n)) for n in (1, 2, 7, 14)],
+        "strong, PP4": [(32 * n, piped, settings(shards=n, forwards=256 // n)) for n in (2, 4, 16, 64)],
+    }
+    for name, runs in series.items():
         first = 0.0
-        for replicas, changed in series:
-            run = replace(base, ranks=256 * replicas, settings=changed)
+        for ranks, config, changed in runs:
+            run = Run(name, config, ranks, "mi250x", changed)
             step = run.step()
             rate = run.tokens / step.seconds
             first = first or rate
             exposed = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in step.exposed.items() if seconds > 0.005)
             yield (
-                f"{name:<8}{run.ranks:>6} ranks{step.seconds:>9.2f} s/step{rate:>7.0f} tok/s{rate / first:>7.1%}  "
-                f"exposed: {exposed}"
+                f"{name:<12}{ranks:>6} ranks{step.seconds:>9.2f} s/step{rate:>7.0f} tok/s{rate / first:>7.1%}  "
+                f"bubble {step.bubble:.2f}, exposed: {exposed}"
             )
 
 

@@ -10,7 +10,7 @@ from titan_mi100.config.traffic import AXES, WORLD, Traffic, Work
 
 # Of a device's peak rate, that a step reaches while it computes: so chosen that the modelled step of Llama-3 8B (FSDP2
 # over 64 MI250X GCDs, one row of 8,192 tokens each, selective recomputation) takes the published time, 1,333 tokens/s
-# per GCD. Nothing else is fitted. scripts/bench/scaling.py --fit computes it anew.
+# per GCD. Nothing else is fitted. scripts/bench/scaling.py fit computes it anew.
 EFFICIENCY = 0.4293
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
