@@ -19,6 +19,7 @@ from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import resume, sealed
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint
+from titan_mi100.config.layout import Layout
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
@@ -45,7 +46,7 @@ class Job:
         data = made_up(random_rows(2, 8, spec.vocab_size, supervised_share=1.0))
         self.run = open_run(config, world, spec=spec, data=data)
         self.model, self.optimizer = self.run.model, self.run.optimizer
-        self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, **options)
+        self.checkpointer = Checkpointer(folder, 2, self.model, self.optimizer, world, Layout(), **options)
         self.step()
 
     def step(self) -> None:

@@ -209,7 +209,7 @@ def open_run(
     load_weights(model, config, spec, found.path if found else None)
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
-    checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer)
+    checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         checkpointer.load(found.path)
         if checkpoint is None:
@@ -367,6 +367,7 @@ def _open_checkpointer(
     data: Prepared,
     model: ParallelModel,
     optimizer: NamedState,
+    layout: Layout,
 ) -> Checkpointer:
     """A collective."""
     with raise_together():
@@ -380,6 +381,7 @@ def _open_checkpointer(
         model,
         optimizer,
         world,
+        layout,
         in_background=config.checkpoint.async_mode == "async",
         assets=assets,
     )

@@ -74,7 +74,7 @@ def train(config: Config, spec: ModelSpec, world: distributed.World, plain: bool
             run.step()
         loss = run.validation_losses()[0]
         if save_to is not None:
-            checkpointer = Checkpointer(save_to, 0, run.model, run.optimizer, world)
+            checkpointer = Checkpointer(save_to, 0, run.model, run.optimizer, world, run.config.layout(world.size))
             checkpointer.save(run.progress.step, run.progress.trainer_state(), run.about)
     finally:
         if plain:

@@ -43,7 +43,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     config = Config(training=TrainingConfig(seq_len=SEQ_LEN, mixed_precision_param="float32"))
     data = made_up(random_rows(world.size, SEQ_LEN, spec.vocab_size, supervised_share=1.0))
     run = open_run(config, world, spec=spec, data=data)
-    model, optimizer, trainer = run.model, run.optimizer, run.trainer
+    model, optimizer, trainer, layout = run.model, run.optimizer, run.trainer, config.layout(world.size)
     for _ in range(2):
         trainer.step()
 
@@ -63,7 +63,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
         for in_background, hashed in ((False, True), (False, False), (True, True)):
             number += 1
             real, durable.hashlib.sha256 = durable.hashlib.sha256, durable.hashlib.sha256 if hashed else _NoHash
-            checkpointer = Checkpointer(folder / "checkpoint", 1, model, optimizer, world, in_background)
+            checkpointer = Checkpointer(folder / "checkpoint", 1, model, optimizer, world, layout, in_background)
             name = f"{'async' if in_background else 'sync'}{'' if hashed else ' without hashing'}"
             stall = seconds(lambda c=checkpointer, n=number: c.save(n, {"step": n}, about={}))
             note(f"{name}, stall s", stall)
@@ -118,7 +118,7 @@ def _flag(parameters: list[torch.nn.Parameter], device: torch.device) -> list[li
 
 def _norm(parameters: list[torch.nn.Parameter], device: torch.device) -> list[list[float]]:
     """What clipping alone needs."""
-    local = [distributed.local_gradient(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
+    local = [distributed.local_part(parameter.grad)[0] for parameter in parameters]  # type: ignore[arg-type]
     squares = torch.stack(torch._foreach_norm(local)).double().square().sum()
     return gather_values(squares[None], device).tolist()
 

@@ -184,7 +184,8 @@ def _child(
         world = World(rank, processes, torch.device("cpu"))
         data = made_up(random_rows(processes, 8, SPEC.vocab_size, supervised_share=0.5))
         run = open_run(Config(training=TrainingConfig(seq_len=8)), world, spec=SPEC, data=data)
-        work(world, Checkpointer(folder, KEEP, run.model, run.optimizer, world, in_background))
+        layout = run.config.layout(processes)
+        work(world, Checkpointer(folder, KEEP, run.model, run.optimizer, world, layout, in_background))
     except BaseException as error:
         code = 7 if isinstance(error, SaveError) else 8
         (outside / str(rank)).write_text(repr(error))

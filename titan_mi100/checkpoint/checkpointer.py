@@ -1,8 +1,13 @@
 """Checkpoints of a run: DCP folders keyed by HF name whatever the layout, sealed by a manifest (see sealed.py).
 
 A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
-tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<rank>.`), `trainer.json`, and each
-rank's random state in `rng-<rank>.json`. The manifest names them all, the layout, and what the run was made of.
+tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<rank>.`), `trainer.json`, and the
+random state of each rank that writes in `rng-<rank>.json`. The manifest names them all, the layout, and what the run
+was made of.
+
+The first replica plans and writes; of what several of its ranks hold, the first one writes it. So plans have no entry
+twice, and the other replicas send nothing. No object that is exchanged grows with ranks x tensors, but for the writers'
+plans, which rank 0 gathers.
 """
 
 import base64
@@ -31,16 +36,27 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.checkpoint.keys import OPTIMIZER, rank_of, rank_prefix
+from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import REMEDY, TRAINER, open_checkpoint
+from titan_mi100.config.layout import Layout
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.plain import read_checked
-from titan_mi100.files.stored import StoredTensors, open_dcp
+from titan_mi100.files.stored import open_dcp
 from titan_mi100.logging import log
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import World, fill_parameters, from_rank_zero, gather, raise_together
+from titan_mi100.parallel.distributed import (
+    World,
+    fill_parameters,
+    first_found,
+    from_rank_zero,
+    local_part,
+    raise_together,
+    same_on_all_ranks,
+    sum_over_ranks,
+    wait_for_all,
+)
 
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 _PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
@@ -56,12 +72,14 @@ class Checkpointer:
         model: ParallelModel,
         optimizer: NamedState,
         world: World,
+        layout: Layout,
         in_background: bool = False,
         assets: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """A collective.
 
         Args:
+            layout: of the model: it says which ranks write.
             in_background: save copies that a thread writes while training goes on; one at a time.
             assets: of rank 0: files that go into each checkpoint as they are, so that it is a model by itself.
         """
@@ -73,8 +91,14 @@ class Checkpointer:
         self._verdict: str | None = None  # on the last save; None: not known yet
         self._best: Path | None = None
         self._saved = False  # before the first save it is not known which one is the best
-        # the writer threads have their own process group, so their collectives cannot interleave with training's
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if in_background else None
+        self._twin = layout.twin(world.rank)
+        self._first_of_stage = world.rank % (world.size // layout.pp) == 0
+        # every rank writes where each keeps something of its own
+        writers = [rank for rank in range(world.size) if model.extra_state_name or layout.twin(rank) == rank]
+        self._writes, self._in_background, self._group = world.rank in writers, in_background, None
+        if in_background or len(writers) < world.size:
+            # of its own, so that a writer thread's collectives cannot interleave with training's
+            self._group = dist.new_group(writers, backend="gloo", timeout=_PATIENCE)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._bytes = 0  # of a checkpoint, over all ranks; counted by the first save
@@ -100,19 +124,25 @@ class Checkpointer:
             SaveError: on all ranks; this or, in the background, the save before did not succeed.
         """
         self.wait()
-        tensors = dict(self._tensors()) | self._extra_state()
-        if broken := [found for found in gather(_not_finite(tensors)) if found]:
-            raise NumericalError(f"step {step}: {broken[0]} is not finite; no checkpoint was made of it")
-        self._bytes = self._bytes or sum(dict(ChainMap(*gather({n: t.nbytes for n, t in tensors.items()}))).values())
+        extra = self._extra_state()
+        if broken := first_found(_not_finite(dict(self._tensors()) | extra)):
+            raise NumericalError(f"step {step}: {broken} is not finite; no checkpoint was made of it")
+        tensors = self._written_here() | extra
+        size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
+        self._bytes = self._bytes or round(sum_over_ranks([size], self.world.device)[0])
         rng = json.dumps(_random_state(self.world.device))
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
         self._newest, self._verdict = None, suspicion or None
-        if self._group is None:
-            return self._write(aside, tensors, rng, state, record, best)
-        with raise_together():  # the host's memory may not do
-            staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+        staged: dict[str, Tensor] = {}
+        with raise_together():
+            if self._in_background:  # the host's memory may not do
+                staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+            elif self._writes:
+                self._write(aside, tensors, rng, state, record, best)
+        if not (self._in_background and self._writes):
+            return
 
         def in_background() -> None:
             try:
@@ -122,19 +152,22 @@ class Checkpointer:
 
         self._thread = threading.Thread(target=in_background, name=f"save-{step}", daemon=True)
         self._thread.start()
-        return None
 
     def wait(self) -> None:
-        """Until the save in the background has ended.
+        """Until the save in the background has ended. A collective.
 
         Raises:
             SaveError: on all ranks; it did not succeed.
         """
+        if not self._in_background:
+            return
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            raise self._error
+        wait_for_all("saved")  # longer than a collective of training may take
+        with raise_together():
+            if self._error is not None:
+                raise self._error
 
     def has_failed(self) -> bool:
         """Whether the save in the background did not succeed. Ranks learn it at different times: agree, then `wait`."""
@@ -181,14 +214,15 @@ class Checkpointer:
     def _write(
         self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
     ) -> None:
-        """Everything after the decision to save: the same in the background. A collective."""
+        """Everything after the decision to save: the same in the background. A collective of the writers."""
         rank, step = self.world.rank, record["step"]
         try:
             with raise_together(self._group), _as_save_error(self.folder, step):
                 written = self._write_files(aside, tensors, {f"rng-{rank}.json": rng})
-            everyone = gather(written, self._group)
+            everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
+            dist.gather_object(written, everyone, dst=0, group=self._group)
             with raise_together(self._group), _as_save_error(self.folder, step):
-                if rank == 0:
+                if everyone is not None:
                     self._seal(aside, dict(ChainMap(*everyone)), state, record, best)
         except Exception:
             if rank == 0:
@@ -260,11 +294,18 @@ class Checkpointer:
         """
         everything = list(self._tensors())
         tensors = dict(everything)
-        wanted = dict(ChainMap(*gather({name: (t.shape, t.dtype) for name, t in tensors.items()})))
         with raise_together():
             _, manifest, trainer_state = open_checkpoint(path)
             saved = open_dcp(path, manifest["files"])
-            _check_names(path, saved, wanted)
+        found = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
+        names = sorted(found)
+        same_on_all_ranks("\n".join(names), f"{path}: not the same on all ranks; {_SHARED}")
+        held = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
+        dist.all_reduce(held, dist.ReduceOp.MAX)  # no rank has to know the names that the others hold
+        with raise_together():
+            unexpected = [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]
+            wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            _check_names(path, saved.others, found, wanted, unexpected)
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
         for name, tensor in everything:
@@ -274,12 +315,14 @@ class Checkpointer:
         self._model.restore_extra_state(
             manifest["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
         )
-        rng = f"rng-{self.world.rank}.json"
+        states = [f"rng-{rank}.json" for rank in (self.world.rank, self._twin)]
         with raise_together():
-            if rng in manifest["files"]:  # else the saving run did not have this rank; dropout is seeded anyway
-                _set_random_state(path / rng, self.world.device)
-        self._retention.note(path)
-        self._newest = path if self.world.rank == 0 and path.parent == self.folder else None
+            # it may be there for neither, if more ranks load than have saved; dropout is seeded anyway
+            for file in [file for file in states if file in manifest["files"]][:1]:
+                _set_random_state(path / file, self.world.device)
+        if self.world.rank == 0:
+            self._retention.note(path)
+            self._newest = path if path.parent == self.folder else None
         return trainer_state
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -288,6 +331,17 @@ class Checkpointer:
             yield name, parameter.detach()
         for name, tensor in self._optimizer.named_state():
             yield OPTIMIZER + name, tensor
+
+    def _written_here(self) -> dict[str, Tensor]:
+        """Those of which this rank is the first holder."""
+        copies = set(map(id, self._model.copies()))
+        owned = {name for name, parameter in self._model.trained_parameters() if id(parameter) not in copies}
+
+        def is_first(tensor: Tensor) -> bool:
+            return local_part(tensor)[1] if isinstance(tensor, DTensor) else self._first_of_stage
+
+        in_first_replica = self._twin == self.world.rank
+        return {n: t for n, t in self._tensors() if in_first_replica and parameter_of(n) in owned and is_first(t)}
 
     def _extra_state(self) -> dict[str, Tensor]:
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
@@ -344,22 +398,24 @@ def _first_cause(error: CheckpointException) -> BaseException:
 
 _MT19937 = 624  # numbers of the generator's state
 _OTHER = "use another job.run_folder, or --checkpoint.fresh"
+_SHARED = "all nodes must see the same file system"
 
 
-def _check_names(path: Path, saved: StoredTensors, wanted: Kinds) -> None:
+def _check_names(path: Path, others: list[str], found: Kinds, wanted: Kinds, unexpected: list[str]) -> None:
     """Names, shapes and dtypes must be exactly the run's, over all ranks. Only what ranks keep for themselves may be
     there or not: another layout resumes without it.
+
+    Args:
+        others: entries of the checkpoint that are no tensors.
+        found, wanted: its tensors, and those that this rank holds.
+        unexpected: those of its tensors that no rank holds.
     """
-    if saved.others:
-        what = f"{path}: holds {len(saved.others)} entries that are no tensors, as {saved.others[0]}; {_OTHER}"
-        raise UserError(what)
-    found = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
-    if found == wanted:
-        return
+    if others:
+        raise UserError(f"{path}: holds {len(others)} entries that are no tensors, as {others[0]}; {_OTHER}")
     problems = []
     for what, names in (
         ("missing", wanted.keys() - found.keys()),
-        ("unexpected", found.keys() - wanted.keys()),
+        ("unexpected", set(unexpected)),
         ("mis-shaped", {name for name in found.keys() & wanted.keys() if found[name][0] != wanted[name][0]}),
         ("mis-typed", {name for name in found.keys() & wanted.keys() if found[name][1] != wanted[name][1]}),
     ):
@@ -368,7 +424,8 @@ def _check_names(path: Path, saved: StoredTensors, wanted: Kinds) -> None:
                 f"{tuple(kinds[name][0])} {kinds[name][1]}" if name in kinds else "none" for kinds in (wanted, found)
             )
             problems.append(f"{len(names)} {what}, the first {name} (checkpoint: {there}, model: {here})")
-    raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
+    if problems:
+        raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
 
 
 @dataclass(frozen=True)

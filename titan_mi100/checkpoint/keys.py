@@ -17,5 +17,10 @@ def rank_of(name: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
+def parameter_of(name: str) -> str:
+    """The parameter's name, from its own or that of its optimizer state."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else name
+
+
 def is_weight(name: str) -> bool:
     return not name.startswith(OPTIMIZER) and rank_of(name) is None

@@ -42,6 +42,14 @@ class Layout:
         """Ranks that read different rows."""
         return self.dp_replicate * self.dp_shard
 
+    def twin(self, rank: int) -> int:
+        """The rank of the first replica that holds what this rank holds; itself: it is in the first replica.
+
+        Ranks are numbered along the mesh axes pp, dp_replicate, dp_shard, tp, the last innermost.
+        """
+        replica = self.dp_shard * self.tp  # ranks of a replica in one pipeline stage
+        return rank - rank // replica % self.dp_replicate * replica
+
     def describe(self) -> str:
         """In words, for the log."""
         parts = []

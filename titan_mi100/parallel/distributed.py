@@ -1,6 +1,7 @@
 """Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
 
 import ctypes
+import hashlib
 import os
 import random
 import sys
@@ -163,11 +164,31 @@ def from_rank_zero(make: Callable[[], Any], group: dist.ProcessGroup | None = No
     return box[0]
 
 
-def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, by rank. A collective."""
+def gather(mine: Any) -> list[Any]:
+    """Every rank's object, by rank. A collective whose cost grows with ranks x objects: for what is rare and small."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def first_found(mine: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The object of the lowest rank that has one, on every rank; None: no rank has. A collective.
+
+    One number is reduced; the object follows only where there is one. So it costs the same whatever a rank has to say,
+    and hardly more on thousands of ranks.
+
+    Args:
+        mine: None or empty: this rank has nothing.
+        group: whose ranks take part; None: the default one.
+    """
+    size = dist.get_world_size(group)
+    first = torch.tensor(dist.get_rank(group) if mine else size)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if first == size:
+        return None
+    box = [mine]
+    dist.broadcast_object_list(box, group=group, group_src=int(first))
+    return box[0]
 
 
 _EXPECTED = (UserError, SaveError)  # reported by their message alone, on every rank
@@ -178,7 +199,7 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks what any rank raised inside, so that none waits for a rank that has given up. A collective.
 
     Args:
-        group: of all ranks; None: the default one.
+        group: whose ranks take part; None: the default one.
     """
     mine: Exception | None = None
     try:
@@ -186,12 +207,12 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as error:
         mine = error
     expected = next((number for number, kind in enumerate(_EXPECTED) if isinstance(mine, kind)), None)
-    everyone = gather((expected, "" if mine is None else str(mine) or repr(mine)), group)
+    first = first_found(None if mine is None else (dist.get_rank(), expected, str(mine) or repr(mine)), group)
     if mine is not None and expected is None:
         raise mine
-    for rank, (number, message) in enumerate(everyone):
-        if message:
-            raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _EXPECTED[number](message)
+    if first is not None:
+        rank, number, message = first
+        raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _EXPECTED[number](message)
 
 
 def wait_for_all(what: str) -> None:
@@ -207,8 +228,11 @@ def wait_for_all(what: str) -> None:
 
 
 def same_on_all_ranks(value: str, otherwise: str) -> None:
-    """Raise a UserError on every rank if they do not all hold the same value. A collective."""
-    if set(gather(value)) != {value}:
+    """Raise a UserError on every rank if they do not all hold the same value. A collective of 64 numbers."""
+    digest = torch.tensor([*hashlib.sha256(value.encode()).digest()])
+    extremes = torch.cat([digest, -digest])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if not extremes[:32].equal(-extremes[32:]):  # the largest is not the smallest
         raise UserError(otherwise)
 
 
@@ -240,7 +264,7 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
     counted: list[bool] = []
     for parameter in parameters:
         assert parameter.grad is not None, "a parameter has no gradient"
-        gradient, first = local_gradient(parameter.grad)
+        gradient, first = local_part(parameter.grad)
         pieces = _pieces(gradient)
         local.extend(pieces)
         counted.extend([first and id(parameter) not in counted_elsewhere] * len(pieces))
@@ -265,14 +289,14 @@ def _squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square()
 
 
-def local_gradient(gradient: Tensor) -> tuple[Tensor, bool]:
-    """This rank's part of a gradient, and whether it is the first of those that hold it by its mesh."""
-    if not isinstance(gradient, DTensor):
-        return gradient, True
-    where = gradient.device_mesh.get_coordinate()
+def local_part(tensor: Tensor) -> tuple[Tensor, bool]:
+    """This rank's part of a tensor, and whether it is the first of those that hold it by its mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor, True
+    where = tensor.device_mesh.get_coordinate()
     assert where is not None
-    first = all(place == 0 or not p.is_replicate() for place, p in zip(where, gradient.placements, strict=True))
-    return gradient.to_local(), first
+    first = all(place == 0 or not p.is_replicate() for place, p in zip(where, tensor.placements, strict=True))
+    return tensor.to_local(), first
 
 
 @torch.no_grad()

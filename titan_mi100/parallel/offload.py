@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import host
-from titan_mi100.parallel.distributed import Gradients, local_gradient, sum_of_squares
+from titan_mi100.parallel.distributed import Gradients, local_part, sum_of_squares
 
 _ON_THE_WAY = 1 << 30  # bytes of gradients that may wait on the device for their way to the host
 _PIECE = 1 << 24  # elements that come back at a time, to be added to
@@ -44,7 +44,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
             norm.register_forward_pre_hook(lambda *_: self._wait(0))  # before the head takes much memory
         for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
-                shape = tuple(local_gradient(parameter.detach())[0].shape)
+                shape = tuple(local_part(parameter.detach())[0].shape)
                 self._sums[parameter] = _Sum(host.reserve(shape, parameter.dtype, device))
                 parameter.register_post_accumulate_grad_hook(self._take)
             elif isinstance(parameter, DTensor):
@@ -68,7 +68,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     def _take(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         entry = self._sums[parameter]
-        gradient, entry.is_first = local_gradient(parameter.grad)
+        gradient, entry.is_first = local_part(parameter.grad)
         parameter.grad = None
         self._wait(max(0, _ON_THE_WAY - gradient.nbytes))
         self._stream.wait_stream(self._module.current_stream())
