@@ -5,9 +5,9 @@ tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<
 random state of each rank that writes in `rng-<rank>.json`. The manifest names them all, the layout, and what the run
 was made of.
 
-The first replica plans and writes; of what several of its ranks hold, the first one writes it. So plans have no entry
-twice, and the other replicas send nothing. No object that is exchanged grows with ranks x tensors, but for the writers'
-plans, which rank 0 gathers.
+The first replica plans and writes; what several of its ranks hold, the first of them writes. So no entry is planned
+twice, and the other replicas send nothing. What is exchanged does not grow with ranks x tensors, except that rank 0 has
+to get every entry of `.metadata` from the rank that wrote it, once.
 """
 
 import base64
@@ -31,7 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import sealed
@@ -215,47 +217,62 @@ class Checkpointer:
         self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
     ) -> None:
         """Everything after the decision to save: the same in the background. A collective of the writers."""
-        rank, step = self.world.rank, record["step"]
+        rank, files = self.world.rank, HashedFiles()
+        # with several writer threads DCP loses the error of a full disk
+        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
+        if self._in_background:
+            # the tensors are in host memory; copying ahead would initialise GPU 0 in this thread
+            writer.per_thread_copy_ahead = 0
+        writer.fs, planner = files, DefaultSavePlanner()
         try:
-            with raise_together(self._group), _as_save_error(self.folder, step):
-                written = self._write_files(aside, tensors, {f"rng-{rank}.json": rng})
+            with raise_together(self._group), _as_save_error(self.folder, record["step"]):
+                part = self._write_part(writer, planner, tensors), files.written
+                files.write(aside / f"rng-{rank}.json", rng.encode())
+                sync(aside)
             everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
-            dist.gather_object(written, everyone, dst=0, group=self._group)
-            with raise_together(self._group), _as_save_error(self.folder, step):
+            dist.gather_object(part, everyone, dst=0, group=self._group)
+            with raise_together(self._group), _as_save_error(self.folder, record["step"]):
                 if everyone is not None:
-                    self._seal(aside, dict(ChainMap(*everyone)), state, record, best)
+                    parts, written = zip(*everyone, strict=True)
+                    plans, results = zip(*parts, strict=True)
+                    writer.finish(planner.create_global_plan(list(plans))[1], list(results))
+                    self._seal(aside, files, dict(ChainMap(*written)), state, record, best)
         except Exception:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
 
-    def _write_files(self, aside: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> sealed.Written:
-        """This rank's files, synced."""
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8 causes it itself
-        files = HashedFiles()
-        # with several writer threads DCP loses the error of a full disk
-        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
-        if self._group is not None:
-            # the tensors are in host memory; copying ahead would initialise GPU 0 in this thread
-            writer.per_thread_copy_ahead = 0
-        writer.fs = files
-        try:
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:  # a BaseException, which callers do not expect
-            raise _first_cause(error) from None
-        for name, text in texts.items():
-            files.write(aside / name, text.encode())
-        sync(aside)
-        return files.written
+    def _write_part(
+        self, writer: dcp.FileSystemWriter, planner: DefaultSavePlanner, tensors: dict[str, Tensor]
+    ) -> tuple[SavePlan, list[WriteResult]]:
+        """This rank's DCP file; returns what it holds, for DCP's metadata.
 
-    def _seal(self, aside: Path, written: sealed.Written, state: str, record: dict[str, Any], best: int | None) -> None:
+        dcp.save would send every rank's plan to rank 0 and back, and the metadata of all of them to each. No rank needs
+        to know before it writes: none plans what another one holds too.
+        """
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8 causes it itself
+        rank = self.world.rank
+        planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        numbered = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # whose file is called by the rank
+        return plan, writer.write_data(planner.finish_plan(numbered), planner).wait()
+
+    def _seal(
+        self,
+        aside: Path,
+        files: HashedFiles,
+        written: sealed.Written,
+        state: str,
+        record: dict[str, Any],
+        best: int | None,
+    ) -> None:
         lacking = [name for name in written if not (aside / name).is_file()]
         if lacking:
             raise UserError(
                 f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file "
                 "system that they share"
             )
-        files = HashedFiles()
         for name, content in self._assets.items():
             files.write(aside / name, content)
         files.write(aside / TRAINER, state.encode())
@@ -390,10 +407,6 @@ def _staged(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.detach().to("cpu", copy=True)
-
-
-def _first_cause(error: CheckpointException) -> BaseException:
-    return next(cause for cause, _ in error.failures.values())
 
 
 _MT19937 = 624  # numbers of the generator's state
