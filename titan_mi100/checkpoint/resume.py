@@ -9,7 +9,7 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.errors import UserError
 from titan_mi100.files import plain
 from titan_mi100.logging import log
-from titan_mi100.parallel.distributed import World, from_rank_zero, gather, raise_together
+from titan_mi100.parallel.distributed import World, first_found, from_rank_zero, raise_together
 from titan_mi100.wording import shortened, some
 
 NEWEST = -1
@@ -48,14 +48,14 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
         newest = paths[-1]
         with raise_together():
             problem = _problem(newest, world.rank, world.size)
-        problems = [found for found in gather(problem) if found]
-        if not problems:
+        found = first_found(problem)
+        if not found:
             with raise_together():
                 return open_checkpoint(newest)
         # A file that only another rank misses is no damage: that node sees another file system.
         problem = from_rank_zero(partial(_problem, newest, 0, 1))
         if not problem:
-            raise UserError(f"{problems[0]}, but rank 0 finds it intact; all nodes must see the same file system")
+            raise UserError(f"{found}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
             more = "holds no other" if step == NEWEST else "name another step in checkpoint.load_step"
             raise UserError(f"damaged checkpoint: {problem}\n{folder}: {more}; {_AGAIN}")
