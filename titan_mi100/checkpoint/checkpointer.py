@@ -357,8 +357,7 @@ class Checkpointer:
         def is_first(tensor: Tensor) -> bool:
             return local_part(tensor)[1] if isinstance(tensor, DTensor) else self._first_of_stage
 
-        in_first_replica = self._twin == self.world.rank
-        return {n: t for n, t in self._tensors() if in_first_replica and parameter_of(n) in owned and is_first(t)}
+        return {name: t for name, t in self._tensors() if parameter_of(name) in owned and is_first(t)}
 
     def _extra_state(self) -> dict[str, Tensor]:
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)

@@ -1,0 +1,160 @@
+"""Runs under torchrun on four ranks as HSDP 2 x 2: what a save and a load write and send, and what they refuse.
+
+Argument: folder; each rank leaves its record there.
+"""
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+
+from titan_mi100.checkpoint import checkpointer as module
+from titan_mi100.checkpoint import resume
+from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.errors import SaveError, UserError
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World
+
+SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
+DEGREES = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of every object that this rank hands to a collective, whichever one it is."""
+    sent: list[int] = []
+    real = distributed_c10d._object_to_tensor
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        sent.append(found[0].numel())
+        return found
+
+    distributed_c10d._object_to_tensor = count
+    try:
+        yield sent
+    finally:
+        distributed_c10d._object_to_tensor = real
+
+
+def open_checkpointer(world: World, folder: Path, layers: int = 2, seed: int = 0, **options: Any) -> Checkpointer:
+    """Of a small model that has made a step."""
+    config = Config(training=TrainingConfig(seq_len=8, seed=seed), parallelism=DEGREES)
+    data = made_up(random_rows(4, 8, SPEC.vocab_size, supervised_share=1.0))
+    run = open_run(config, world, spec=replace(SPEC, num_hidden_layers=layers), data=data)
+    run.step()
+    return Checkpointer(folder, 0, run.model, run.optimizer, world, config.layout(world.size), **options)
+
+
+def values(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+    found = dict(checkpointer._tensors())
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in found.items()}
+
+
+def save(checkpointer: Checkpointer, step: int) -> None:
+    checkpointer.save(step, {"step": step}, {"layout": {}})
+
+
+def said(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (SaveError, UserError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def measure(world: World, folder: Path, layers: int) -> dict[str, Any]:
+    """Bytes of objects that this rank hands over in a save and in a load, by call; and of the checkpoint."""
+    path = folder / f"layers-{layers}"
+    checkpointer = open_checkpointer(world, path, layers)
+    with counted() as in_save:
+        save(checkpointer, 1)
+    before = values(checkpointer)
+    with counted() as in_load:
+        other = open_checkpointer(world, path, layers, seed=1)
+        assert not all(before[name].equal(tensor) for name, tensor in values(other).items())
+        in_load.clear()
+        other.load(path / "step-1")
+    after = values(other)
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+    whole = sum(tensor.nbytes for tensor in before.values())
+    return {"save": in_save, "load": in_load, "planned": checkpointer._bytes, "whole": whole}
+
+
+def refusals(world: World, folder: Path, here: int) -> dict[str, str]:
+    """What all ranks say of a checkpoint if something is wrong on one rank only."""
+    checkpointer, path = open_checkpointer(world, folder / "layers-2"), folder / "layers-2" / "step-1"
+    tensors, found = checkpointer._tensors, {}
+    for what, change in {
+        "a tensor more": ("model.extra.weight", torch.zeros(2)),
+        "another shape": ("model.norm.weight", torch.zeros(4)),
+        "another dtype": ("model.norm.weight", torch.zeros(16, dtype=torch.float16)),
+    }.items():
+        if world.rank == here:
+            checkpointer._tensors = lambda change=change: iter([*tensors(), change])  # type: ignore[method-assign]
+        found[what] = said(lambda: checkpointer.load(path))
+        checkpointer._tensors = tensors  # type: ignore[method-assign]
+    checkpointer._tensors = lambda: ((n, t) for n, t in tensors() if n != "model.norm.weight")  # type: ignore
+    found["no rank has it"] = said(lambda: checkpointer.load(path))
+    checkpointer._tensors = tensors  # type: ignore[method-assign]
+    real = module.open_dcp, resume._problem
+    if world.rank == here:
+        module.open_dcp = lambda *_: real[0](folder / "layers-4" / "step-1")
+    found["another folder"] = said(lambda: checkpointer.load(path))
+    module.open_dcp = real[0]
+    if world.rank == here:
+        resume._problem = lambda *_: "__0_0.distcp: damaged"
+    found["damaged for one"] = said(lambda: resume.find_checkpoint(path.parent, world))
+    module.open_dcp, resume._problem = real
+    found["nothing wrong"] = said(lambda: checkpointer.load(path))
+    return found
+
+
+def failing(world: World, folder: Path, in_background: bool) -> dict[str, Any]:
+    """A save in which the disk of one writer is full, and the one before it."""
+    checkpointer = open_checkpointer(world, folder, in_background=in_background)
+    save(checkpointer, 1)
+    checkpointer.wait()
+    record = {"staged": checkpointer._thread is not None, "first": sorted(path.name for path in folder.iterdir())}
+    torch.distributed.barrier()
+    real = module.HashedFiles.write
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if world.rank == 1:
+        module.HashedFiles.write = full  # type: ignore[method-assign]
+
+    def work() -> None:
+        save(checkpointer, 2)
+        record["thread"] = checkpointer._thread is not None
+        checkpointer.wait()
+
+    record["said"] = said(work)
+    record["failed here"] = checkpointer.has_failed()
+    record["again"] = said(checkpointer.wait)
+    module.HashedFiles.write = real  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    record["left"] = sorted(path.name for path in folder.iterdir())
+    return record
+
+
+if __name__ == "__main__":
+    target, everybody = Path(sys.argv[1]), distributed.init_distributed()
+    result: dict[str, Any] = {f"{n} layers": measure(everybody, target, n) for n in (2, 4)}
+    result |= {f"wrong on {here}": refusals(everybody, target, here) for here in (1, 3)}
+    result |= {f"failing, {b}": failing(everybody, target / f"failing-{b}", b) for b in (False, True)}
+    (target / f"{everybody.rank}.json").write_text(json.dumps(result))
+    distributed.leave(0)
