@@ -23,7 +23,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run import Run, open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 
@@ -49,13 +49,18 @@ def counted() -> Iterator[list[int]]:
         distributed_c10d._object_to_tensor = real
 
 
-def open_checkpointer(world: World, folder: Path, layers: int = 2, seed: int = 0, **options: Any) -> Checkpointer:
-    """Of a small model that has made a step."""
-    config = Config(training=TrainingConfig(seq_len=8, seed=seed), parallelism=DEGREES)
+def open_small(world: World, layers: int) -> Run:
+    """A small model that has made a step."""
+    config = Config(training=TrainingConfig(seq_len=8), parallelism=DEGREES)
     data = made_up(random_rows(4, 8, SPEC.vocab_size, supervised_share=1.0))
     run = open_run(config, world, spec=replace(SPEC, num_hidden_layers=layers), data=data)
     run.step()
-    return Checkpointer(folder, 0, run.model, run.optimizer, world, config.layout(world.size), **options)
+    return run
+
+
+def checkpointer_of(run: Run, folder: Path, **options: Any) -> Checkpointer:
+    layout = run.config.layout(run.world.size)
+    return Checkpointer(folder, 0, run.model, run.optimizer, run.world, layout, **options)
 
 
 def values(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
@@ -75,27 +80,26 @@ def said(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def measure(world: World, folder: Path, layers: int) -> dict[str, Any]:
+def measure(run: Run, folder: Path) -> dict[str, Any]:
     """Bytes of objects that this rank hands over in a save and in a load, by call; and of the checkpoint."""
-    path = folder / f"layers-{layers}"
-    checkpointer = open_checkpointer(world, path, layers)
+    checkpointer = checkpointer_of(run, folder)
     with counted() as in_save:
         save(checkpointer, 1)
     before = values(checkpointer)
+    run.step()
+    assert not all(before[name].equal(tensor) for name, tensor in values(checkpointer).items())
     with counted() as in_load:
-        other = open_checkpointer(world, path, layers, seed=1)
-        assert not all(before[name].equal(tensor) for name, tensor in values(other).items())
-        in_load.clear()
-        other.load(path / "step-1")
-    after = values(other)
+        checkpointer.load(folder / "step-1")
+    after = values(checkpointer)
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
     whole = sum(tensor.nbytes for tensor in before.values())
     return {"save": in_save, "load": in_load, "planned": checkpointer._bytes, "whole": whole}
 
 
-def refusals(world: World, folder: Path, here: int) -> dict[str, str]:
+def refusals(run: Run, folder: Path, here: int) -> dict[str, str]:
     """What all ranks say of a checkpoint if something is wrong on one rank only."""
-    checkpointer, path = open_checkpointer(world, folder / "layers-2"), folder / "layers-2" / "step-1"
+    path, world = folder / "layers-2" / "step-1", run.world
+    checkpointer = checkpointer_of(run, path.parent)
     tensors, found = checkpointer._tensors, {}
     for what, change in {
         "a tensor more": ("model.extra.weight", torch.zeros(2)),
@@ -122,12 +126,12 @@ def refusals(world: World, folder: Path, here: int) -> dict[str, str]:
     return found
 
 
-def failing(world: World, folder: Path, in_background: bool) -> dict[str, Any]:
+def failing(run: Run, folder: Path, in_background: bool) -> dict[str, Any]:
     """A save in which the disk of one writer is full, and the one before it."""
-    checkpointer = open_checkpointer(world, folder, in_background=in_background)
+    checkpointer, world = checkpointer_of(run, folder, in_background=in_background), run.world
     save(checkpointer, 1)
     checkpointer.wait()
-    record = {"staged": checkpointer._thread is not None, "first": sorted(path.name for path in folder.iterdir())}
+    record: dict[str, Any] = {"first": sorted(path.name for path in folder.iterdir())}
     torch.distributed.barrier()
     real = module.HashedFiles.write
 
@@ -153,8 +157,9 @@ def failing(world: World, folder: Path, in_background: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     target, everybody = Path(sys.argv[1]), distributed.init_distributed()
-    result: dict[str, Any] = {f"{n} layers": measure(everybody, target, n) for n in (2, 4)}
-    result |= {f"wrong on {here}": refusals(everybody, target, here) for here in (1, 3)}
-    result |= {f"failing, {b}": failing(everybody, target / f"failing-{b}", b) for b in (False, True)}
+    runs = {layers: open_small(everybody, layers) for layers in (2, 4)}
+    result: dict[str, Any] = {f"{n} layers": measure(run, target / f"layers-{n}") for n, run in runs.items()}
+    result |= {f"wrong on {here}": refusals(runs[2], target, here) for here in (1, 3)}
+    result |= {f"failing, {b}": failing(runs[2], target / f"failing-{b}", b) for b in (False, True)}
     (target / f"{everybody.rank}.json").write_text(json.dumps(result))
     distributed.leave(0)
