@@ -57,11 +57,14 @@ class Weights(ABC):
         whole = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
         return whole if dtype is None else whole.to(dtype)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], with_values: bool = True) -> None:
         """Compare names, shapes and kinds with those of a model (HF names, a tied weight once).
 
         Many tied folders hold the head as well; that is accepted when it is the same tensor. The rotary embedding's old
         buffers are ignored, as transformers does.
+
+        Args:
+            with_values: read a tied head and the embedding to compare them; one rank is enough.
 
         Raises:
             UserError: every tensor that is missing, unexpected or mis-shaped.
@@ -79,7 +82,7 @@ class Weights(ABC):
                 problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
                 problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
-        if not problems and tied_head and not self._same(HEAD, EMBEDDING):
+        if with_values and not problems and tied_head and not self._same(HEAD, EMBEDDING):
             problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
         if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
             problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]

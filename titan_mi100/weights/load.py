@@ -98,5 +98,5 @@ def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
 
 def _open_base(source: str, spec: model_spec.ModelSpec) -> Weights:
     weights = open_weights(source)
-    weights.check(model_spec.parameter_shapes(spec))
+    weights.check(model_spec.parameter_shapes(spec), with_values=dist.get_rank() == 0)
     return weights
