@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import pytest
 import torch
 
-from titan_mi100.checkpoint import checkpointer, sealed
+from titan_mi100.checkpoint import random_state, sealed
 from titan_mi100.checkpoint.resume import check_is_a_runs, open_checkpoint
 from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
@@ -191,13 +191,13 @@ def test_a_manifest_says_what_a_manifest_can_say(about: dict[str, Any], message:
 )
 def test_a_random_state_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     cpu, file = torch.device("cpu"), tmp_path / "rng-0.json"
-    state = json.loads(json.dumps(checkpointer._random_state(cpu)))
+    state = json.loads(json.dumps(random_state.random_state(cpu)))
     file.write_text(json.dumps(state))
-    checkpointer._set_random_state(file, cpu)
+    random_state.set_random_state(file, cpu)
     assert base64.b64decode(state["torch"]) == torch.get_rng_state().numpy().tobytes()
     file.write_text(json.dumps({**state, **change}))
     with pytest.raises(UserError, match=r"rng-0.json: ") as caught:
-        checkpointer._set_random_state(file, cpu)
+        random_state.set_random_state(file, cpu)
     assert f"rng-0.json: {message}" in str(caught.value) and "remove this checkpoint" in str(caught.value)
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_regular_file_of_the_folder_is_not_opened(make: Callable[[Pat
     for file, read in (
         (tmp_path / "metrics.jsonl", lambda: _drop_after(tmp_path / "metrics.jsonl", 2, False)),
         (path / "trainer.json", lambda: open_checkpoint(path)),
-        (path / "rng-0.json", lambda: checkpointer._set_random_state(path / "rng-0.json", torch.device("cpu"))),
+        (path / "rng-0.json", lambda: random_state.set_random_state(path / "rng-0.json", torch.device("cpu"))),
         (path / "manifest.json", lambda: sealed.read_manifest(path)),
     ):
         file.unlink(missing_ok=True)

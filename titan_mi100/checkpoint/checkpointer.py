@@ -10,23 +10,19 @@ twice, and the other replicas send nothing. What is exchanged does not grow with
 to get every entry of `.metadata` from the rank that wrote it, once.
 """
 
-import base64
 import errno
 import json
-import random
 import shutil
 import threading
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,11 +35,11 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
-from titan_mi100.checkpoint.resume import REMEDY, TRAINER, open_checkpoint
+from titan_mi100.checkpoint.random_state import random_state, set_random_state
+from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
-from titan_mi100.files.plain import read_checked
 from titan_mi100.files.stored import open_dcp
 from titan_mi100.logging import log
 from titan_mi100.optim.state import NamedState
@@ -132,7 +128,7 @@ class Checkpointer:
         tensors = self._written_here() | extra
         size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
         self._bytes = self._bytes or round(sum_over_ranks([size], self.world.device)[0])
-        rng = json.dumps(_random_state(self.world.device))
+        rng = json.dumps(random_state(self.world.device))
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
@@ -336,7 +332,7 @@ class Checkpointer:
         with raise_together():
             # it may be there for neither, if more ranks load than have saved; dropout is seeded anyway
             for file in [file for file in states if file in manifest["files"]][:1]:
-                _set_random_state(path / file, self.world.device)
+                set_random_state(path / file, self.world.device)
         if self.world.rank == 0:
             self._retention.note(path)
             self._newest = path if path.parent == self.folder else None
@@ -408,7 +404,6 @@ def _staged(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-_MT19937 = 624  # numbers of the generator's state
 _OTHER = "use another job.run_folder, or --checkpoint.fresh"
 _SHARED = "all nodes must see the same file system"
 
@@ -438,44 +433,3 @@ def _check_names(path: Path, others: list[str], found: Kinds, wanted: Kinds, une
             problems.append(f"{len(names)} {what}, the first {name} (checkpoint: {there}, model: {here})")
     if problems:
         raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")
-
-
-@dataclass(frozen=True)
-class _RandomState:
-    """What rng-R.json holds; the texts are base64."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, list[int], int, int, float]
-    torch: str
-    cuda: str = ""
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    python = random.getstate()
-    numpy = np.random.get_state(legacy=True)
-    state = {
-        "python": [python[0], list(python[1]), python[2]],
-        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],  # type: ignore[index, union-attr]
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state(device).numpy().tobytes()).decode()
-    return state
-
-
-def _set_random_state(file: Path, device: torch.device) -> None:
-    state = read_checked(file, _RandomState, REMEDY)
-
-    def tensor(text: str) -> Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-    try:
-        if state.numpy[2] > _MT19937:  # numpy would read beyond the end
-            raise ValueError(f"numpy[2] = {state.numpy[2]}, of {_MT19937}")
-        random.setstate(state.python)
-        np.random.set_state((state.numpy[0], np.array(state.numpy[1], dtype=np.uint32), *state.numpy[2:]))
-        torch.set_rng_state(tensor(state.torch))
-        if device.type == "cuda" and state.cuda:
-            torch.cuda.set_rng_state(tensor(state.cuda), device)
-    except Exception as error:  # of three libraries
-        raise UserError(f"{file}: is no random state: {error}; {REMEDY}") from None

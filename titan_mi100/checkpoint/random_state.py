@@ -1,0 +1,60 @@
+"""The random states of a process, as a checkpoint keeps them in `rng-<rank>.json`."""
+
+import base64
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_mi100.checkpoint.resume import REMEDY
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import read_checked
+
+_MT19937 = 624  # numbers of the generator's state
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """What rng-R.json holds; the texts are base64."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: str
+    cuda: str = ""
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """As JSON can hold it."""
+    python = random.getstate()
+    numpy = np.random.get_state(legacy=True)
+    state = {
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],  # type: ignore[index, union-attr]
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state(device).numpy().tobytes()).decode()
+    return state
+
+
+def set_random_state(file: Path, device: torch.device) -> None:
+    """Raises UserError: it holds no random state."""
+    state = read_checked(file, _RandomState, REMEDY)
+
+    def tensor(text: str) -> Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+    try:
+        if state.numpy[2] > _MT19937:  # numpy would read beyond the end
+            raise ValueError(f"numpy[2] = {state.numpy[2]}, of {_MT19937}")
+        random.setstate(state.python)
+        np.random.set_state((state.numpy[0], np.array(state.numpy[1], dtype=np.uint32), *state.numpy[2:]))
+        torch.set_rng_state(tensor(state.torch))
+        if device.type == "cuda" and state.cuda:
+            torch.cuda.set_rng_state(tensor(state.cuda), device)
+    except Exception as error:  # of three libraries
+        raise UserError(f"{file}: is no random state: {error}; {REMEDY}") from None
