@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.loader import Microbatch, ReadAhead, RowStream
+from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.data.prepared import PADDING_DOCUMENT
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
@@ -44,7 +44,7 @@ class Trainer:
         self._flags, self._loss_scale = flags or {}, loss_scale
         self._row = first_row
         self._microbatches = stream.step(first_row)
-        self._later: ReadAhead | None = None  # from the second step on
+        self._next_step: Callable[[], list[Microbatch]] | None = None  # from the second step on
         # later steps' counts travel with the step before
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -107,9 +107,9 @@ class Trainer:
         """Take the next step's rows, which were read while the device worked; returns the seconds that took."""
         started = time.perf_counter()
         self._row += self._stream.batch.global_batch_size
-        if self._later is None:
-            self._later = ReadAhead(self._stream, self._row, pinned=self._model.device.type == "cuda")
-        self._microbatches = self._later.step()
+        if self._next_step is None:
+            self._next_step = self._stream.ahead(self._row, pinned=self._model.device.type == "cuda")
+        self._microbatches = self._next_step()
         self._next_counts = self._count(self._microbatches).tolist()
         return time.perf_counter() - started
 

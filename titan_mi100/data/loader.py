@@ -6,7 +6,7 @@ tensors.
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +120,14 @@ class RowStream:
     def microbatch(self, first_row: int, number: int) -> Microbatch:
         """One of them."""
         return collate([self.source.row(row) for row in self.row_numbers(first_row, [number])])
+
+    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
+        """A function that gives the microbatches of the step that begins with row `first_row`, then of the next ...
+
+        Args:
+            pinned: in page-locked memory.
+        """
+        return ReadAhead(self, first_row, pinned).step
 
     def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
         """The row numbers in these of this rank's microbatches, of the step that begins with row `first_row`.

@@ -137,6 +137,9 @@ class _Rows:
     def __init__(self, config: Config, batch: Batch) -> None:
         self.batch, self._config = batch, config
 
+    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
+        return lambda: self.step(first_row)
+
     def step(self, first_row: int) -> list[Microbatch]:
         found = inputs(self._config, self.batch.gradient_accumulation_steps)
         return [{**microbatch, "document_ids": torch.zeros_like(microbatch["labels"])} for microbatch in found]
