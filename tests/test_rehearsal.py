@@ -184,7 +184,7 @@ SMALL = ("--rehearse", "16", "--device", "mi250x", "--model.flavor", "debug", "-
 SMALL += ("--training.target_tokens_per_step", "0", "--parallelism.tensor_parallel_degree", "2")
 
 
-def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rehearse.main([*SMALL, "--json", "--ranks", "0,3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 3] and found["fits"]
@@ -196,9 +196,11 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
     assert row["ranks"] == 2 and row["link"] == "inside a node" and row["ring_bytes"] == row["payload"]
     step = found["step"]
     assert step["seconds"] == pytest.approx(step["computing"] + sum(step["exposed"].values())) and not step["bubble"]
-    assert rehearse.main([*SMALL, "--memory", "0.5"]) == 6
+    mine = tmp_path / "mine.toml"
+    mine.write_text('name = "mine"\nmemory_gib = 0.5\nlink_gbs = 16\nper_node = 1\ntflops = { bfloat16 = 71 }\n')
+    assert rehearse.main([*SMALL[:2], "--device", str(mine), *SMALL[4:]]) == 6
     said = capsys.readouterr()
-    assert "modelled, not measured: " in said.out
+    assert "modelled, not measured: " in said.out and "tensor parallel reaches across nodes" in said.out
     assert "what helps most: " in said.err and "does not fit: 0." in said.out
     assert re.search(r"^dp_shard +reduce-scatter +8 +5 +1.8 MB +1.6 MB  between nodes$", said.out, re.MULTILINE)
 
@@ -231,3 +233,4 @@ def test_the_launcher_hands_over(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launch.main([*SMALL, "--ranks", "16"])
     assert ended.value.code == 2 and "--ranks 16 is not one of 16 ranks" in capfd.readouterr().err
+    assert launch.main(["--rehearse", "--help"]) == 0 and "--rehearse N" in capfd.readouterr().out

@@ -29,7 +29,10 @@ _OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(argv)))
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):  # also where the number is missing
+        arguments = ["--help"]
+    return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
 
 
 def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:

@@ -66,7 +66,7 @@ class Run:
         return step_of(self.loaded, self.ranks, [self.work], DEVICES[self.device], efficiency)
 
     def mfu(self, rate: float) -> float:
-        """As torchtitan counts it: 6 FLOPs per parameter and token but the embedding's, attention uncut."""
+        """6 FLOPs per token and parameter but the embedding's, attention uncut: as the 40% of the fitted figure."""
         spec, training = self.spec or self.loaded.spec(), self.loaded.training
         weights = sum(map(math.prod, parameter_shapes(spec).values())) - spec.vocab_size * spec.hidden_size
         attention = 12 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * training.seq_len
