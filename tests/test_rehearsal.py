@@ -18,9 +18,11 @@ from titan_mi100 import launch, rehearse
 from titan_mi100.config.costs import recomputed_flops, train_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import Layout
+from titan_mi100.config.load import load_config
 from titan_mi100.config.scaling import bubble_share, step_time
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import OPERATIONS, Transfer, Work, axis_of
+from titan_mi100.memory.counter import as_rank, enough_microbatches
 from titan_mi100.rehearsal import session
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
@@ -234,3 +236,30 @@ def test_the_launcher_hands_over(capfd: pytest.CaptureFixture[str]) -> None:
         launch.main([*SMALL, "--ranks", "16"])
     assert ended.value.code == 2 and "--ranks 16 is not one of 16 ranks" in capfd.readouterr().err
     assert launch.main(["--rehearse", "--help"]) == 0 and "--rehearse N" in capfd.readouterr().out
+
+
+TABLE = re.findall(
+    r"^\| `(qwen3_\w+[\d.]*\w*)` \| (\d+) \| [^|]* \| ([\d.]+) GiB \|$",
+    (REPO / "train_configs" / "README.md").read_text().split("peak per GCD, rehearsed")[1],
+    re.MULTILINE,
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "ranks", "peak"), [row for row in TABLE if "_pp" not in row[0]])
+def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, peak: str) -> None:
+    """Counted of two and three layers, as each more adds as much; a pipeline's would take minutes."""
+    path = str(REPO / "train_configs" / f"{name}.toml")
+    config = load_config(["--job.config_file", path], int(ranks), with_files=False)
+    spec, found = config.spec(), []
+    for layers in (2, 3):
+        with as_rank(config, int(ranks), 0, enough_microbatches(config, int(ranks)), GPU,
+                     spec=replace(spec, num_hidden_layers=layers)) as fake:  # fmt: skip
+            found.append(fake.count_step().peak)
+    whole = found[1] + (spec.num_hidden_layers - 3) * (found[1] - found[0])
+    assert whole / 2**30 == pytest.approx(float(peak), rel=0.02)
+
+
+def test_all_configs_for_pretraining_are_in_the_table() -> None:
+    named = {path.stem for path in (REPO / "train_configs").glob("*node*.toml")}
+    assert {name for name, _, _ in TABLE} == named and len(named) == 5
