@@ -33,11 +33,11 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
 ) -> None:
     monkeypatch.setattr(launch, "default_process_count", lambda: 5)
     given = ["--job.config_file=a.toml", "--x.y"]
-    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given)
-    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given)
-    assert launch.parse(given, "4") == (4, given)
+    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None)
+    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None)
+    assert launch.parse(given, "4") == (4, given, None)
     assert launch.parse(["--nproc_per_node=", *given], "")[0] == 5
-    with pytest.raises(UserError, match="--nproc_per_node needs a number"):
+    with pytest.raises(UserError, match="--nproc_per_node needs a value"):
         launch.parse([*given, "--nproc_per_node"])
     with pytest.raises(UserError, match="--nproc_per_node is given twice, as '2' and '2'"):
         launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])
@@ -89,7 +89,7 @@ def test_on_a_full_disk_the_state_is_written_over_the_one_before(
     for path in (tmp_path / "run_state.json", outcome):
         assert json.loads(path.read_text())["state"] == "save_failed"
         assert path.stat().st_size < 4096
-    assert launch.read_outcome(outcome) == (1, "ä" * 300)
+    assert launch.read_outcome(outcome) == (1, "ä" * 300, None, "save_failed")
 
 
 def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
@@ -99,7 +99,9 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
     workers: list[subprocess.Popen] = []
     looked, look = [], launch.Launcher._signal_workers
 
-    def run(_: launch.Launcher, what: str, command: list[str], pass_on: object, environment: dict) -> tuple[int, bytes]:
+    def run(
+        _: launch.Launcher, what: str, command: list[str], pass_on: object, environment: dict, is_over: object
+    ) -> tuple[int, bytes]:
         workers.append(subprocess.Popen(["sleep", "60"], env={**os.environ, **environment}))
         return -signal.SIGKILL, b""
 
@@ -108,8 +110,9 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
         if len(looked) > 1:
             look(self, number)
 
-    monkeypatch.setattr(launch.Launcher, "__init__", lambda self: setattr(self, "_told", None))  # blocks signals
+    # it blocks signals
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda self: self.__dict__.update(_told=None, trainer=()))
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
-    assert launch.Launcher().train(["torchrun"], [], "folder") == 1
+    assert launch.Launcher().attempt(["--standalone"]).code == 1
     assert workers[0].wait(10) == -signal.SIGKILL

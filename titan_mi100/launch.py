@@ -1,12 +1,11 @@
 """Starts a run and supervises it: `python -m titan_mi100.launch ARGS`, which run_train.sh calls.
 
 Checks the config, prepares the data, runs the trainer (several processes under torchrun; one alone, which starts
-sooner), passes signals on, and ends with an exit code of docs/DESIGN.md.
+sooner), passes signals on, and ends with an exit code of docs/DESIGN.md. launch_nodes.py is about several nodes.
 Imports little and no torch, to start fast. Signals are blocked and waited for, not handled: so none interrupts anything
 else, and none is lost. run_train.sh blocks them before it starts Python.
 """
 
-import json
 import os
 import re
 import signal
@@ -17,17 +16,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
+from titan_mi100 import nodes
 from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
+from titan_mi100.launch_nodes import Leader, follow
+from titan_mi100.outcome import Outcome, read_outcome
 from titan_mi100.streams import open_streams
+from titan_mi100.wording import printable
 
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
 _REHEARSAL = ("-m", "titan_mi100.rehearse")
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", os.devnull)
+_PREPARE = ("-m", "titan_mi100.data.prepare")
+_TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
+_ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LOOK = 0.3  # seconds between two looks at the other nodes
 _AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
 _MEANING = {
     2: "the config or the input is wrong",
@@ -38,6 +45,7 @@ _MEANING = {
 }
 Process = subprocess.Popen[bytes]
 PassOn = Callable[[Process], None]  # a signal that has come
+IsOver = Callable[[], bool]
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -50,31 +58,20 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             return 0
         if {"-h", "--help"} & set(arguments):
             return len(launcher.run_first("the help", *_CONFIG, "--help"))  # 0: it is printed
-        if (copies := environ.get("WORLD_SIZE") or str(srun_tasks(environ))) != "1":
+        processes, launcher.trainer, place = parse(arguments, environ.get("NGPU", ""))
+        copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
+        if copies not in ("1", str(place.most) if place else "1"):
             raise UserError(
                 f"srun, or WORLD_SIZE, says that {copies} processes were started, and each run_train.sh would train a "
                 "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
-                "srun python -m titan_mi100.train ..."
+                "srun python -m titan_mi100.train ...; or one on each node, with --nnodes, --node_rank and --rdzv"
             )
-        processes, trainer = parse(arguments, environ.get("NGPU", ""))
         for name in (*PLACE, RUN_FOLDER):
             os.environ.pop(name, None)  # of a job that has started this one
-        # checked once, before any process starts; prints the folder, so that all processes share it
-        check, size = (*_CONFIG, *trainer), str(processes)
-        first = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "", "MASTER_PORT": "0"}  # as its first process is
-        found = launcher.run_first("the check of the config", *check, stdout=subprocess.PIPE, **first)
-        folder = os.fsdecode(found).removesuffix("\n")
-        os.environ[RUN_FOLDER] = folder
         set_defaults(processes)
-        # also without torch: bad rows end here, before a GPU is touched, and the processes find the data ready
-        try:
-            launcher.run_first("the preparation of the data", "-m", "titan_mi100.data.prepare", *trainer)
-        except BaseException:
-            with suppress(OSError):
-                os.rmdir(folder)  # unless there is something in it; not earlier, or another run could get its name
-            raise
-        torchrun = (*_TORCHRUN, "--nproc_per_node", size) if processes > 1 else ()
-        return launcher.train(torchrun, (*TRAINER, *trainer), folder)
+        if place is None:
+            return _run_alone(launcher, processes)
+        return _lead(launcher, place, processes) if place.rank == 0 else follow(launcher, place, processes)
     except UserError as error:
         say(error)
         return 2
@@ -83,31 +80,71 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         return 1
 
 
-def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str]]:
-    """The number of processes, and the trainer's arguments.
+def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nodes.Place | None]:
+    """The number of processes of this node, the trainer's arguments, and this node's place; None: there is no other.
 
     Args:
         ngpu: the number of processes where the command line has none.
 
     Raises:
-        UserError: there is no such number.
+        UserError: there is no such number, or no such place.
     """
-    rest, trainer, given = list(arguments), list[str](), list[str]()
+    rest, trainer, given = list(arguments), list[str](), dict[str, str]()
     while rest:
         name, has_value, value = rest[0].partition("=")
-        argument = rest.pop(0)
-        if name not in ("--nproc_per_node", "--nproc-per-node"):
+        argument, option = rest.pop(0), name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or option not in ("nproc_per_node", *nodes.OPTIONS):
             trainer.append(argument)
-        elif has_value or rest:
-            given.append(value if has_value else rest.pop(0))
-        else:
-            raise UserError(f"{name} needs a number, e.g. --nproc_per_node 2")
-    if len(given) > 1:
-        raise UserError(f"--nproc_per_node is given twice, as {given[0]!r} and {given[1]!r}; keep one of them")
-    ngpu = given[0] if given else ngpu
+            continue
+        if not has_value and not rest:
+            raise UserError(f"{name} needs a value, e.g. --nproc_per_node 2")
+        value = value if has_value else rest.pop(0)
+        if option in given:
+            raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
+        given[option] = value
+    ngpu = given.pop("nproc_per_node", ngpu)
     if not re.fullmatch("[1-9][0-9]?", ngpu or "1", re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
-    return int(ngpu or default_process_count()), trainer
+    return int(ngpu or default_process_count()), trainer, nodes.parse_place(given)
+
+
+def _run_alone(launcher: "Launcher", processes: int) -> int:
+    folder = launcher.check(processes)
+    launcher.prepare(folder)
+    torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
+    outcome = launcher.attempt(torchrun)
+    if not outcome.state:  # it has said nothing
+        launcher.leave_if_told()
+        outcome = outcome._replace(code=1)
+    return conclude(outcome, folder)
+
+
+def _lead(launcher: "Launcher", place: nodes.Place, processes: int) -> int:
+    """Node 0's part of a run on several; the exit code, which the other nodes learn too."""
+    folder, code = launcher.check(processes * place.most), 1
+    with nodes.Host(place, processes) as host:
+        try:
+            outcome = Leader(launcher, host, place, processes).run(folder)
+            code = outcome.code
+        except UserError:
+            code = 2
+            raise
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+            raise
+        finally:
+            host.tell(do="end", code=code)
+    return conclude(outcome, folder)
+
+
+def conclude(outcome: Outcome, folder: str) -> int:
+    """Say how the run has ended; its exit code."""
+    for line in outcome.message.splitlines():
+        say(line)
+    if outcome.code:
+        meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
+        say(f"exit code {outcome.code}: {meaning}. Run folder: {folder}")
+    return outcome.code
 
 
 def set_defaults(processes: int) -> None:
@@ -121,13 +158,18 @@ def set_defaults(processes: int) -> None:
 
 def say(words: object) -> None:
     with suppress(OSError):  # its reader is gone; the run goes on
-        os.write(2, f"run_train: {words}\n".encode(errors="backslashreplace"))
+        os.write(2, f"run_train: {printable(str(words))}\n".encode(errors="backslashreplace"))
 
 
 class Launcher:
-    """Runs one process after the other, and listens to signals from its construction on."""
+    """Runs one process after the other, and listens to signals from its construction on.
+
+    Attributes:
+        trainer: the trainer's arguments.
+    """
 
     def __init__(self) -> None:
+        self.trainer: Sequence[str] = ()
         self._told: signal.Signals | None = None
         self._outcome, self._under_torchrun = Path(), True
         # what is ignored stays so: nohup ignores SIGHUP
@@ -136,39 +178,83 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, as some parents leave it, it would hide exit codes
 
-    def run_first(self, what: str, *command: str, stdout: int | None = None, **environment: str) -> bytes:
+    def check(self, world: int, rank: int = 0, folder: str = "") -> str:
+        """Check the config once, before any process starts; the run's folder, so that all processes share it.
+
+        Args:
+            world: processes of the job; it is checked as the one with this rank will.
+            folder: "": made now.
+        """
+        os.environ.pop(RUN_FOLDER, None)
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0"}
+        place |= {RUN_FOLDER: folder} if folder else {}
+        what, pipe = "the check of the config", subprocess.PIPE
+        found = self.run_first(what, *_CONFIG, *self.trainer, stdout=pipe, environment=place)
+        os.environ[RUN_FOLDER] = os.fsdecode(found).removesuffix("\n")
+        return os.environ[RUN_FOLDER]
+
+    def prepare(self, folder: str) -> None:
+        """Prepare the data, also without torch: bad rows end here, before a GPU is touched.
+
+        Args:
+            folder: for the ledger; removed if this fails and there is nothing in it.
+        """
+        try:
+            self.run_first("the preparation of the data", *_PREPARE, *self.trainer, environment={RUN_FOLDER: folder})
+        except BaseException:
+            with suppress(OSError):
+                os.rmdir(folder)  # not earlier, or another run could get its name
+            raise
+
+    def run_first(
+        self, what: str, *command: str, stdout: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
         """Run what comes before the run; what it printed to a pipe. Exits if it fails, or is told to stop."""
         status, output = self._run(what, command, Process.terminate, environment, stdout)
-        self._leave_if_told()
+        self.leave_if_told()
         if status:
             sys.exit(status if status in _MEANING else 1)
         return output
 
-    def train(self, torchrun: Sequence[str], trainer: Sequence[str], folder: str) -> int:
-        """Run the trainer, or torchrun with it, to its end; the exit code of the run."""
+    def attempt(self, torchrun: Sequence[str], is_over: IsOver | None = None) -> Outcome:
+        """Run the trainer to its end; what it has left, with its own words where it failed.
+
+        Args:
+            torchrun: arguments of the torchrun that runs it; none: it runs by itself.
+            is_over: asked now and then: whether to end it.
+        """
         self._under_torchrun = bool(torchrun)
+        command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the run makes it
             environment = {"TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid())}
             what = "torchrun" if torchrun else "the trainer"
-            status, _ = self._run(what, (*torchrun, *trainer), self._tell_workers, environment)
+            status, _ = self._run(what, (*command, *self.trainer), self._tell_workers, environment, is_over=is_over)
             for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
                 self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
                 time.sleep(0.1)
-            outcome = read_outcome(self._outcome)
-        if outcome is None:
-            self._leave_if_told()
-        code, message = outcome or (1, "")
-        # what the run itself said last, which may be above a page of torchrun's about its workers
-        for line in message.splitlines() if status else ():
-            say(line)
-        if code := code or int(status != 0):
-            meaning = _MEANING.get(code, "did not finish").format(folder)
-            say(f"exit code {code}: {meaning}. Run folder: {folder}")
-        return code
+            outcome = read_outcome(self._outcome) or Outcome(0)
+        # a run that fails says why on its own, but above a page of torchrun's about its workers
+        return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
+
+    def rest(self, seconds: float) -> None:
+        """Wait, and exit if told to stop."""
+        number = signal.sigtimedwait(self._signals, seconds)
+        if number is not None and number.si_signo in _STOP:
+            self._told = signal.Signals(number.si_signo)
+        self.leave_if_told()
+
+    def say(self, words: object) -> None:
+        say(words)
 
     def _run(
-        self, what: str, command: Sequence[str], pass_on: PassOn, environment: dict[str, str], stdout: int | None = None
+        self,
+        what: str,
+        command: Sequence[str],
+        pass_on: PassOn,
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        is_over: IsOver | None = None,
     ) -> tuple[int, bytes]:
         """Run Python to its end; its exit status, negative for a signal, and what it printed to a pipe.
 
@@ -179,8 +265,12 @@ class Launcher:
             start_new_session=True,  # Ctrl-C must arrive once, from here, not from the terminal as well
             preexec_fn=_before_exec,
         )  # fmt: skip
+        is_ended = False  # by us
         while (status := process.poll()) is None:
-            number = signal.sigwait(self._signals)
+            number = self._next_signal(is_over)
+            if number is None and is_over is not None and is_over():
+                is_ended = True
+                process.kill()
             if number in _STOP and self._told is None:
                 self._told = signal.Signals(number)
                 say("stopping (Ctrl-C ends it at once) ...")
@@ -190,10 +280,17 @@ class Launcher:
             elif number == signal.SIGALRM:
                 pass_on(process)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if status < 0 and not self._told:
+        if status < 0 and not self._told and not is_ended:
             remedy = "; most likely memory ran out (dmesg says so)" if status == -signal.SIGKILL else ""
             say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
         return status, process.stdout.read() if process.stdout else b""
+
+    def _next_signal(self, is_over: IsOver | None) -> int | None:
+        """None: it is time to ask whether the run is over."""
+        if is_over is None:
+            return signal.sigwait(self._signals)
+        found = signal.sigtimedwait(self._signals, _LOOK)
+        return None if found is None else found.si_signo
 
     def _tell_workers(self, process: Process) -> None:
         """Tell workers with USR1: torchrun would pass TERM on, but give them only half a minute to save."""
@@ -221,7 +318,7 @@ class Launcher:
                 if parent in (None, int(state[1])) and mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), number)
 
-    def _leave_if_told(self) -> None:
+    def leave_if_told(self) -> None:
         if self._told:
             say(f"{self._told.name}: stopped before the run began; nothing was trained; exit code 3")
             sys.exit(3)
@@ -230,16 +327,6 @@ class Launcher:
 def _before_exec() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a worker listens: it would die, and the others wait for it
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def read_outcome(path: Path) -> tuple[int, str] | None:
-    """The exit code and message that the run has left; None: nothing that can be read."""
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        message = "killed, or ended without a word" if state["state"] == "running" else state.get("message", "")
-        return int(state["exit_code"]), str(message)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 if __name__ == "__main__":

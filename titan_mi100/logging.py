@@ -91,3 +91,18 @@ def log_to_file(path: Path) -> None:
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_LineFormatter("", of_info="INFO "))
     log.addHandler(handler)
+
+
+def log_errors_to_file(path: Path) -> None:
+    """From now on append to this file and print nothing: thousands of ranks may fail for the same reason. The file and
+    its folder are made when there is something to write.
+    """
+    handler = _FileOnDemand(path, encoding="utf-8", errors="backslashreplace", delay=True)
+    handler.setFormatter(_LineFormatter(""))
+    log.handlers = [handler]
+
+
+class _FileOnDemand(logging.FileHandler):
+    def _open(self):  # type: ignore[no-untyped-def]  # what it returns is logging's own affair
+        Path(self.baseFilename).parent.mkdir(exist_ok=True)
+        return super()._open()

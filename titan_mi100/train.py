@@ -11,6 +11,9 @@ if __name__ == "__main__":
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
 
 import os
+import socket
+import sys
+from dataclasses import replace
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
@@ -19,6 +22,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.outcome import LOST
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
@@ -26,7 +30,7 @@ from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.record import log_where_everything_is
 from titan_mi100.weights.convert import export
-from titan_mi100.wording import shortened
+from titan_mi100.wording import shortened, with_level
 
 
 class Preempted(Exception):
@@ -45,6 +49,7 @@ def main(config: Config, preemption: Preemption) -> None:
         folder = RunFolder(config, world)
         again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh and load_step"
         run = open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason))
+        run.observers += [folder, distributed.Patience(run.mesh)]
         train(run, preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:
@@ -58,30 +63,40 @@ def main(config: Config, preemption: Preemption) -> None:
     except KeyboardInterrupt:
         ended, together = RunState("interrupted", 1, "interrupted", again), False
     except Exception as error:
-        together = False
+        together, where = False, _where(rank, folder)
         if is_out_of_memory(error):
-            ended = RunState("out_of_memory", 6, _what_was_planned(error, rank, run), f"take less memory; {again}")
-            log.error(ended.message)
+            ended = RunState("out_of_memory", 6, _what_was_planned(error, where, run), f"take less memory; {again}")
         else:
-            log.error(message_of(error, folder.path / "train.log" if folder else None))
-            ended = RunState("crashed", 1, f"rank {rank}: {error!r}", f"look into train.log; {again}")
+            state = LOST if distributed.is_about_a_lost_process(error) else "crashed"
+            said = message_of(error, folder.own_log() if folder else None)
+            ended = RunState(state, 1, f"{where}: {said}", again)
+        log.error(ended.message)
+    if folder is not None:
+        ended = replace(ended, step=folder.step)
     if together and (rank == 0 or ended.exit_code == 1):
         for line in ended.message.splitlines():
             (log.warning if ended.exit_code == 3 else log.error)(line)
     if together and rank == 0:
         write_run_state(folder.path if folder else None, ended)
-    elif not together and folder is not None:
-        folder.note_crash(ended)
+    elif not together and folder is not None and folder.note_crash(ended) and rank:
+        print(with_level("ERROR", ended.message), file=sys.stderr, flush=True)  # its log goes to a file
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
 
 
-def _what_was_planned(error: Exception, rank: int, run: Run | None) -> str:
+def _where(rank: int, folder: RunFolder | None) -> str:
+    """The process, in a message about its end."""
+    step = folder.step if folder else None
+    when = "before the first step" if step is None else f"after step {step}"
+    return f"rank {rank} on {socket.gethostname()}, {when}"
+
+
+def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
     """The message when memory has run out."""
     planned = "while the run was opened"
     if run is not None:
         planned = f"{run.forecast.describe(peak_memory_gib(run.world.device))}; {remedy(run.forecast.plan)}"
-    return f"rank {rank} is out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
+    return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
 
 
 def _way_back(folder: RunFolder | None) -> str:

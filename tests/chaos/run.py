@@ -56,6 +56,8 @@ ROWS = {
             "chaos.hostile.cases"),
     11: Row("clean exits", "100 of 100", "chaos.runs.exits"),
     12: Row("cost of a save and of the finite flag", "stall, MB/s, ms a step", "chaos.cost.cases"),
+    13: Row("starts on two nodes, every second with a rank or agent killed, a node late, a connection refused",
+            "100: all train", "chaos.starts.starts"),
 }  # fmt: skip
 
 

@@ -70,6 +70,26 @@ def check_place(environ: Mapping[str, str]) -> None:
         raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}; {_REMEDY}")
 
 
+def device_index(environ: Mapping[str, str], usable: int) -> int:
+    """Which of the devices that this process can use is its own.
+
+    Args:
+        usable: their number. A task of srun may see its own only, which is then number 0.
+
+    Raises:
+        UserError: more processes than devices.
+    """
+    rank, processes = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if processes <= usable:
+        return rank
+    if usable == 1 and "SLURM_STEP_ID" in environ:
+        return 0
+    raise UserError(
+        f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}, or under srun give each "
+        "task a GPU of its own (--gpus-per-task=1), or let it see all of its node (--gpus-per-node, --gpu-bind=none)"
+    )
+
+
 def _check_size(environ: Mapping[str, str], name: str, tasks: int) -> None:
     if (size := environ.get(name) or "1") not in ("1", str(tasks)):
         raise UserError(f"{name} = {size}, but RANK is not set: each process would train a model of its own; {_REMEDY}")

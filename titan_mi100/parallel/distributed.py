@@ -4,12 +4,14 @@ import ctypes
 import hashlib
 import os
 import random
+import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_mi100.config.hardware import count_gpus
 from titan_mi100.config.layout import Layout
+from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 
@@ -32,6 +35,8 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # larger jobs than this each connects to those it talks to, when it does (torch 2.8 then prints which it is not
 # connected to, so not in small ones).
 _FULL_MESH = 64
+_START, _RUNNING = timedelta(minutes=30), timedelta(minutes=10)  # time-outs before the first step, and after it
+_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -60,26 +65,58 @@ def init_distributed() -> World:
             f"{present} GPU(s) are here, but torch {torch.__version__} cannot use them; install a torch built for them "
             "(check that you may open /dev/kfd or /dev/nvidia0), or hide them with CUDA_VISIBLE_DEVICES= to run on CPU"
         )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if usable and processes > usable:
-        raise UserError(
-            f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}, or under srun let each "
-            "task see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
-        )
     device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if usable:
+        device = torch.device("cuda", device_index(os.environ, usable))
         torch.cuda.set_device(device)
     else:
         _keep_freed_memory()
     if size > _FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if usable else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=_START)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if usable == 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        found = torch.cuda.get_device_properties(device)
+        _refuse_shared(f"{socket.gethostname()}/{getattr(found, 'uuid', found.name)}", rank)
     return World(rank, size, device)
+
+
+def _refuse_shared(device: str, rank: int) -> None:
+    """Refuse a device that another process has too. A collective.
+
+    Args:
+        device: its name, not found a second time among all nodes.
+    """
+    holders = dist.distributed_c10d._get_default_store().add(f"titan_mi100/holders/{device}", 1)
+    with raise_together():
+        if holders > 1:
+            raise UserError(
+                f"rank {rank}: another process has its GPU too ({device}); under srun give each task a GPU of its own "
+                "(--gpus-per-task=1), or let each see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
+            )
+
+
+class Patience:
+    """Long time-outs while a job starts, shorter ones from the first step on, so that a hang is noticed. An observer.
+
+    The default group keeps its long one: ranks wait in it for files that others write.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        default = dist.distributed_c10d._get_default_group()
+        self._groups = [group for group in mesh.get_all_groups() if group is not default]
+
+    def after_step(self, step: int, result: object) -> None:
+        while self._groups:
+            dist.distributed_c10d._set_pg_timeout(_RUNNING, self._groups.pop())
+
+
+def is_about_a_lost_process(error: BaseException) -> bool:
+    """Whether the error is that another process is gone or does not answer; that one knows why, if any."""
+    return isinstance(error, _LOST) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _keep_freed_memory() -> None:

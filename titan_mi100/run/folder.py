@@ -14,9 +14,12 @@ from titan_mi100.config.load import make_run_folder
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
-from titan_mi100.logging import log, log_to_file
+from titan_mi100.logging import log, log_errors_to_file, log_to_file
+from titan_mi100.outcome import RUNNING, START, STATE
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 from titan_mi100.wording import printable
+
+_LOG = "logs/rank-{:05}.log"  # of every rank but 0
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,24 @@ class RunState:
 
     Attributes:
         next: what to do about it.
+        step: the last step of which the writer knows that this start has finished it; None: none.
     """
 
     state: str
     exit_code: int
     message: str
     next: str
+    step: int | None = None
 
 
 class RunFolder:
-    """The run's folder, for as long as this object lives."""
+    """The run's folder, for as long as this object lives.
+
+    Attributes:
+        step: the last step that this start has finished; None: none.
+    """
+
+    step: int | None = None
 
     def __init__(self, config: Config, world: World) -> None:
         """Make, lock and try it. A collective.
@@ -43,19 +54,44 @@ class RunFolder:
             UserError: another run has it, or it cannot be written to.
         """
         path, nonce = from_rank_zero(lambda: self._take(config))
-        self.path = Path(path)
+        self.path, self._rank = Path(path), world.rank
+        if world.rank:
+            log_errors_to_file(self.path / _LOG.format(world.rank))
         with raise_together():
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _check_shared(self.path, nonce, world.rank)
 
-    def note_crash(self, state: RunState) -> None:
-        """A rank has failed on its own. The first one to say so knows why; what the others say follows from it."""
+    def own_log(self) -> Path:
+        """This rank's log, to be written to."""
+        path = self.path / (_LOG.format(self._rank) if self._rank else "train.log")
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+        return path
+
+    def after_step(self, step: int, _: object) -> None:
+        """Note it; the first is written down at once: launchers try a start again that has not come so far."""
+        is_first, self.step = self.step is None, step
+        if is_first and self._rank == 0:
+            self._write_running()
+
+    def note_crash(self, state: RunState) -> bool:
+        """A rank has failed on its own. The first one to say so knows why; what the others say follows from it.
+
+        Returns:
+            Whether this is the first one.
+        """
         try:
-            if json.loads((self.path / "run_state.json").read_text(encoding="utf-8"))["state"] != "running":
-                return
+            if json.loads((self.path / STATE).read_text(encoding="utf-8"))["state"] != RUNNING:
+                return False
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.error(f"{self.path}: {error}")
         write_run_state(self.path, state)
+        return True
+
+    def _write_running(self) -> None:
+        again = f"if it was killed, start again with job.run_folder = {self.path}"
+        message = f"still running if the process is there that {LOCK} names; else killed, or this could not be written"
+        write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
 
     def _take(self, config: Config) -> tuple[str, str]:
         folder = Path(config.job.run_folder or config.job.dump_folder)
@@ -75,9 +111,8 @@ class RunFolder:
                 f"{error.filename or folder}: cannot be written to ({error.strerror}); set job.run_folder or "
                 "job.dump_folder"
             ) from None
-        again = f"if it was killed, start again with job.run_folder = {folder}"
-        message = f"still running if the process is there that {LOCK} names; else killed, or this could not be written"
-        write_run_state(folder, RunState("running", 1, message, again))
+        self.path = folder
+        self._write_running()
         return str(folder), self._lock.nonce
 
 
@@ -105,7 +140,7 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
     Args:
         folder: None: it is not this run's, and nothing is written there.
     """
-    paths = [folder / "run_state.json"] if folder is not None else []
+    paths = [folder / STATE] if folder is not None else []
     if launcher_is_told():
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
@@ -128,5 +163,6 @@ def _write(path: Path, state: RunState) -> None:
 
 
 def _as_json(state: RunState) -> str:
-    shown = {**asdict(state), "message": printable(state.message)}  # launchers print it
+    start = {"start": os.environ[START]} if os.environ.get(START) else {}
+    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
     return json.dumps(shown, indent=1) + "\n"

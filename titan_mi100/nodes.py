@@ -1,0 +1,234 @@
+"""The launchers of a job's nodes in touch with each other. Standard library only.
+
+Node 0 listens, the others connect and stay connected, so that each learns at once when another one is gone. Every start
+of the job goes through here: who takes part, which port the processes meet on, how it ended. Messages are objects in
+JSON, a line each. There are no secrets, as in torch's own store: use it where every host may be trusted.
+"""
+
+import json
+import re
+import select
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from titan_mi100.errors import UserError
+
+_HELLO = "titan_mi100 launcher 1"
+_PORTS = 4  # node 0 takes the first of so many from the named one on that is free
+_LONGEST = 1 << 16  # bytes of a message
+_SLOW = 10.0  # seconds in which an answer to a greeting, or room for a message, must come
+_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # notice a host that is dead
+
+Message = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """What the command line says of the nodes.
+
+    Attributes:
+        least, most: nodes the job may have.
+        rank: this one's number, below `most`.
+        host, port: node 0's.
+        patience: seconds to wait for the other nodes.
+    """
+
+    least: int
+    most: int
+    rank: int
+    host: str
+    port: int
+    patience: int = 600
+
+
+OPTIONS = ("nnodes", "node_rank", "rdzv", "rdzv_timeout")
+
+
+def parse_place(given: Mapping[str, str]) -> Place | None:
+    """The place that OPTIONS of the command line give; None: one node.
+
+    Raises:
+        UserError: something is missing, or makes no sense.
+    """
+    nodes = re.fullmatch("(?:([1-9][0-9]{0,3}):)?([1-9][0-9]{0,3})", given.get("nnodes", "1"), re.ASCII)
+    if nodes is None or (least := int(nodes[1] or nodes[2])) > (most := int(nodes[2])):
+        raise UserError(f"--nnodes must be a number, or LEAST:MOST, not {given['nnodes']!r}; e.g. 4, or 3:4")
+    if most == 1:
+        if extra := given.keys() - {"nnodes"}:
+            raise UserError(f"--{min(extra)} is for several nodes; add --nnodes, e.g. --nnodes 2")
+        return None
+    example = f"--nnodes {nodes[0]} --node_rank 0 --rdzv first-node:29400, with 1, 2 ... as node_rank on the others"
+    if not re.fullmatch("[0-9]{1,4}", rank := given.get("node_rank", ""), re.ASCII) or int(rank) >= most:
+        raise UserError(f"--node_rank must be 0 to {most - 1}, one for each node, not {rank!r}; e.g. {example}")
+    address = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[^\s:/]+):([0-9]{1,5})", given.get("rdzv", ""), re.ASCII)
+    if address is None or not 0 < int(address[2]) < 65536 - _PORTS:
+        raise UserError(f"--rdzv must be HOST:PORT of node 0, not {given.get('rdzv', '')!r}; e.g. {example}")
+    if not re.fullmatch("[1-9][0-9]{0,5}", patience := given.get("rdzv_timeout", "600"), re.ASCII):
+        raise UserError(f"--rdzv_timeout must be seconds, not {patience!r}")
+    return Place(least, most, int(rank), address[1].strip("[]"), int(address[2]), int(patience))
+
+
+class Link:
+    """A connection to another launcher."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._received = connection, b""
+        connection.settimeout(_SLOW)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, **message: Any) -> None:
+        """Raises OSError: the other one is gone."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float) -> Message | None:
+        """The next message; None: none has come in this time.
+
+        Raises:
+            OSError: the other one is gone, or sends what is no message.
+        """
+        until = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            if not select.select([self._socket], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            part = self._socket.recv(_LONGEST)
+            self._received += part
+            if not part or len(self._received) > 2 * _LONGEST:
+                raise ConnectionError("the connection was closed" if not part else "it sends what is no message")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionError("it sends what is no message")
+        return message
+
+
+class Host:
+    """Node 0's end.
+
+    Attributes:
+        links: to the nodes that are there, by their number.
+    """
+
+    def __init__(self, place: Place, processes: int) -> None:
+        """Listen.
+
+        Raises:
+            OSError: none of the ports is free.
+        """
+        self.links: dict[int, Link] = {}
+        self._place, self._processes = place, processes
+        for port in range(place.port, place.port + _PORTS):
+            try:
+                self._server = _listen(port)
+                return
+            except OSError as error:
+                failed = error
+        raise OSError(failed.errno, f"ports {place.port} to {port} cannot be listened on: {failed.strerror}")
+
+    def __enter__(self) -> "Host":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+        for link in self.links.values():
+            link.close()
+
+    def admit(self, seconds: float) -> str:
+        """Let in one more node, if it comes in this time; what is to be said about one that was turned away, or ""."""
+        if not select.select([self._server], [], [], seconds)[0]:
+            return ""
+        link = Link(self._server.accept()[0])
+        try:
+            if (hello := link.receive(_SLOW)) is None or hello.get("hello") != _HELLO:
+                raise ConnectionError("no launcher")
+            if refusal := self._refusal(hello):
+                link.send(refused=refusal)
+            else:
+                link.send(welcome=_HELLO)
+                self.links[hello["node"]] = link
+                return ""
+        except (OSError, KeyError):
+            refusal = ""  # a scan of ports, or a launcher that has ended
+        link.close()
+        return refusal
+
+    def _refusal(self, hello: Message) -> str:
+        node, place = hello.get("node"), self._place
+        if not isinstance(node, int) or not 0 < node < place.most or hello.get("nodes") != [place.least, place.most]:
+            return f"a launcher came as node {node} of {hello.get('nodes')}; --nnodes must be the same on all nodes"
+        if hello.get("processes") != self._processes:
+            wanted = f"{self._processes} processes, node {node} {hello.get('processes')}"
+            return f"node 0 has {wanted}; --nproc_per_node must be the same on all nodes"
+        if node in self.links:
+            return f"two launchers came as node {node}; each node needs a --node_rank of its own"
+        return ""
+
+    def tell(self, **message: Any) -> None:
+        """Send it to all nodes; those that are gone are dropped by the next look at them."""
+        for link in self.links.values():
+            with suppress(OSError):
+                link.send(**message)
+
+    def hear(self) -> list[tuple[int, Message | None]]:
+        """What has come since the last look, by node; None: the node is gone, and dropped."""
+        found: list[tuple[int, Message | None]] = []
+        for node, link in list(self.links.items()):
+            try:
+                while (message := link.receive(0)) is not None:
+                    found.append((node, message))
+            except OSError:
+                link.close()
+                del self.links[node]
+                found.append((node, None))
+        return found
+
+
+def join(place: Place, processes: int) -> Link | None:
+    """Connect to node 0's launcher, once; None: it is not there yet.
+
+    Raises:
+        UserError: it is another job's, or was started with other numbers; or its name is unknown.
+    """
+    hello = {"node": place.rank, "nodes": [place.least, place.most], "processes": processes}
+    for port in range(place.port, place.port + _PORTS):
+        link = None
+        try:
+            link = Link(socket.create_connection((place.host, port), timeout=_SLOW))
+            link.send(hello=_HELLO, **hello)
+            answer = link.receive(_SLOW) or {}
+        except OSError:
+            answer = {}  # nobody listens there yet, or somebody else does
+        if answer.get("welcome") == _HELLO:
+            return link
+        if link is not None:
+            link.close()
+        if "refused" in answer:
+            raise UserError(f"node 0 at {place.host}:{port} refuses this node: {answer['refused']}")
+    return None
+
+
+def free_port() -> int:
+    """A port that nothing listens on just now."""
+    with _listen(0) as found:
+        return found.getsockname()[1]
+
+
+def _listen(port: int) -> socket.socket:
+    """On all of this host's addresses: its own name may stand for one that others cannot reach."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a kernel without IPv6
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=1024)
