@@ -1,0 +1,158 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2016 # what stands in single quotes is expanded by the shell of each task
+# A training job in SLURM: what generic.sh and frontier.sh share. They source it, then call
+#   titan_job RUN_FOLDER [trainer's arguments]
+# One task per GPU, no torchrun. A start that fails before the first step is tried again, three times, as a new step with
+# a new port, on the nodes that answer. What has trained and was stopped, or lost a process, is put in the queue again.
+#
+#   TITAN_NODES         nodes to train on; default: all that are allocated. Allocate more to have spare ones.
+#   TITAN_TASKS         tasks for each node, one per GPU
+#   TITAN_SRUN          array: more options for srun, such as bindings
+#   TITAN_LOCAL         folder on each node for copies and caches; default /tmp/titan-USER-JOB
+#   TITAN_ENV           an environment packed by conda-pack or venv-pack (.tar.gz); it is copied to each node
+#   TITAN_SHOW_ADDRESS  command that prints a node's address for the rendezvous, run there; default: the node's name
+#   TITAN_MAX_REQUEUES  how often one job may be put in the queue again; default 20; 0 in a chain
+# Exit codes are those of docs/DESIGN.md.
+
+titan_say() { printf '%s titan: %s\n' "$(date +%T)" "$*" >&2; }
+
+# Prints the nodes of the job that start a process within two minutes, with commas between.
+titan_answering_nodes() {
+  local answers node
+  # -K0 --no-kill: a node that fails must not end the step of the others
+  answers=$(timeout 120 srun -K0 --no-kill --wait=30 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    bash -c 'echo "here $SLURMD_NODENAME"' 2>/dev/null) || :
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    grep -qx "here $node" <<<"$answers" && printf '%s\n' "$node"
+  done
+  return 0
+}
+
+# Copies a file to every node, and unpacks it there: one read of the shared file system, however many nodes.
+titan_unpack_everywhere() {
+  local file=$1 folder=$2 copy
+  copy=$TITAN_LOCAL/${1##*/}
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 mkdir -p "$folder" &&
+    sbcast --preserve --force "$file" "$copy" && # a failed sbcast leaves parts of files, so nothing may go on after it
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 tar -xf "$copy" -C "$folder"
+}
+
+# Sets PYTHON, and caches on each node: thousands of tasks must not compile, or look for modules, in one shared folder.
+titan_set_up() {
+  local code
+  if [ -n "${TITAN_ENV:-}" ]; then
+    titan_unpack_everywhere "$TITAN_ENV" "$TITAN_LOCAL/env" || return 1
+    PYTHON=$TITAN_LOCAL/env/bin/python
+    export PATH=$TITAN_LOCAL/env/bin:$PATH
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+      bash -c '! [ -x "$1" ] || "$1"' - "$TITAN_LOCAL/env/bin/conda-unpack" || return 1
+  else
+    # shellcheck source=scripts/setup_env.sh
+    source "$TITAN_REPO/scripts/setup_env.sh" || return 1
+  fi
+  code=$(mktemp "${TMPDIR:-/tmp}/titan_mi100-XXXXXX.tar") || return 1
+  tar -cf "$code" -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 &&
+    titan_unpack_everywhere "$code" "$TITAN_LOCAL/code" || return 1
+  rm -f "$code"
+  export PYTHONPATH=$TITAN_LOCAL/code${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+  export TRITON_CACHE_DIR=$TITAN_LOCAL/triton TORCHINDUCTOR_CACHE_DIR=$TITAN_LOCAL/inductor
+  export MIOPEN_USER_DB_PATH=$TITAN_LOCAL/miopen MIOPEN_CUSTOM_CACHE_DIR=$TITAN_LOCAL/miopen
+  # what an earlier job of this run has compiled
+  [ ! -e "$1/kernels.tar" ] || titan_unpack_everywhere "$1/kernels.tar" "$TITAN_LOCAL" ||
+    titan_say "kernels.tar cannot be copied: kernels are compiled again"
+}
+
+# Keeps what the first node has compiled, for the run's next jobs.
+titan_keep_kernels() {
+  [ ! -e "$1/kernels.tar" ] || return 0
+  srun --nodes=1 --ntasks=1 --nodelist="$2" bash -c '
+    cd "$1" && found=$(ls -d triton inductor miopen 2>/dev/null) && [ -n "$found" ] || exit 0
+    tar -cf "$2/.kernels.tar" $found && mv "$2/.kernels.tar" "$2/kernels.tar"' - "$TITAN_LOCAL" "$1" ||
+    titan_say "the compiled kernels could not be kept"
+}
+
+# One step: the trainer, a task per GPU. Sets `step_code` to srun's exit code, the highest of its tasks.
+titan_step() {
+  local nodes=$1 folder=$2
+  shift 2
+  if [ -n "${TITAN_SHOW_ADDRESS:-}" ]; then
+    MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="${nodes%%,*}" bash -c "$TITAN_SHOW_ADDRESS") || MASTER_ADDR=""
+    export MASTER_ADDR # empty: the node's name
+  fi
+  # -K: when one task fails, the others would wait for it. USR1 is ignored until the trainer listens, and would kill it.
+  TITAN_RUN_FOLDER=$folder srun -K --nodelist="$nodes" --nodes="$TITAN_NODES" --ntasks-per-node="$TITAN_TASKS" \
+    ${TITAN_SRUN[@]+"${TITAN_SRUN[@]}"} bash -c 'trap "" USR1; exec "$@"' - \
+    "$PYTHON" -m titan_mi100.train "$@" &
+  step_pid=$!
+  step_code=0
+  while wait "$step_pid" || step_code=$?; kill -0 "$step_pid" 2>/dev/null; do step_code=0; done # signals end `wait`
+  step_pid=""
+}
+
+# Told to stop: by SLURM before the wall (--signal), by a preemption, by scancel. The tasks save, and end with code 3.
+titan_stop() {
+  titan_stopping=1
+  titan_say "told to stop"
+  [ -z "$step_pid" ] || kill -USR1 "$step_pid"
+}
+
+titan_requeue() {
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge "${TITAN_MAX_REQUEUES:-20}" ]; then
+    titan_say "not put in the queue again: TITAN_MAX_REQUEUES = ${TITAN_MAX_REQUEUES:-20}"
+  elif scontrol requeue "$SLURM_JOB_ID"; then
+    titan_say "put in the queue again"
+  else
+    titan_say "cannot be put in the queue again; submit it once more to resume"
+  fi
+}
+
+titan_job() {
+  local run_folder=${1:-} folder code=1 move="" words="" attempt nodes first
+  step_pid="" titan_stopping=""
+  case $run_folder in "" | -*)
+    titan_say "ERROR name a run folder on a file system that all nodes share: sbatch SCRIPT RUN_FOLDER [arguments]"
+    return 2
+    ;;
+  esac
+  shift
+  case " $* " in *" --checkpoint.fresh"*)
+    titan_say "ERROR --checkpoint.fresh would start over whenever the job is put in the queue again; name a new run folder"
+    return 2
+    ;;
+  esac
+  TITAN_NODES=${TITAN_NODES:-$SLURM_JOB_NUM_NODES}
+  TITAN_LOCAL=${TITAN_LOCAL:-/tmp/titan-$(id -un)-$SLURM_JOB_ID}
+  trap titan_stop USR1 TERM
+  titan_set_up "$run_folder" || { titan_say "ERROR the nodes cannot be set up" && return 1; }
+  if [ -n "${TITAN_CHAINED:-}" ]; then # a job of a chain: is there anything left to do?
+    read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$run_folder")
+    if [ "$move" = end ] && [ -e "$run_folder/run_state.json" ]; then
+      titan_say "the run has ended before, with exit code $code: $words"
+      return "$code"
+    fi
+  fi
+  # once, before the tasks start: wrong settings end here, and the folder gets its name
+  set -- --job.run_folder "$run_folder" "$@"
+  folder=$(RANK=0 WORLD_SIZE=$((TITAN_NODES * TITAN_TASKS)) MASTER_ADDR="" MASTER_PORT=0 \
+    "$PYTHON" -m titan_mi100.config.load "$@") || return $?
+
+  for attempt in 1 2 3 4; do
+    mapfile -t nodes < <(titan_answering_nodes | head -n "$TITAN_NODES")
+    if [ "${#nodes[@]}" -lt "$TITAN_NODES" ]; then
+      titan_say "only ${#nodes[@]} of $SLURM_JOB_NUM_NODES nodes answer: ${nodes[*]}; $TITAN_NODES are needed"
+      code=1 move=requeue
+      break
+    fi
+    first=${nodes[0]}
+    export TITAN_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
+    titan_step "$(IFS=,; printf '%s' "${nodes[*]}")" "$folder" "$@"
+    read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$folder" --start "$TITAN_START" --srun "$step_code")
+    titan_say "attempt $attempt: exit code $code (srun: $step_code), $move; $words"
+    [ "$move" = retry ] && [ -z "$titan_stopping" ] || break
+  done
+  [ "$code" -ne 0 ] && [ "$code" -ne 3 ] || titan_keep_kernels "$folder" "$first"
+  if [ "$move" = requeue ] || { [ "$move" = retry ] && [ -n "$titan_stopping" ]; }; then
+    titan_requeue
+  fi
+  return "$code"
+}
