@@ -21,11 +21,16 @@ source "$TITAN_REPO/scripts/slurm/job.sh"
 
 # a task for each GPU; without GPUs for each CPU
 TITAN_TASKS=${TITAN_TASKS:-${SLURM_GPUS_ON_NODE:-${SLURM_CPUS_ON_NODE:-1}}}
-TITAN_SRUN=(--cpus-per-task="$((SLURM_CPUS_ON_NODE / TITAN_TASKS))")
+cores=$((SLURM_CPUS_ON_NODE / TITAN_TASKS))
+if [ "$cores" -eq 0 ]; then
+  titan_say "ERROR $TITAN_TASKS tasks for the $SLURM_CPUS_ON_NODE CPUs of a node; lower TITAN_TASKS, or ask for more"
+  exit 2
+fi
+TITAN_SRUN=(--cpus-per-task="$cores")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
   TITAN_SRUN+=(--gpus-per-task=1 --gpu-bind=closest) # each task sees one GPU, the one that is nearest to its cores
 fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE / TITAN_TASKS))}
 # The network interface, where nodes have several and not all of them connect: TITAN_NIC=ib0
 if [ -n "${TITAN_NIC:-}" ]; then
   export NCCL_SOCKET_IFNAME=$TITAN_NIC GLOO_SOCKET_IFNAME=$TITAN_NIC

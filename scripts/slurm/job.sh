@@ -2,8 +2,8 @@
 # shellcheck disable=SC2016 # what stands in single quotes is expanded by the shell of each task
 # A training job in SLURM: what generic.sh and frontier.sh share. They source it, then call
 #   titan_job RUN_FOLDER [trainer's arguments]
-# One task per GPU, no torchrun. A start that fails before the first step is tried again, three times, as a new step with
-# a new port, on the nodes that answer. What has trained and was stopped, or lost a process, is put in the queue again.
+# One task per GPU, no torchrun. A start that fails before the first step is tried again, three times, as a new step
+# with a new port, on the nodes that answer. What trained and was stopped, or lost a process, is put in the queue again.
 #
 #   TITAN_NODES         nodes to train on; default: all that are allocated. Allocate more to have spare ones.
 #   TITAN_TASKS         tasks for each node, one per GPU
@@ -34,7 +34,7 @@ titan_unpack_everywhere() {
   copy=$TITAN_LOCAL/${1##*/}
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 mkdir -p "$folder" &&
     sbcast --preserve --force "$file" "$copy" && # a failed sbcast leaves parts of files, so nothing may go on after it
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 tar -xf "$copy" -C "$folder"
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 tar --overwrite -xf "$copy" -C "$folder"
 }
 
 # Sets PYTHON, and caches on each node: thousands of tasks must not compile, or look for modules, in one shared folder.
@@ -116,7 +116,7 @@ titan_job() {
   esac
   shift
   case " $* " in *" --checkpoint.fresh"*)
-    titan_say "ERROR --checkpoint.fresh would start over whenever the job is put in the queue again; name a new run folder"
+    titan_say "ERROR --checkpoint.fresh would start over at every requeue; name a new run folder instead"
     return 2
     ;;
   esac

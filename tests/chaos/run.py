@@ -58,6 +58,8 @@ ROWS = {
     12: Row("cost of a save and of the finite flag", "stall, MB/s, ms a step", "chaos.cost.cases"),
     13: Row("starts on two nodes, every second with a rank or agent killed, a node late, a connection refused",
             "100: all train", "chaos.starts.starts"),
+    14: Row("jobs in a real SLURM: plain, killed, near the wall, with a silent node, in a chain",
+            "all train; a killed task ends its step in 60 s, and the job resumes", "chaos.slurm.jobs"),
 }  # fmt: skip
 
 
