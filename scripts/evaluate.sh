@@ -99,13 +99,14 @@ main() {
   results=$(absolute "$results")
   case $checkpoint in *,*) refuse "$checkpoint: lm_eval takes no path with a comma; rename it, or link to it" ;; esac
   # shellcheck source=scripts/setup_env.sh
-  TITAN_EXTRAS=eval source "$REPO/scripts/setup_env.sh"
+  TITAN_EXTRAS="eval" source "$REPO/scripts/setup_env.sh"
   export PYTHONSAFEPATH=1 TOKENIZERS_PARALLELISM=false
 
   if [[ $tasks == *.yaml ]] || { [ -d "$tasks" ] && compgen -G "$(printf %q "$tasks")/*.yaml" >/dev/null; }; then
     [ -e "$tasks" ] || refuse "$tasks: no such file"
     tasks=$(absolute "${tasks%/}")
-    folder=$([ -d "$tasks" ] && printf '%s' "$tasks" || dirname -- "$tasks")
+    folder=$tasks
+    [ -d "$tasks" ] || folder=$(dirname -- "$tasks")
     arguments=(--include_path "$folder" ${arguments[@]+"${arguments[@]}"})
     export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
   fi

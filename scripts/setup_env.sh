@@ -93,6 +93,7 @@ _titan_install() (
     base=$(_titan_base_python) || return 1
     find "$venv" -mindepth 1 -maxdepth 1 ! -name 'titan_setup.*' -exec rm -rf {} + || return 1
     # Debian's python3 comes without ensurepip: there its own pip puts pip in
+    # shellcheck disable=SC2016 # it is the inner shell that expands
     "$base" -m venv "$venv" >>"$log" 2>&1 ||
       _titan_logged "$log" "$base cannot make a virtual environment; on Debian and Ubuntu: sudo apt install python3-venv" \
         bash -c '"$1" -m venv --without-pip "$2" && "$1" -m pip --python "$2/bin/python" install -q pip' - "$base" "$venv" ||

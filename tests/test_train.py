@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -360,6 +361,25 @@ def test_an_unexpected_error_is_a_crash_in_the_run_state_and_the_log(config: Pat
     state = json.loads((folder / "run_state.json").read_text())
     assert (result.returncode, state["state"], state["exit_code"]) == (1, "crashed", 1)
     assert "FileExistsError" in state["message"] and "Traceback" in (folder / "train.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["a bug", pytest.param("killed", marks=pytest.mark.full)])
+def test_the_rank_that_failed_first_is_named_and_the_others_write_to_files_of_their_own(
+    how: str, config: Path, tmp_path: Path
+) -> None:
+    script, folder = str(REPO / "tests/gloo/job_crash.py"), tmp_path / "run"
+    arguments = ("--job.config_file", str(config), "--job.run_folder", str(folder))
+    result = torchrun(script, how, *arguments, check=False)
+    state = json.loads((folder / "run_state.json").read_text())
+    rank, kind = (1, "crashed") if how == "a bug" else (0, "lost_a_process")  # who is killed leaves no word
+    assert (state["state"], state["exit_code"], state["step"]) == (kind, 1, 1)
+    named = f"rank {rank} on {socket.gethostname()}, after step 1: unexpected error, "
+    assert state["message"].startswith(named) and result.stderr.count(f"ERROR {named}") == 1
+    logs = folder / "logs"
+    assert [path.name for path in logs.glob("*")] == (["rank-00001.log"] if how == "a bug" else [])
+    if how == "a bug":
+        written = (logs / "rank-00001.log").read_text()
+        assert "KeyError: 'a bug'" in written and "Traceback" in written and "after step 1" in written
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_code_4_and_keeps_the_checkpoints(

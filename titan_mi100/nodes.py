@@ -120,6 +120,7 @@ class Host:
 
     Attributes:
         links: to the nodes that are there, by their number.
+        port: where it listens.
     """
 
     def __init__(self, place: Place, processes: int) -> None:
@@ -132,7 +133,7 @@ class Host:
         self._place, self._processes = place, processes
         for port in range(place.port, place.port + _PORTS):
             try:
-                self._server = _listen(port)
+                self._server, self.port = _listen(port), port
                 return
             except OSError as error:
                 failed = error

@@ -4,7 +4,7 @@
 # PYTHON is an interpreter that has trl and datasets beside this package, for the tables against TRL. A part that fails
 # says so in the file, and the others go on; the exit code is then 1.
 set -uo pipefail
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." || exit
 
 tables=${1:-gpu_tables.md} python=${2:-python3} failed=0
 python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu.sh: torch finds no GPU here")' || exit 2
@@ -14,6 +14,7 @@ python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu.sh: to
 part() {
   local title=$1
   shift
+  # shellcheck disable=SC2016 # backticks of Markdown
   printf '\n## %s\n`%s`\n\n' "$title" "$*" | tee -a "$tables"
   if ! "$@" 2>>"$tables.log" | tee -a "$tables"; then
     printf 'FAILED: see %s.log\n' "$tables" | tee -a "$tables"

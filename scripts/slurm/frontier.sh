@@ -61,7 +61,7 @@ export FI_CXI_RDZV_EAGER_SIZE=0         # send no data before the receiver is re
 export FI_CXI_RDZV_GET_MIN=0            # goes with alt_read [H]
 export FI_CXI_RDZV_THRESHOLD=0          # every message by rendezvous [P]; reason not verified
 
-# A GCD for each task, and seven cores, those of its own L3 region [P] (the eighth is the system's: not verified). `closest`
+# A GCD for each task, and seven cores of its own L3 region [P] (the eighth is the system's: not verified). `closest`
 # pairs each GCD with its own cores, which torchrun cannot: its processes shared one core in the guide's test [P].
 # The NIC follows from that: the plugin takes the one that is nearest to the GCD (not verified).
 export TITAN_TASKS=8

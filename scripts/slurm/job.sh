@@ -16,49 +16,56 @@
 
 titan_say() { printf '%s titan: %s\n' "$(date +%T)" "$*" >&2; }
 
-# Prints the nodes of the job that start a process within two minutes, with commas between.
-titan_answering_nodes() {
+# Prints those of the given nodes that start a process within two minutes.
+titan_answering() {
   local answers node
   # -K0 --no-kill: a node that fails must not end the step of the others
-  answers=$(timeout 120 srun -K0 --no-kill --wait=30 --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+  answers=$(timeout 120 srun -K0 --no-kill --wait=30 --nodelist="$(titan_list "$@")" --nodes=$# --ntasks-per-node=1 \
     bash -c 'echo "here $SLURMD_NODENAME"' 2>/dev/null) || :
-  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+  for node in "$@"; do
     grep -qx "here $node" <<<"$answers" && printf '%s\n' "$node"
   done
   return 0
 }
 
-# Copies a file to every node, and unpacks it there: one read of the shared file system, however many nodes.
-titan_unpack_everywhere() {
-  local file=$1 folder=$2 copy
-  copy=$TITAN_LOCAL/${1##*/}
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 mkdir -p "$folder" &&
-    sbcast --preserve --force "$file" "$copy" && # a failed sbcast leaves parts of files, so nothing may go on after it
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 tar --overwrite -xf "$copy" -C "$folder"
+titan_list() (
+  IFS=,
+  printf '%s' "$*"
+)
+
+# Runs a command once on each node that takes part, the spare ones too.
+titan_on_each() {
+  srun --nodelist="$(titan_list "${titan_nodes[@]}")" --nodes="${#titan_nodes[@]}" --ntasks-per-node=1 "$@"
+}
+
+# Copies a file of the shared file system to every node, and unpacks it there.
+titan_unpack_on_each() {
+  local file=$1 folder=$2 copy=$TITAN_LOCAL/${1##*/}
+  titan_on_each mkdir -p "$folder" || return 1
+  # sbcast reads the file once, but gives up, leaving parts of files, when a single node of the allocation is gone
+  sbcast --preserve --force "$file" "$copy" || titan_on_each cp "$file" "$copy" || return 1
+  titan_on_each tar --overwrite -xf "$copy" -C "$folder"
 }
 
 # Sets PYTHON, and caches on each node: thousands of tasks must not compile, or look for modules, in one shared folder.
 titan_set_up() {
-  local code
   if [ -n "${TITAN_ENV:-}" ]; then
-    titan_unpack_everywhere "$TITAN_ENV" "$TITAN_LOCAL/env" || return 1
+    titan_unpack_on_each "$TITAN_ENV" "$TITAN_LOCAL/env" || return 1
     PYTHON=$TITAN_LOCAL/env/bin/python
     export PATH=$TITAN_LOCAL/env/bin:$PATH
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-      bash -c '! [ -x "$1" ] || "$1"' - "$TITAN_LOCAL/env/bin/conda-unpack" || return 1
+    titan_on_each bash -c '! [ -x "$1" ] || "$1"' - "$TITAN_LOCAL/env/bin/conda-unpack" || return 1
   else
     # shellcheck source=scripts/setup_env.sh
     source "$TITAN_REPO/scripts/setup_env.sh" || return 1
   fi
-  code=$(mktemp "${TMPDIR:-/tmp}/titan_mi100-XXXXXX.tar") || return 1
-  tar -cf "$code" -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 &&
-    titan_unpack_everywhere "$code" "$TITAN_LOCAL/code" || return 1
-  rm -f "$code"
+  # one megabyte: srun passes its input on to every task
+  tar -c -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 |
+    titan_on_each bash -c 'mkdir -p "$1" && tar --overwrite -xf - -C "$1"' - "$TITAN_LOCAL/code" || return 1
   export PYTHONPATH=$TITAN_LOCAL/code${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
   export TRITON_CACHE_DIR=$TITAN_LOCAL/triton TORCHINDUCTOR_CACHE_DIR=$TITAN_LOCAL/inductor
   export MIOPEN_USER_DB_PATH=$TITAN_LOCAL/miopen MIOPEN_CUSTOM_CACHE_DIR=$TITAN_LOCAL/miopen
   # what an earlier job of this run has compiled
-  [ ! -e "$1/kernels.tar" ] || titan_unpack_everywhere "$1/kernels.tar" "$TITAN_LOCAL" ||
+  [ ! -e "$1/kernels.tar" ] || titan_unpack_on_each "$1/kernels.tar" "$TITAN_LOCAL" ||
     titan_say "kernels.tar cannot be copied: kernels are compiled again"
 }
 
@@ -107,7 +114,7 @@ titan_requeue() {
 }
 
 titan_job() {
-  local run_folder=${1:-} folder code=1 move="" words="" attempt nodes first
+  local run_folder=${1:-} folder code=1 move="" words="" attempt nodes=() first=""
   step_pid="" titan_stopping=""
   case $run_folder in "" | -*)
     titan_say "ERROR name a run folder on a file system that all nodes share: sbatch SCRIPT RUN_FOLDER [arguments]"
@@ -123,6 +130,13 @@ titan_job() {
   TITAN_NODES=${TITAN_NODES:-$SLURM_JOB_NUM_NODES}
   TITAN_LOCAL=${TITAN_LOCAL:-/tmp/titan-$(id -un)-$SLURM_JOB_ID}
   trap titan_stop USR1 TERM
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  mapfile -t titan_nodes < <(titan_answering "${nodes[@]}")
+  titan_say "${#titan_nodes[@]} of ${#nodes[@]} nodes answer; $TITAN_NODES are needed"
+  if [ "${#titan_nodes[@]}" -lt "$TITAN_NODES" ]; then
+    titan_requeue
+    return 1
+  fi
   titan_set_up "$run_folder" || { titan_say "ERROR the nodes cannot be set up" && return 1; }
   if [ -n "${TITAN_CHAINED:-}" ]; then # a job of a chain: is there anything left to do?
     read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$run_folder")
@@ -137,20 +151,28 @@ titan_job() {
     "$PYTHON" -m titan_mi100.config.load "$@") || return $?
 
   for attempt in 1 2 3 4; do
-    mapfile -t nodes < <(titan_answering_nodes | head -n "$TITAN_NODES")
-    if [ "${#nodes[@]}" -lt "$TITAN_NODES" ]; then
-      titan_say "only ${#nodes[@]} of $SLURM_JOB_NUM_NODES nodes answer: ${nodes[*]}; $TITAN_NODES are needed"
+    if [ -n "$titan_stopping" ]; then # while the nodes were set up
+      code=3 move=requeue
+      break
+    fi
+    # only those that were set up, and still answer
+    [ "$attempt" = 1 ] || mapfile -t titan_nodes < <(titan_answering "${titan_nodes[@]}")
+    if [ "${#titan_nodes[@]}" -lt "$TITAN_NODES" ]; then
+      titan_say "${#titan_nodes[@]} nodes are left; $TITAN_NODES are needed"
       code=1 move=requeue
       break
     fi
+    nodes=("${titan_nodes[@]:0:TITAN_NODES}")
     first=${nodes[0]}
     export TITAN_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
-    titan_step "$(IFS=,; printf '%s' "${nodes[*]}")" "$folder" "$@"
+    titan_step "$(titan_list "${nodes[@]}")" "$folder" "$@"
     read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$folder" --start "$TITAN_START" --srun "$step_code")
     titan_say "attempt $attempt: exit code $code (srun: $step_code), $move; $words"
     [ "$move" = retry ] && [ -z "$titan_stopping" ] || break
   done
-  [ "$code" -ne 0 ] && [ "$code" -ne 3 ] || titan_keep_kernels "$folder" "$first"
+  if [ -n "$first" ] && { [ "$code" -eq 0 ] || [ "$code" -eq 3 ]; }; then
+    titan_keep_kernels "$folder" "$first"
+  fi
   if [ "$move" = requeue ] || { [ "$move" = retry ] && [ -n "$titan_stopping" ]; }; then
     titan_requeue
   fi

@@ -71,7 +71,7 @@ class RunFolder:
     def after_step(self, step: int, _: object) -> None:
         """Note it; the first is written down at once: launchers try a start again that has not come so far."""
         is_first, self.step = self.step is None, step
-        if is_first and self._rank == 0:
+        if is_first and self._rank == 0 and self._is_running():  # else another rank has failed meanwhile, and said why
             self._write_running()
 
     def note_crash(self, state: RunState) -> bool:
@@ -80,13 +80,17 @@ class RunFolder:
         Returns:
             Whether this is the first one.
         """
+        if is_first := self._is_running():
+            write_run_state(self.path, state)
+        return is_first
+
+    def _is_running(self) -> bool:
+        """Whether that is what the state says. A state that cannot be read is one that the writer should replace."""
         try:
-            if json.loads((self.path / STATE).read_text(encoding="utf-8"))["state"] != RUNNING:
-                return False
+            return json.loads((self.path / STATE).read_text(encoding="utf-8"))["state"] == RUNNING
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.error(f"{self.path}: {error}")
-        write_run_state(self.path, state)
-        return True
+            return True
 
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"
