@@ -11,11 +11,24 @@ import pytest
 from titan_mi100 import cli
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log, log_to_file, setup_logging
+from titan_mi100.logging import log, log_errors_to_file, log_to_file, setup_logging
 
 
 def bad() -> None:
     raise UserError("file:1: wrong\nfile:2: wrong")
+
+
+def test_a_ranks_errors_go_to_a_file_that_is_made_for_the_first_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(17)
+    log_errors_to_file(tmp_path / "logs" / "rank-00017.log")
+    log.warning("every rank comes to it")
+    assert list(tmp_path.iterdir()) == []
+    log.error("one\ntwo")
+    lines = (tmp_path / "logs" / "rank-00017.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["ERROR one", "ERROR two"]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("rank", "prefix"), [(0, ""), (1, "rank 1 ")])

@@ -113,25 +113,30 @@ def test_the_trainer_asks_before_it_does_anything_and_one_process_answers(rank: 
 
 
 @pytest.mark.full
-def test_two_processes_of_srun_train_one_model(tmp_path: Path) -> None:
+def test_four_tasks_of_srun_on_two_nodes_train_one_model(tmp_path: Path) -> None:
+    """Without torchrun. What srun would set is set here, for nodes that are both this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     step = without(
-        "SLURM_JOB_NODELIST", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2", SLURM_NODEID="0",
-        SLURM_STEP_NODELIST="localhost", MASTER_PORT=port,
+        "SLURM_JOB_NODELIST", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)", MASTER_PORT=port,
+        SLURM_STEP_NODELIST="localhost,localhost2", TITAN_START="123456.0.1",
     )  # fmt: skip
     command = [sys.executable, "-m", "titan_mi100.train", "--job.config_file", str(REPO / "train_configs/debug.toml")]
-    command += ["--job.run_folder", str(tmp_path / "run"), "--training.steps", "2"]
+    command += ["--job.run_folder", str(tmp_path / "run"), "--training.steps", "2", "--training.seq_len", "128"]
     ranks = []
-    for rank in ("0", "1"):
-        environment = {**job_environment(), **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    for rank in range(4):
+        place = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2)}
+        environment = {**job_environment(), **step, **place}
         output, ends = subprocess.PIPE, subprocess.STDOUT
         ranks.append(subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=ends, text=True))
     said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
+    assert [rank.returncode for rank in ranks] == [0] * 4, said
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 4
     assert os.listdir(tmp_path / "run" / "checkpoint") == ["step-2"]
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["exit_code"], state["step"], state["start"]) == (0, 2, "123456.0.1")
+    assert "step 2/2" in said[0] and not any(said[1:])  # rank 0 alone is on the screen
 
 
 MEETING = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu003", "MASTER_PORT": "29500"}
