@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains. From any folder:
 #   ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]
+# or on each of several nodes (docs/CLUSTER.md):
+#   ./run_train.sh --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT ...
 # N defaults to NGPU, or the GPUs present, or 2 on CPU. Without a config file it trains train_configs/debug.toml, or where
 # a model or data are named, as train_configs/finetune.toml says.
 # --help lists every key. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.

@@ -189,11 +189,12 @@ def test_a_port_that_is_taken_and_a_stranger_on_it_do_not_keep_nodes_apart() -> 
     place = here()
     with closing(socket.create_server(("", place.port))) as stranger, Host(here(0, port=place.port), 1) as host:
         threading.Thread(target=lambda: stranger.accept()[0].close()).start()  # it hangs up on whoever comes
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": 1, "nodes": [2, 2], "processes": 1}\n', b"[]\n"):
+            with closing(socket.create_connection(("127.0.0.1", host.port))) as scan:
+                scan.sendall(words)
+                assert host.admit(1) == "" and not host.links
         link, said = answers(host, lambda: join(place, 1))
-        assert isinstance(link, Link) and said == "" and host.port > place.port
-        with closing(socket.create_connection(("127.0.0.1", host.port))) as scan:
-            scan.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert host.admit(1) == "" and list(host.links) == [1]
+        assert isinstance(link, Link) and said == "" and host.port > place.port and list(host.links) == [1]
         link.close()
 
 

@@ -180,7 +180,10 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
             link.send(**Outcome(0)._asdict())
         elif message["do"] == "start":
             torchrun = agent(place, message["nodes"], int(message["port"]), processes)
-            link.send(**launcher.attempt(torchrun, lambda: _is_called_off(link))._asdict())
+            outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
+            if outcome.code == 1 and outcome.step is None:
+                launcher.leave_if_told()  # else node 0 would try again
+            link.send(**outcome._asdict())
         elif message["do"] == "end":
             return int(message["code"])
 
