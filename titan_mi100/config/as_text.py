@@ -52,6 +52,7 @@ def toml_value(value: Any) -> str:
 def help_text() -> str:
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
+        "on each of several nodes also: --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT (docs/CLUSTER.md)",
         "       ./run_train.sh --rehearse N ... counts what a run of N devices takes and sends; --rehearse --help",
         "",
         'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',

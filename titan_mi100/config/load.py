@@ -349,48 +349,6 @@ def _check_ours(folder: Path) -> None:
             raise UserError(f"{path}: {what}; move it away, or name another job.run_folder")
 
 
-<<<<<<< HEAD
-=======
-def to_toml(config: Config) -> str:
-    """The whole config as TOML, with each key's doc; `load_config` reads it back to the same."""
-    lines = []
-    for name, section in _sections():
-        lines += ["", f"[{name}]"]
-        for key in _keys(section):
-            if key.name != "config_file":
-                value = getattr(getattr(config, name), key.name)
-                lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if not isinstance(value, str | bool):
-        return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
-
-
-def help_text() -> str:
-    lines = [
-        "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
-        "on each of several nodes also: --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT (docs/CLUSTER.md)",
-        "",
-        'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
-        "inherits. Relative paths are relative to the TOML file, or on the command line to the current folder.",
-        "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
-    ]
-    for name, section in _sections():
-        lines += ["", f"[{name}]"]
-        for key in _keys(section):
-            kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
-            choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  --{name}.{key.name}  {kind} = {toml_value(key.default)}"
-            lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
-    return "\n".join(lines)
-
-
->>>>>>> e893df0 (docs/CLUSTER.md; time-outs that get shorter after the first step are tested)
 def config_from_command_line(for_this_job: bool = True) -> Config:
     """`load_config` for a program's start: prints the help and exits 0, or prints what is wrong and exits 2.
 
