@@ -13,7 +13,7 @@ from conftest import ASSETS, REPO
 
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import _items, load_config, make_run_folder
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 
 MINIMAL = f"""
@@ -248,6 +248,43 @@ CLUSTER = {  # rows a step
     "qwen3_0.6b_1node": 128, "qwen3_8b_8nodes": 256, "qwen3_8b_64nodes": 1344, "qwen3_32b_64nodes": 512,
     "qwen3_32b_pp4_tp8_16nodes": 256, "qwen3_8b_mixture_64nodes": 1344,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ([""], "[data] source, table 1: path is not set; name files, globs or a folder of prepare_corpus"),
+        (['path = "a.jsonl"\nweigth = 1'], "[data] source, table 1: weigth is not a key; did you mean weight?"),
+        (['path = "a.jsonl"\nweight = 1', 'path = "b.jsonl"'], "table 2: weight = 0.0: either all sources have one"),
+        (['path = "a.jsonl"\nname = "x"', 'path = "b.jsonl"\nname = "x"'], "name = 'x' is another's too"),
+        (['path = "a.jsonl"', 'path = "sub/a.jsonl"'], "it would be called 'a' like another; give it a name"),
+        (['path = "half"'], "half: is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"),
+        (['path = "a.jsonl"\nepochs = 0'], "epochs = 0: it would never be read; leave the source out"),
+        (['path = "a.jsonl"\nepochs = "x"'], "table 1: epochs = 'x' must be a number"),
+    ],
+)
+def test_what_is_wrong_about_sources_is_said(tables: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "plan.json").touch()
+    for name in ("a", "b", "sub/a"):
+        (tmp_path / f"{name}.jsonl").touch()
+    text = MINIMAL.replace(f'path = "{ASSETS / "arithmetic.jsonl"}"', "")
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(tmp_path, text + "".join(f"\n[[data.source]]\n{table}\n" for table in tables))
+
+
+def test_sources_go_back_to_toml(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    text = MINIMAL.replace(f'path = "{ASSETS / "arithmetic.jsonl"}"', "")
+    config = load(tmp_path, text + '\n[[data.source]]\npath = "a.jsonl"\nweight = 2\nname = "x"\n')
+    assert config.data.source == (SourceConfig((str(tmp_path / "a.jsonl"),), "x", 2.0),)
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--job.config_file", str(tmp_path / "again.toml")], 1).data == config.data
+    replaced = load(tmp_path, text + '\n[[data.source]]\npath = "a.jsonl"\n', "--data.path", str(tmp_path / "a.jsonl"))
+    assert replaced.data.source == () and len(replaced.data.path) == 1
+    with pytest.raises(UserError, match=r"'--data.source=1' is not an option; it is a list of tables: write \[\["):
+        load(tmp_path, text, "--data.source=1")
 
 
 def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ the last one to end completes the corpus. Then train on it: [[data.source]] path
 
 import argparse
 import csv
+import hashlib
+import io
 import json
 import multiprocessing
 import os
 import re
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -25,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli
-from titan_mi100.config.assets import CORPUS, is_corpus
+from titan_mi100.config.assets import CORPUS, PLAN, is_corpus
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
-from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, read_shard
+from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, part_of, read_shard, remove_parts
 from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
-from titan_mi100.files.durable import probe, replace, sync
+from titan_mi100.files.durable import probe, replace
 from titan_mi100.files.patterns import matching_files
-from titan_mi100.files.plain import read_plain
+from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.logging import TokenProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -41,6 +42,7 @@ from titan_mi100.wording import some
 
 _LIBRARIES = ("tiktoken", "tokenizers", "sentencepiece")
 _SHOWN = 10  # bad rows in a message
+_MANY_BAD, _MOSTLY_BAD = 1000, "of a shard cannot be read"  # rows of a shard; words
 _AGAIN = 0.5  # seconds between two looks at how far the processes are
 
 
@@ -82,9 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise ValueError
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -105,6 +108,7 @@ def _prepare(options: argparse.Namespace) -> int:
     plan = _plan(options, tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_parts(folder)
         probe(folder)
         _agree(folder, plan)
         (part, parts), total = options.part, len(plan.units)
@@ -115,7 +119,8 @@ def _prepare(options: argparse.Namespace) -> int:
         _make(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
         shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
         if len(shards) < total:
-            log.info(f"part {part}/{parts} is complete; {total - len(shards):,} of {total:,} shards are for the others")
+            left = f"{total - len(shards):,} of {total:,} shards are still to be made by others"
+            log.info(f"part {part}/{parts} is complete; {left}")
             return _say({"complete": False, "shards": len(shards)}, options.json)
         _complete(folder, plan, shards, options)
     except OSError as error:
@@ -137,6 +142,10 @@ def _say(result: dict[str, Any], as_json: bool) -> int:
 
 
 def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
+    out = os.path.realpath(options.output_dir)
+    for given in options.input:
+        if os.path.isdir(given) and f"{out}/".startswith(f"{os.path.realpath(given)}/"):
+            raise UserError(f"--output_dir {options.output_dir}: is inside the input {given}; name a folder outside")
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
     is_text = options.format == "text"
@@ -149,7 +158,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
     for name, token in tokens.items():
         found = tokenizer.encode(token) if token else [0]
         if len(found) != 1:
-            raise UserError(f"--{name} {token!r}: is no single token of this tokenizer; name one, or none")
+            raise UserError(f"--{name} {token!r}: is no single token of this tokenizer; name one, or write none")
         ids[name] = found[0]
     return Plan(
         tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
@@ -186,26 +195,31 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
             problems += wrong
     if problems:
         raise UserError("\n".join(problems))
-    return list(found)
+    once = {os.path.realpath(file): file for file in reversed(found)}  # the same file under several names
+    return [file for file in found if once[os.path.realpath(file)] == file]
 
 
 def _agree(folder: Path, plan: Plan) -> None:
     """Write plan.json, or check that it is this plan. Raises UserError: it is another, or the input has changed."""
-    path = folder / "plan.json"
-    text = json.dumps(asdict(plan))
+    path = folder / PLAN
+    now = asdict(plan)
+    text = json.dumps({"plan": now, "changed": [os.stat(file).st_mtime_ns for file in plan.files]})
     if not path.exists():
-        if any(entry.name != ".probe" for entry in folder.iterdir()):
-            raise UserError(f"{folder}: holds other files, and no corpus; name a new --output_dir")
-        replace(path, text)
-    if read_plain(path, LARGEST_MANIFEST) != text.encode():
-        before, now = json.loads(read_plain(path, LARGEST_MANIFEST)), json.loads(text)
-        different = [key for key in now if now[key] != before.get(key)]
+        others = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        if others and not path.exists():  # another part may have written it meanwhile
+            raise UserError(f"{folder}: is not empty and is no corpus; name a new --output_dir")
+        if not path.exists():
+            replace(path, text)
+    if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
+        return
+    before = parse_object(content, path, "name a new --output_dir")
+    keys = {"files": "input files", "sizes": "sizes of input files", "eos_id": "", "bos_id": "", "units": ""}
+    different = [keys.get(key, key) for key in now if json.loads(text)["plan"][key] != before.get("plan", {}).get(key)]
+    if different := list(filter(None, different)):
         raise UserError(
-            f"{folder}: was begun with another {some(different)}; start with the same, or name another --output_dir"
+            f"{folder}: was begun with other {some(different)}; start with the same, or name another folder"
         )
-    began = path.stat().st_mtime_ns
-    if changed := [file for file in plan.files if os.stat(file).st_mtime_ns > began]:
-        raise UserError(f"{some(changed, 3)}: changed after {folder} was begun; name another --output_dir")
+    raise UserError(f"{folder}: input files have changed since it was begun; name another --output_dir")
 
 
 _worker: tuple[Path, Plan, Tokenizer, Any, Any]  # of a worker process; the last two count bytes and tokens for all
@@ -217,7 +231,7 @@ def _start(parent: int, *state: Any) -> None:
     follow_parent(parent)
 
 
-def _work(number: int) -> None:
+def _work(number: int) -> Shard:
     folder, plan, tokenizer, done, tokens = _worker
 
     def progress(size: int, count: int) -> None:
@@ -225,7 +239,7 @@ def _work(number: int) -> None:
             done.value += size
             tokens.value += count
 
-    make_shard(folder, plan, number, tokenizer, progress)
+    return make_shard(folder, plan, number, tokenizer, progress)
 
 
 def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
@@ -241,22 +255,37 @@ def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, wo
     try:
         bar = TokenProgress("tokenising", size)
         with bar:
-            left: set[Future[None]] = {pool.submit(_work, number) for number in numbers}
+            left: set[Future[Shard]] = {pool.submit(_work, number) for number in numbers}
             while left:
                 finished, left = wait(left, timeout=_AGAIN)
                 bar.reach(done.value, tokens.value)
                 for future in finished:
                     try:
-                        future.result()
+                        _check_readable(plan, future.result())
                     except UserError as error:
                         errors.append(str(error))
+                if any(_MOSTLY_BAD in error for error in errors):
+                    break
     except BrokenProcessPool:
         what = "a process that tokenised was killed, most likely because memory ran out (dmesg says so)"
-        raise UserError(f"{what}; start again, with fewer --workers") from None
+        raise UserError(f"{what}; start again, with fewer --workers: what is complete is kept") from None
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():  # what they have begun is made again
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
     if errors:
         raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave such files out"]))
+
+
+def _check_readable(plan: Plan, shard: Shard) -> None:
+    """Raises UserError: most rows of a shard cannot be read, so there is no point in reading the others."""
+    bad = _left_out(shard)
+    if bad >= _MANY_BAD and bad > shard.documents:
+        kinds = ", ".join(f"{kind}: {number:,}" for kind, number in shard.bad.items())
+        column = "" if plan.is_text else f"; is --text_column {plan.text_column} right?"
+        raise UserError(f"{bad:,} of {bad + shard.documents:,} rows {_MOSTLY_BAD} ({kinds}){column}")
 
 
 def _left_out(shard: Shard) -> int:
@@ -279,13 +308,14 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
             raise UserError(f"{first}\n{words}; correct them in a new --output_dir, or allow --max_bad_share")
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
-        raise UserError(f"{some(plan.files, 3)}: nothing is left to train on")
+        raise UserError(f"{some(plan.files, 3)}: no document is left")
+    content = hashlib.sha256("".join(shard.sha256["bin"] for shard in shards).encode()).hexdigest()
     corpus = Corpus(
-        FORMAT, plan.key, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos, plan.files, plan.units, shards
-    )
-    for left in folder.rglob("*.part"):  # of processes that were killed
-        with suppress(FileNotFoundError):
-            left.unlink()
+        FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos, plan.files,
+        first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
+        documents=[shard.documents for shard in shards], lines=[shard.lines for shard in shards],
+    )  # fmt: skip
+    remove_parts(folder)
     text = json.dumps(asdict(corpus))
     if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
         replace(folder / CORPUS, text)
@@ -293,8 +323,9 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
     """(file, line, kind, detail) of each row of these shards that was left out."""
+    first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
-        before = lines_before(plan.units, shards, number)
+        before = lines_before(first_files, lines, number)
         for line in shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").splitlines():
             file, place, kind, detail = json.loads(line)
             yield plan.files[file], before + place, kind, detail
@@ -322,21 +353,25 @@ def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
 
 
 def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    with aside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        csv.writer(file).writerow(heading)
-        csv.writer(file).writerows(rows)
-    sync(aside)
-    aside.rename(path)
+    with part_of(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
+        csv.writer(text).writerow(heading)
+        csv.writer(text).writerows(rows)
+        text.flush()
+        text.detach()
 
 
 def _verify(folder: Path) -> int:
     corpus, _ = read_corpus(folder)
-    damaged = [problem for i, shard in enumerate(corpus.shards) if (problem := damage(folder, i, shard))]
+    damaged = list[str]()
+    for number in range(len(corpus.tokens)):
+        shard = read_shard(folder, number, corpus.key)
+        path = shard_path(folder, number, "json")
+        damaged += [f"{path}: is missing"] if shard is None else filter(None, [damage(folder, number, shard)])
     if damaged:
-        raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; remove their .json files "
-                                   "and start the preparation again, or copy the corpus again"]))  # fmt: skip
-    log.info(f"{folder}: all {len(corpus.shards):,} shards are what was written")
+        remedy = "remove their .json files and start the preparation again, or copy the corpus again"
+        raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))
+    log.info(f"{folder}: all {len(corpus.tokens):,} shards are intact")
     return 0
 
 

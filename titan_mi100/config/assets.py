@@ -16,7 +16,7 @@ from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-CORPUS = "corpus.json"  # of a folder that prepare_corpus has made
+CORPUS, PLAN = "corpus.json", "plan.json"  # of a folder that prepare_corpus has completed, has begun
 PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (

@@ -3,7 +3,7 @@
 import os
 from dataclasses import fields
 
-from titan_mi100.config.assets import has_tokenizer, is_corpus
+from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, lora_identity
@@ -174,7 +174,10 @@ def _check_paths(config: Config) -> list[str]:
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
-            if key == "validation_path" or not is_corpus(pattern):
+            if os.path.exists(os.path.join(pattern, PLAN)) and not is_corpus(pattern):
+                what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
+                errors.append(f"[data] {key}: {pattern}: {what}")
+            elif key == "validation_path" or not is_corpus(pattern):
                 errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
     if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
@@ -214,13 +217,15 @@ def _check_data(data: DataConfig) -> list[str]:
 
 def _check_sources(data: DataConfig) -> list[str]:
     errors = []
-    names = [source.name for source in data.source if source.name]
+    names = [source.name or source.stem for source in data.source]
     for number, source in enumerate(data.source, 1):
         problems = []
         if not source.path:
             problems.append("path is not set; name files, globs or a folder of prepare_corpus")
-        if names.count(source.name) > 1:
+        if source.name and names.count(source.name) > 1:
             problems.append(f"name = {source.name!r} is another's too; each needs its own")
+        elif not source.name and names.count(source.stem) > 1:
+            problems.append(f"it would be called {source.stem!r} like another; give it a name")
         if bool(source.weight) != bool(data.source[0].weight):
             problems.append(f"weight = {source.weight}: either all sources have one, above 0, or none")
         if not source.epochs:
@@ -228,7 +233,8 @@ def _check_sources(data: DataConfig) -> list[str]:
         errors += [f"[data] source, table {number}: {problem}" for problem in problems]
     for source in data.sources if all(source.path for source in data.source) else ():
         if any(map(is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
-            what = f'a folder of prepare_corpus is a source of its own, with format = "auto": {source.path[0]}'
+            what = f"{source.path[0]}: a folder of prepare_corpus is a source of its own, with format = 'auto'; "
+            what += "give each path a [[data.source]], or set data.weights"
             errors.append(f"[data] {'source' if data.source else 'path'}: {what}")
     return errors
 
@@ -254,7 +260,7 @@ def _check_effects(config: Config) -> list[str]:
     elif not any(source.weight for source in data.sources):
         idle.append(("no weights", "data", ("weights_in",)))
     if not any(is_corpus(path) for source in data.sources for path in source.path):
-        idle.append(("no folder of prepare_corpus", "data", ("concatenate",)))
+        idle.append(("no source that prepare_corpus has made", "data", ("concatenate",)))
     if data.format in ("text", "tokens"):
         idle.append((f"format = {data.format!r}", "data", ("loss", "empty_think", "earlier_thinking")))
     if data.format not in ("auto", "text") or data.prompt_column:

@@ -63,6 +63,11 @@ class SourceConfig:
         "auto", "what a row looks like, as data.format; a folder of prepare_corpus: auto", choices=_FORMATS
     )
 
+    @property
+    def stem(self) -> str:
+        """The name of its first file or folder, without an ending."""
+        return (os.path.basename(self.path[0]).split(".")[0] if self.path else "") or "source"
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -147,12 +152,12 @@ class DataConfig:
             weights, repeats = self.weights or [0.0] * len(self.path), self.repeats or [1.0] * len(self.path)
             pairs = zip(self.path, weights, repeats, strict=False)  # config.check refuses other numbers of them
             given = tuple(SourceConfig((path,), "", weight, epochs, self.format) for path, weight, epochs in pairs)
-        taken: set[str] = set()
-        named = []
+        taken, named = {source.name for source in given}, []
         for source in given:
-            name = source.name or os.path.basename(source.path[0]).split(".")[0] or "source"
-            name = next(n for i in range(1, len(given) + 1) if (n := name if i == 1 else f"{name}-{i}") not in taken)
-            taken.add(name)
+            name = source.name
+            if not name:
+                names = (source.stem if i == 1 else f"{source.stem}-{i}" for i in range(1, len(given) + 2))
+                taken.add(name := next(name for name in names if name not in taken))
             named.append(replace(source, name=name))
         return tuple(named)
 

@@ -17,7 +17,7 @@ So a row takes no bytes beside its own: with 1,024 tokens or a multiple whole pa
 import functools
 import hashlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,26 +61,21 @@ class Unit:
 
 @dataclass(frozen=True)
 class Corpus:
-    """corpus.json."""
+    """corpus.json. What there is of each shard is a list of numbers: of 60,000 shards they are read in no time."""
 
     format: int
     key: str  # hash of the plan
+    content: str  # hash of the shards' hashes
     tokenizer: str  # fingerprint
     n_vocab: int
     pad_id: int
     bos: str
     eos: str
     files: list[str]
-    units: list[Unit]
-    shards: list[Shard]
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
+    first_files: list[int]  # of each shard's unit
+    tokens: list[int]
+    documents: list[int]
+    lines: list[int]
 
 
 def read_corpus(folder: Path) -> tuple[Corpus, str]:
@@ -94,7 +89,8 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
         raise UserError(str(error) if isinstance(error, UserError) else f"{path}: {error}; {remedy}") from None
-    if corpus.format != FORMAT or len(corpus.units) != len(corpus.shards) or not corpus.tokens:
+    columns = (corpus.first_files, corpus.tokens, corpus.documents, corpus.lines)
+    if corpus.format != FORMAT or len({*map(len, columns)}) != 1 or not any(corpus.tokens):
         raise UserError(f"{path}: is no corpus of this version, or an empty one; prepare it again")
     return corpus, hashlib.sha256(content).hexdigest()
 
@@ -104,11 +100,14 @@ def shard_path(folder: Path, number: int, suffix: str) -> Path:
     return folder / "shards" / f"{number // 1000:03}" / f"{number:06}.{suffix}"
 
 
-def lines_before(units: list[Unit], shards: list[Shard], number: int) -> int:
-    """Lines of a shard's file before those of the shard."""
-    span = units[number].span
-    earlier = (i for i in range(number - 1, -1, -1) if units[i].first == units[number].first)
-    return sum(shards[i].lines for i in earlier) if span and span[0] else 0
+def lines_before(first_files: Sequence[int], lines: Sequence[int], number: int) -> int:
+    """Lines of a shard's file before those of the shard. Args: by shard: its first file; lines that were read."""
+    count = 0
+    for i in range(number - 1, -1, -1):
+        if first_files[i] != first_files[number]:
+            break
+        count += lines[i]
+    return count
 
 
 def origin(file: int, line: int) -> int:
@@ -128,7 +127,7 @@ class CorpusRows:
     def __init__(self, folder: Path, corpus: Corpus, seq_len: int, rows: range, concatenated: bool) -> None:
         self.folder, self.corpus, self.seq_len, self.concatenated = folder, corpus, seq_len, concatenated
         self._rows = rows
-        per_shard = np.array([-(-shard.tokens // seq_len) for shard in corpus.shards], dtype=np.int64)
+        per_shard = -(-np.array(corpus.tokens, dtype=np.int64) // seq_len)
         self._starts = np.concatenate(([0], np.cumsum(per_shard)))  # (shards + 1,): each one's first row
         edges = np.clip(self._starts, rows.start, rows.stop) - rows.start
         self._sizes = np.diff(edges)  # of each shard the rows that belong to these
@@ -140,12 +139,12 @@ class CorpusRows:
 
     @staticmethod
     def split(corpus: Corpus, seq_len: int, validation: float) -> tuple[range, range]:
-        """The numbers of the rows to train on, and of the last ones, to validate on: this share of them, at least one
+        """The numbers of the rows to train on, and of the first ones, to validate on: this share of them, at least one
         unless it is 0.
         """
-        rows = sum(-(-shard.tokens // seq_len) for shard in corpus.shards)
+        rows = sum(-(-tokens // seq_len) for tokens in corpus.tokens)
         held_out = -int(-validation * rows // 1)
-        return range(rows - held_out), range(rows - held_out, rows)
+        return range(held_out, rows), range(held_out)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -156,9 +155,9 @@ class CorpusRows:
         if not len(self):
             return 0
         first, last = (int(np.searchsorted(self._starts, n, "right")) - 1 for n in (self._rows[0], self._rows[-1]))
-        whole = sum(shard.tokens for shard in self.corpus.shards[first : last + 1])
+        whole = sum(self.corpus.tokens[first : last + 1])
         before = (self._rows.start - int(self._starts[first])) * self.seq_len
-        behind = self.corpus.shards[last].tokens - (self._rows.stop - int(self._starts[last])) * self.seq_len
+        behind = self.corpus.tokens[last] - (self._rows.stop - int(self._starts[last])) * self.seq_len
         return whole - before - max(0, behind)
 
     def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
@@ -207,7 +206,7 @@ class CorpusRows:
         first = max(0, int(np.searchsorted(origins[:, 0], start, "right")) - 1)
         stop = int(np.searchsorted(origins[:, 0], start + self.seq_len, "left"))
         lines = origins[first:stop, 1].tolist()
-        files, before = self.corpus.files, lines_before(self.corpus.units, self.corpus.shards, shard)
+        files, before = self.corpus.files, lines_before(self.corpus.first_files, self.corpus.lines, shard)
         return list(dict.fromkeys(f"{files[line >> _FILE]}:{before + line % (1 << _FILE)}" for line in lines))
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -224,7 +223,7 @@ class CorpusRows:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise OSError(f"{path}: cannot be read: {error}; copy the corpus again") from None  # maybe on one rank only
-        if len(mapped) != self.corpus.shards[shard].tokens * VALUE.itemsize:
+        if len(mapped) != self.corpus.tokens[shard] * VALUE.itemsize:
             raise OSError(f"{path}: is not as long as {CORPUS} says; copy the corpus again")
         values = np.frombuffer(mapped, VALUE)
         # Rows are read at random: the system is not to read ahead by itself, but a whole row at once.

@@ -142,9 +142,9 @@ class RecordReader:
         elif stream.peek().startswith(ZSTD):
             stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
-        if reason := _foreign(head):
+        if reason := foreign(head):
             raise UserError(f"{self.path}: is {reason}")
-        if _first_byte(head) != b"[":
+        if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(_BOM):
             self._pass_over(BOM, 1)
@@ -361,18 +361,19 @@ class _Unzstd(io.RawIOBase):
         raise UserError(f"{self._path}: the zstd data {why}")
 
 
-def _first_byte(text: bytes) -> bytes:
+def first_byte(text: bytes) -> bytes:
+    """The first one that is no blank, behind a byte order mark."""
     return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
 
 
-def _foreign(head: bytes) -> str:
+def foreign(head: bytes) -> str:
     """What the file is if it cannot be read, with the remedy; "" if it can."""
     for magic, reason in _FOREIGN.items():
         if head.startswith(magic):
             return reason
     if head[257:262] == b"ustar":
         return "a tar archive; unpack it first (tar -x)"
-    lines = [line.strip() for line in head.removeprefix(_BOM).splitlines() if _first_byte(line)]
+    lines = [line.strip() for line in head.removeprefix(_BOM).splitlines() if first_byte(line)]
     if not head:
         return f"empty; {_WANTED}"
     if not lines or lines[0].startswith(b"["):

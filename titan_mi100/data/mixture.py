@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from titan_mi100.data.loader import with_padding_rows
 from titan_mi100.data.prepared import PADDING_ROW, Row, SourceRows
 from titan_mi100.data.schedule import Schedule, shares_of
 from titan_mi100.errors import UserError
@@ -39,7 +38,7 @@ class Segment:
     on_exhausted: str
 
     def is_same(self, other: "Segment") -> bool:
-        """Whether both read the same rows from there on, but for where they begin."""
+        """Whether both read the same rows from there on, except for where they begin."""
         return (self.shares, self.rows, self.on_exhausted) == (other.shares, other.rows, other.on_exhausted)
 
 
@@ -67,7 +66,6 @@ class Mixture:
         self,
         sources: Sequence[SourceRows],
         seed: int,
-        global_batch_size: int,
         on_exhausted: str,
         in_documents: bool = False,
         epochs: int = 1,
@@ -76,14 +74,13 @@ class Mixture:
     ) -> None:
         """
         Args:
-            global_batch_size: rows of a step; padding rows fill up the last one.
             on_exhausted: repeat, drop or stop; see data.on_exhausted.
             in_documents: the weights are shares of the documents, converted by each source's mean length.
             epochs: multiplies the sources' own.
             segments: of the run so far; a new one begins at `first_row` if the mixture has changed.
         """
         sources = sorted(sources, key=lambda source: source.identity)  # in whatever order the config has them
-        self.sources, self._seed, self._batch = {source.identity: source for source in sources}, seed, global_batch_size
+        self.sources, self._seed = {source.identity: source for source in sources}, seed
         rows = {key: max(1, int(source.epochs * epochs * len(source.rows))) for key, source in self.sources.items()}
         shares = dict(zip(rows, shares_of(_weights(sources, rows, in_documents)), strict=True))
         now = Segment(first_row, dict.fromkeys(rows, 0), shares, rows, on_exhausted)
@@ -103,14 +100,14 @@ class Mixture:
 
     @property
     def end(self) -> int:
-        """The row number at which the data end: a whole number of steps."""
+        """The row number at which the data end."""
         end = self._end
         if end is None:  # all sources are read again and again: when each was read as often as it is to be
             [phase], rows = self._phases, self.segments[-1].rows
             left = [rows[key] - phase.consumed[i] for i, key in enumerate(phase.sources)]
             places = [phase.schedule.place_of(i, number - 1) + 1 for i, number in enumerate(left) if number > 0]
             end = phase.first_row + max(places, default=0)
-        return with_padding_rows(end, self._batch)
+        return end
 
     def row(self, number: int) -> Row:
         source, index = self.find(number)
@@ -122,9 +119,9 @@ class Mixture:
 
     def find(self, number: int) -> tuple[SourceRows, int]:
         """The source of row `number` of the run, and which of its rows it is; PADDING_ROW behind the end."""
-        assert number >= self._starts[0], "rows of earlier segments are not read again"
         if self._end is not None and number >= self._end:
             return next(iter(self.sources.values())), PADDING_ROW
+        assert number >= self._starts[0], "rows of earlier segments are not read again"
         phase = self._phases[bisect_right(self._starts, number) - 1]
         place = phase.schedule.source(number - phase.first_row)
         source = self.sources[phase.sources[place]]
@@ -144,7 +141,7 @@ class Mixture:
         for key, source in self.sources.items():
             times = consumed[key] / len(source.rows)
             line = f"{source.name}: {segment.shares[key] / period:.4%} of the rows; {len(source.rows):,} rows, "
-            line += f"read {times:,.3g} times until the end of the run"
+            line += f"{_times(times)} by the end of the run"
             said.append(f"source {line}")
             if times > _TOO_MANY_EPOCHS:
                 raise UserError(f"{line}; more than {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")
@@ -153,9 +150,15 @@ class Mixture:
         return said, warnings
 
 
+def _times(times: float) -> str:
+    return f"read {times:,.2f} times" if times >= 0.01 else "less than 1% of them read"
+
+
 def consumed_at(segment: Segment, seed: int, number: int) -> dict[str, int]:
     """Rows of each source that are read before row `number` of the run, which is in this segment."""
     phases, end = _phases(segment, seed)
+    if not phases:  # every source was exhausted before
+        return dict(segment.consumed)
     number = number if end is None else min(number, end)
     consumed = dict(segment.consumed)
     for phase, stop in zip(phases, [*(later.first_row for later in phases[1:]), number], strict=True):

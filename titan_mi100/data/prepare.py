@@ -200,7 +200,9 @@ class Request:
         hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
-        made_of = options | {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
+        made_of = {name: value for name, value in options.items() if name != "source"} | {
+            f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)
+        }
         return Inputs(key, made_of, stamps)
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -48,7 +49,7 @@ class Schedule:
         self.shares, self.period = list(shares), sum(shares)
         self._ties = np.random.Generator(np.random.PCG64(seed)).permutation(len(shares)).tolist()
         self._order = np.zeros(self.period, dtype=np.uint16)  # of sources, as far as it is worked out
-        self._known = 0
+        self._known, self._lock = 0, threading.Lock()
         self._before = [[0] * len(shares)]  # rows of each source before each block
         self._given = [0] * len(shares)
         self._ready: list[tuple[int, int, int]] = []  # (deadline, tie, source) of rows that may come now
@@ -78,7 +79,13 @@ class Schedule:
         return periods * self.period + low + int(found[rest - self.count(source, low)])
 
     def _work_out(self, places: int) -> None:
-        """Fill in the order of so many places, in whole blocks."""
+        """Fill in the order of so many places, in whole blocks; rows are read in several threads."""
+        if self._known >= places:
+            return
+        with self._lock:
+            self._fill(places)
+
+    def _fill(self, places: int) -> None:
         while self._known < places:
             for place in range(self._known, min(self._known + _BLOCK, self.period)):
                 while self._later and self._later[0][0] <= place:
@@ -90,5 +97,5 @@ class Schedule:
                 self._order[place] = source
                 self._given[source] += 1
                 heapq.heappush(self._later, (self._given[source] * self.period // self.shares[source], source))
-            self._known = min(self._known + _BLOCK, self.period)
             self._before.append(list(self._given))
+            self._known = min(self._known + _BLOCK, self.period)  # last: others look at it without the lock

@@ -4,20 +4,23 @@ What is in a shard follows from the plan alone, so it is the same in whatever or
 shard is there when its .json is, which is written last: what a killed process leaves is made again.
 """
 
+import fcntl
+import functools
 import hashlib
 import json
 import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
-from titan_mi100.data.files import GZIP, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader
+from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader, first_byte, foreign
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, expect, listed
 from titan_mi100.errors import UserError
@@ -49,7 +52,7 @@ class Plan:
     sizes: list[int]  # bytes
     units: list[Unit]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         return hashlib.sha256(json.dumps([FORMAT, asdict(self)], sort_keys=True).encode()).hexdigest()
 
@@ -82,17 +85,17 @@ def cut(files: Sequence[str], sizes: Sequence[int], is_text: bool) -> list[Unit]
 
 
 def _is_jsonl(file: str) -> bool:
+    """Whether a file can be read from any line on. Raises UserError: it is of no kind that can be read."""
     try:
         with open(file, "rb") as opened:
-            head = opened.read(4096)
+            head = opened.read(HEAD)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    if not head:
-        raise UserError(f"{file}: is empty; leave it out")
-    is_other = head.startswith((GZIP, ZSTD, PARQUET)) or head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_other and not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-        raise UserError(f"{file}: holds no JSON rows; if each file is a document, say --format text")
-    return not is_other
+    if head.startswith((GZIP, ZSTD, PARQUET)):
+        return False
+    if reason := foreign(head):
+        raise UserError(f"{file}: is {reason}; if each file is a document, say --format text")
+    return first_byte(head) != b"["
 
 
 def read_shard(folder: Path, number: int, key: str) -> Shard | None:
@@ -127,6 +130,30 @@ def damage(folder: Path, number: int, shard: Shard) -> str:
     return ""
 
 
+@contextmanager
+def part_of(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes its name when it is complete and the device has it; else nothing is left."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    with part.open("wb") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            part.rename(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what processes have left that were killed; what one is writing is locked."""
+    for part in folder.rglob("*.part"):
+        with suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+
+
 class _Document(NamedTuple):
     origin: int
     text: str
@@ -146,7 +173,7 @@ class _Counts:
 
 def make_shard(
     folder: Path, plan: Plan, number: int, tokenizer: Tokenizer, progress: Callable[[int, int], None]
-) -> None:
+) -> Shard:
     """Write the files of shard `number`, its .json last.
 
     Args:
@@ -155,18 +182,15 @@ def make_shard(
     Raises:
         UserError: a file cannot be read, or changes meanwhile.
     """
-    unit, counts, origins, place = plan.units[number], _Counts(), [], 0
-    mine = uuid.uuid4().hex  # another process may make the same shard
-
-    def aside(suffix: str) -> Path:
-        return shard_path(folder, number, f"{suffix}.{mine}.part")
-
+    unit, counts, origins, place, said = plan.units[number], _Counts(), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
-    said = 0
-    with aside("bin").open("wb") as opened:
-        out = HashingStream(opened)
-        for documents in _batches(_documents(plan, unit, counts), counts):
+    with (
+        part_of(shard_path(folder, number, "bin")) as values_file,
+        part_of(shard_path(folder, number, "origins.npy")) as origins_file,
+    ):
+        out, origins_out = HashingStream(values_file), HashingStream(origins_file)
+        for documents in _batches(_documents(plan, unit, counts)):
             values = [_values(plan, document, tokenizer, counts) for document in documents]
             for document, ids in zip(documents, values, strict=True):
                 if len(ids):
@@ -178,23 +202,16 @@ def make_shard(
             now = int(share * plan.bytes_of(unit) * 0.95)
             progress(now - said, out.size // VALUE.itemsize - written)
             said = now
-        opened.flush()
-        os.fsync(opened.fileno())
-    with aside("origins.npy").open("wb") as opened:
-        origins_out = HashingStream(opened)
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
-        opened.flush()
-        os.fsync(opened.fileno())
-    if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
-        raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
-    for suffix in ("bin", "origins.npy"):
-        aside(suffix).rename(shard_path(folder, number, suffix))
+        if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
+            raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
     replace(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(place, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
     replace(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
     progress(plan.bytes_of(unit) - said, 0)
+    return shard
 
 
 def _stamp(file: str) -> list[int]:
@@ -205,7 +222,7 @@ def _stamp(file: str) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def _batches(documents: Iterator[_Document], counts: _Counts) -> Iterator[list[_Document]]:
+def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)

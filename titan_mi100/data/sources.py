@@ -45,9 +45,14 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
         validation.append(held_out[set_name("validation", HELD_OUT, len(of_files))])
     assert facts is not None
     fingerprints = [source.fingerprint for source in train]
+    weights = {f"weight of {s.name}": s.weight for s in train} if config.is_mixture else {}
     cached = files.cached if files else True
     return Prepared(
-        files.folder if files else Path(), train, validation, replace(facts, fingerprints=fingerprints), cached
+        files.folder if files else Path(),
+        train,
+        validation,
+        replace(facts, fingerprints=fingerprints, made_of={**facts.made_of, **weights}),
+        cached,
     )
 
 
@@ -62,14 +67,12 @@ def _open_corpus(
     form = "concatenated" if config.concatenate else "isolated"
     # A share that is held out and the length of rows decide which row has which number.
     own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
-    found, said = (
-        list[SourceRows](),
-        f"{source.name}: corpus of {corpus.documents:,} documents, {corpus.tokens:,} tokens",
-    )
+    all_documents, all_tokens = sum(corpus.documents), sum(corpus.tokens)
+    found, said = list[SourceRows](), f"{source.name}: corpus of {all_documents:,} documents, {all_tokens:,} tokens"
     for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
         if rows:
             view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
-            documents = round(corpus.documents * view.tokens / corpus.tokens)
+            documents = max(1, round(all_documents * view.tokens / all_tokens))
             supervised = max(0, view.tokens - documents - len(rows))  # about: rows may begin with a document
             counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
             found.append(SourceRows(source.name, view, counts, own))

@@ -22,7 +22,7 @@ def validation_losses(
         stop: says whether to give up; the same on every rank.
 
     Returns:
-        None: given up.
+        None: given up. NaN where nothing is supervised.
     """
     sums, stopped, seen, supervised = list[float](), False, 0, 0
 
@@ -44,7 +44,8 @@ def validation_losses(
         sums += [loss, supervised if model.counts_rows else 0]
     found = sum_over_ranks(sums, model.device)
     losses, counts = found[::2], found[1::2]
-    return [sum(losses) / sum(counts), *(loss / count for loss, count in zip(losses, counts, strict=True))]
+    pairs = [(sum(losses), sum(counts)), *zip(losses, counts, strict=True)]
+    return [loss / count if count else math.nan for loss, count in pairs]
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:

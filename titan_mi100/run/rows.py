@@ -18,7 +18,7 @@ def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) 
     seed, size, epochs = config.training.seed, batch.global_batch_size, config.training.epochs or 1
     if config.data.is_mixture:
         how = config.data.on_exhausted, config.data.weights_in == "documents", epochs
-        return Mixture(data.sources, seed, size, *how, progress.segments, progress.rows_consumed)
+        return Mixture(data.sources, seed, *how, progress.segments, progress.rows_consumed)
     [source] = data.sources
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
@@ -52,9 +52,13 @@ def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs |
 
 def last_step(config: Config, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch) -> int:
     """The number of the run's last step. Logs how often each source of a mixture is read until then."""
-    steps = config.training.steps
-    if not steps:
-        steps = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
+    steps, ends = config.training.steps, isinstance(rows, Mixture) and config.data.on_exhausted != "repeat"
+    if not steps or ends:
+        last = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
+        if steps > last:
+            what = f"[training] steps = {steps}, but the data end with step {last}: so does the run"
+            log.warning(f'{what} ([data] on_exhausted = "{config.data.on_exhausted}")')
+        steps = min(steps or last, last)
     if (warmup := config.lr_scheduler.warmup_steps) > steps:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
     if isinstance(rows, Mixture):
