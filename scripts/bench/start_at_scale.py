@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -230,21 +229,20 @@ def plan_globally(writers: int, holds_all: bool) -> Found:
         plan, result = pickle.loads(blob)  # as they arrive: no object is shared
         plans.append(plan)
         results.append(result)
-    started = time.perf_counter()
+    started = time.process_time()
     _, metadata = DefaultSavePlanner().create_global_plan(plans)
-    planned = time.perf_counter() - started
+    planned = time.process_time() - started
     metadata.storage_data = {result.index: result.storage_data for found in results for result in found}
     size = len(pickle.dumps(metadata))
     return {
         "rank 0 receives MB": round(sent / 1e6, 1),
-        "global plan s": round(planned, 1),
+        "global plan, CPU s": round(planned, 1),
         ".metadata MB": round(size / 1e6, 1),
         "ranks receive of .metadata MB": round(size / 1e6, 1) if holds_all else 0,
     }
 
 
-def read_metadata(writers: int) -> Found:
-    """What each rank of a run that resumes does before it reads values."""
+def write_metadata(folder: Path, writers: int) -> Found:
     plans = [local_plan(rank, writers, False) for rank in range(writers)]
     _, metadata = DefaultSavePlanner().create_global_plan(plans)
     metadata.storage_data, largest = {}, 0
@@ -252,16 +250,16 @@ def read_metadata(writers: int) -> Found:
         for result in results_of(plan, rank):
             metadata.storage_data[result.index] = result.storage_data
             largest = max(largest, result.storage_data.offset + result.storage_data.length)
-    with tempfile.TemporaryDirectory() as name:
-        return _read(Path(name), metadata, writers, largest)
-
-
-def _read(folder: Path, metadata: Metadata, writers: int, largest: int) -> Found:
     for rank in range(writers):
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(largest)  # a hole: no bytes on the disk
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {}
+
+
+def read_metadata(folder: Path) -> Found:
+    """What each rank of a run that resumes does before it reads values."""
+    started = time.perf_counter()
     stored = open_dcp(folder)
     seconds = time.perf_counter() - started
     child.end()
@@ -269,8 +267,8 @@ def _read(folder: Path, metadata: Metadata, writers: int, largest: int) -> Found
     return {
         "tensors": len(stored.kinds),
         "seconds": round(seconds, 1),
-        "CPU s": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 1),
-        "child MB": round(used.ru_maxrss / 1024),
+        "child's CPU s": round(used.ru_utime + used.ru_stime, 1),
+        "child's peak MB": round(used.ru_maxrss / 1024),
     }
 
 
@@ -300,22 +298,26 @@ def main() -> int:
     parser.add_argument("--only", choices=("store", "plan", "load"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found: Found = {"torch": torch.__version__, "cores": os.cpu_count()}
+    found: Found = {}
+
+    def note(part: str, figures: Found) -> None:
+        found[part] = figures
+        if not options.json:
+            print(part, *(f"  {name:<44}{value}" for name, value in figures.items()), sep="\n", flush=True)
+
+    note("machine", {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()[0]})
     if options.only in (None, "store"):
-        found["store"] = time_store(options.ranks, options.workers)
+        note("store", time_store(options.ranks, options.workers))
     if options.only in (None, "plan"):
-        found["plan, stock"] = in_a_process(plan_globally, options.writers, True)
-        found["plan, ours"] = in_a_process(plan_globally, options.writers, False)
-        found["reading .metadata"] = in_a_process(read_metadata, options.writers)
+        note("plan, stock", in_a_process(plan_globally, options.writers, True))
+        note("plan, ours", in_a_process(plan_globally, options.writers, False))
+        with tempfile.TemporaryDirectory() as folder:
+            in_a_process(write_metadata, Path(folder), options.writers)
+            note("reading .metadata", in_a_process(read_metadata, Path(folder)))
     if options.only in (None, "load"):
-        found["load"] = time_load(options.ranks)
+        note("load", time_load(options.ranks))
     if options.json:
         print(json.dumps(found, indent=1))
-        return 0
-    for part, figures in found.items():
-        print(f"{part}: {figures}" if not isinstance(figures, dict) else part)
-        for name, value in figures.items() if isinstance(figures, dict) else ():
-            print(f"  {name:<44}{value}")
     return 0
 
 
