@@ -107,7 +107,7 @@ def test_many_microbatches_are_a_few_and_the_rest_multiplied(name: str, monkeypa
     assert (dict(multiplied.work.traffic), multiplied.work.flops) == (dict(whole.traffic), whole.flops)
 
 
-@pytest.mark.parametrize("param", ["bfloat16", "float32"])
+@pytest.mark.parametrize("param", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
 def test_the_flops_of_all_ranks_are_what_arithmetic_gives(param: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "spec", lambda _: SPEC)
     rows = 2 * 2
