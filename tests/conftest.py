@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,9 +28,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # ones are short.
 ORDER = (
     "layouts", "tokenizer", "memory", "chaos", "lean_optimizer", "loss_scale", "lora", "prepare", "train",
-    "conformance", "offload", "parity", "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "generate",
-    "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter", "ruined_weights", "pipeline_bench",
-    "reference_run", "parallelize",
+    "conformance", "mixed_run", "rehearsal", "parity", "corpus", "checkpoint_at_scale", "safe_read", "sweep", "nf4",
+    "planner", "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler",
+    "adapter", "ruined_weights", "pipeline_bench", "reference_run", "parallelize", "mixture", "offload", "nodes",
 )  # fmt: skip
 
 
@@ -75,6 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """The launcher blocks signals and handles some; what a later test forks would inherit that."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    child = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    signal.signal(signal.SIGCHLD, child)
 
 
 @pytest.fixture(autouse=True)

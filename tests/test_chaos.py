@@ -23,17 +23,16 @@ def tried(function: str, *arguments: Any, folder: Path) -> Outcome:
 
 @pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_save_that_is_killed_anywhere_leaves_the_one_before(in_background: bool, full: bool, tmp_path: Path) -> None:
-    outcome = tried("kill_everywhere", in_background, 1 if full else 6, folder=tmp_path)
+    outcome = tried("kill_everywhere", in_background, 1 if full else 9, folder=tmp_path)
     assert outcome.count > (10 if full else 1) and not outcome.wrong
 
 
-@pytest.mark.parametrize(
-    ("in_background", "number"), [pytest.param(False, errno.EIO, marks=pytest.mark.full), (True, errno.ENOSPC)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("in_background", "number"), [(False, errno.EIO), (True, errno.ENOSPC)])
 def test_a_write_that_is_refused_on_one_rank_ends_all_and_leaves_the_one_before(
     in_background: bool, number: int, full: bool, tmp_path: Path
 ) -> None:
-    outcome = tried("fail_everywhere", in_background, number, 6 if full else 12, folder=tmp_path)
+    outcome = tried("fail_everywhere", in_background, number, 6 if full else 20, folder=tmp_path)
     assert outcome.count > (5 if full else 2) and not outcome.wrong
 
 

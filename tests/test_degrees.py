@@ -30,11 +30,13 @@ def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> 
     assert accumulation_for(24, saved, saved) == 3
     with pytest.raises(ValueError, match=r"= 2 makes steps of 16 rows, but this run's have 24; use 3"):
         accumulation_for(24, Batch(2, 2, 4), saved)
-    with pytest.raises(ValueError, match=r"local_batch_size = 5 on 4 .* use local_batch_size 1, 2, 3, 6, or"):
+    with pytest.raises(
+        ValueError, match=r"local_batch_size = 5 on 4 .* what does: local_batch_size 1, 2, 3, 6 on these ranks"
+    ):
         accumulation_for(24, Batch(5, 1, 4), saved)
-    with pytest.raises(ValueError, match=r"use local_batch_size 1, 2, 3, 4, 6, 8, 12, 24, or"):
+    with pytest.raises(ValueError, match=r"what does: local_batch_size 1, 2, 3, 4, 6, 8, 12, 24 on these ranks"):
         accumulation_for(24, Batch(5, 1, 1), saved)
-    with pytest.raises(ValueError, match="start with a number of processes that does"):
+    with pytest.raises(ValueError, match="what does: 1, 2, 3, 4, 6, 8, 12, 24 data-parallel ranks"):
         accumulation_for(24, Batch(1, 1, 5), saved)
 
 

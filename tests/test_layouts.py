@@ -54,6 +54,7 @@ def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
     assert_within_the_bars(results)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_each_layout_goes_on_in_another(full: bool, tmp_path: Path) -> None:
     """With --full in any other, and in itself."""
     if full:

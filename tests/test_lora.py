@@ -162,6 +162,7 @@ def run_processes(processes: int, options: list[dict], runs: dict[str, dict], fo
 TP2 = {"tensor_parallel_degree": 2}
 
 
+@pytest.mark.full
 def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_only(full: bool, tmp_path: Path) -> None:
     options: list[dict] = [
         {"case": "untied", "checkpointing": "full"},

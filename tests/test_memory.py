@@ -86,7 +86,7 @@ REAL = {
 }
 
 
-QUICK = ("FSDP2", "LoRA")
+QUICK = ("LoRA",)
 
 
 def mostly_full(names: Iterable[str]) -> list[Any]:

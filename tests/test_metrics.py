@@ -68,12 +68,13 @@ def test_steps_that_are_trained_again_are_recorded_once(tmp_path: Path) -> None:
 def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_finite_is_null(tmp_path: Path) -> None:
     for step, due, loss in ((0, False, float("nan")), (0, False, 2.0), (1, False, 3.0), (1, True, 1.0)):
         reporter = open_reporter(tmp_path, 9, step, due)
-        reporter.validation(1, loss, loss / 2)
+        reporter.validation(1, loss, loss / 2, {"chats": loss})
         reporter.close()
         found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         values = [entry["validation_loss"] for entry in found]
         assert values == {(0, 2.0): [2.0], (1, 3.0): [2.0, 3.0], (1, 1.0): [1.0]}.get((step, loss), [None])
         assert [entry["bits_per_byte"] for entry in found] == [value and value / 2 for value in values]
+        assert [entry["validation_loss/chats"] for entry in found] == values
 
 
 def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(

@@ -1,6 +1,7 @@
 """Runs on a mixture of corpora and files, as whole processes: resumed on other processes, or with other weights."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,19 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
+def resumed(folder: Path, whole: Path, run: str, processes: int, *arguments: str, **changes: Any):
+    """A copy of the run, gone on with from its step 4."""
+    shutil.copytree(whole, folder / run, dirs_exist_ok=True)
+    return train(folder, run, processes, "--checkpoint.load_step", "4", *arguments, **changes)
+
+
 def test_a_resume_on_another_number_of_processes_goes_on_with_the_same_rows(folder: Path, whole: Path) -> None:
-    assert train(folder, "stopped", 2, "--training.steps", "4").returncode == 0
-    result = train(folder, "stopped", 1)
+    result = resumed(folder, whole, "one", 1)
     assert result.returncode == 0, result.stderr
-    assert metrics(folder / "stopped", "loss") == pytest.approx(metrics(whole, "loss"), rel=1e-10, abs=0)
-    assert segments(folder / "stopped", 8) == segments(whole, 8) != []
+    assert metrics(folder / "one", "loss") == pytest.approx(metrics(whole, "loss"), rel=1e-10, abs=0)
+    assert segments(folder / "one", 8) == segments(whole, 8) != []
     for name in ("validation_loss", "validation_loss/a", "validation_loss/chats"):
-        assert metrics(folder / "stopped", name)[-1] == pytest.approx(metrics(whole, name)[-1], rel=1e-10)
+        assert metrics(folder / "one", name)[-1] == pytest.approx(metrics(whole, name)[-1], rel=1e-10)
 
 
 def test_a_number_of_processes_that_does_not_divide_a_step_is_refused_with_those_that_do(
@@ -99,11 +105,11 @@ def test_a_number_of_processes_that_does_not_divide_a_step_is_refused_with_those
 
 
 def test_another_mixture_needs_leave_and_is_recorded(folder: Path, whole: Path) -> None:
-    assert train(folder, "changed", 2, "--training.steps", "4").returncode == 0
     other = {"weight": 0.5, "more": f'[[data.source]]\npath = "{folder}/b"\nweight = 0.25'}
-    result = train(folder, "changed", 2, **other)
+    result = resumed(folder, whole, "changed", 1, **other)
     assert result.returncode == 2 and "checkpoint.allow_changed" in result.stderr
-    result = train(folder, "changed", 2, "--checkpoint.allow_changed", "data", **other)
+    assert "weight of a (0.75, now 0.5)" in result.stderr
+    result = train(folder, "changed", 1, "--checkpoint.load_step", "4", "--checkpoint.allow_changed", "data", **other)
     assert result.returncode == 0, result.stderr
     assert "the mixture changes from row 16 on, step 4" in result.stderr
     first, second = segments(folder / "changed", 8)
@@ -111,5 +117,3 @@ def test_another_mixture_needs_leave_and_is_recorded(folder: Path, whole: Path) 
     assert sorted(second["consumed"].values()) == [0, 4, 12]
     assert [key.split()[0] for key in second["shares"]] == ["a", "b", "chats"]
     assert list(second["shares"].values()) == [2, 1, 1]
-    again = train(folder, "changed", 2, "--training.steps", "9", **other)  # the same mixture again: no leave needed
-    assert again.returncode == 0 and len(segments(folder / "changed", 9)) == 2

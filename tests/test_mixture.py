@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import DataConfig, SourceConfig
+from titan_mi100.config.settings import Config, DataConfig, SourceConfig, TrainingConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import random_rows
 from titan_mi100.data.mixture import Mixture, Segment, consumed_at
@@ -24,6 +24,8 @@ from titan_mi100.data.schedule import LONGEST_PERIOD, Schedule, shares_of
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import checked
+from titan_mi100.run.progress import Progress
+from titan_mi100.run.rows import last_step
 
 
 def off(order: np.ndarray, shares: list[int]) -> float:
@@ -216,6 +218,17 @@ def test_how_often_sources_are_read_is_said_and_extremes_are_refused() -> None:
     assert len(warnings) == 1 and warnings[0].endswith("the model will know it by heart")
     with pytest.raises(UserError, match="more than 1,000 times: lower its weight"):
         mixture.describe(4000)
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "last"), [("stop", 30, 5), ("drop", 30, 10), ("repeat", 30, 30), ("stop", 3, 3)]
+)
+def test_a_run_ends_where_its_data_do(how: str, steps: int, last: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps of padding would move the weights by what AdamW remembers."""
+    mixture = Mixture([source("a", 10, 0.5), source("b", 30, 0.5)], 1, how)
+    config = Config(data=DataConfig(on_exhausted=how), training=TrainingConfig(steps=steps))
+    assert last_step(config, Progress(), mixture, Batch(4, 1, 1)) == last
+    assert (f"the data end with step {last}" in caplog.text) == (last < steps)
 
 
 def test_paths_with_weights_or_repeats_are_short_for_sources(tmp_path: Path) -> None:

@@ -888,6 +888,7 @@ def processes_of_session(session: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 def test_two_builds_at_once_and_killed_builds_end_with_the_same_plan(full: bool, tmp_path: Path) -> None:
     """scripts/bench/data.py --kills 50 kills more; this keeps a few of them in the suite."""

@@ -190,6 +190,7 @@ def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Pa
     assert f"resumed from {folder / 'checkpoint' / 'step-21'}" in back.stdout and len(losses(folder)) == 22
 
 
+@pytest.mark.full
 def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, full: bool, tmp_path: Path) -> None:
     """The right-hand column of docs/CHECKPOINTS.md; the left one is refused in the tests below and test_checkpoint."""
     folder = tmp_path / "run"
@@ -276,7 +277,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     changed = train(config, uninterrupted, *more_rows, check=False)
     assert "makes steps of 4 rows, but this run's have 2; use 1" in changed.stderr
     odd = train(config, uninterrupted, *more_rows[:2], "--training.local_batch_size", "3", check=False)
-    assert "does not divide this run's steps of 2 rows; use local_batch_size 1," in odd.stderr
+    assert "does not divide this run's steps of 2 rows; what does: local_batch_size 1 on these ranks" in odd.stderr
     assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
     assert json.loads((uninterrupted / "run_state.json").read_text())["exit_code"] == 2
     train(config, uninterrupted, *other, "--checkpoint.fresh", processes=1)
