@@ -9,6 +9,8 @@ import pytest
 from conftest import ASSETS, torchrun
 from test_corpus import prepare, texts, write
 
+from titan_mi100 import inspect_data
+
 CONFIG = """
 [model]
 flavor = "debug"
@@ -117,3 +119,19 @@ def test_another_mixture_needs_leave_and_is_recorded(folder: Path, whole: Path) 
     assert sorted(second["consumed"].values()) == [0, 4, 12]
     assert [key.split()[0] for key in second["shares"]] == ["a", "b", "chats"]
     assert list(second["shares"].values()) == [2, 1, 1]
+
+
+@pytest.mark.parametrize("concatenate", ["false", "true"])
+def test_rows_of_a_corpus_are_shown(
+    folder: Path, whole: Path, concatenate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--job.config_file", str(folder / "whole.toml"), "--data.concatenate", concatenate, "--json"]
+    assert inspect_data.main([*given, "--source", "a", "--row", "3"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["shown"]
+    assert len(row["id"]) == 192 and row["padding"] == 0
+    files = [document["where"].split(":")[0] for document in row["documents"]]
+    assert {*files} == {str(folder / "a.jsonl")} and (len(files) == 1) == (concatenate == "true")
+    assert inspect_data.main([*given, "--row", "3"]) == 2
+    assert "there are several sources: name one with --source, of a, chats" in capsys.readouterr().err
+    assert inspect_data.main([*given, "--source", "a"]) == 2
+    assert "is a corpus: only its rows are shown, --row N" in capsys.readouterr().err

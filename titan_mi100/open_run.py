@@ -254,8 +254,8 @@ def _load_data(config: Config, world: World, folder: Path | None) -> Prepared:
         log.info(line)
     for line in data.facts.warnings:
         log.warning(line)
-    how = "already prepared" if data.cached else "prepared"
-    log.info(f"data: {how} in {data.folder} ({time.perf_counter() - started:.2f} s)")
+    how = f"{'already ' * data.cached}prepared in {data.folder}" if data.facts.files else "corpora, opened"
+    log.info(f"data: {how} ({time.perf_counter() - started:.2f} s)")
     return data
 
 

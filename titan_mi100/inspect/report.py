@@ -28,12 +28,14 @@ from titan_mi100.data.prepared import (
     Prepared,
     RefusedData,
     Row,
+    RowSet,
     SetFacts,
     SourceRows,
 )
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.wording import some
 
 _SAMPLE_TOKENS = 1 << 22  # of a larger set only every k-th document is examined, to bound time and memory
 _FIRST = 5  # examples of each status in the ledger
@@ -80,8 +82,15 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
     source = _chosen(data.validation if options.validation else data.sources, options.source)
     dataset, counts = source.rows, source.counts
-    assert isinstance(dataset, PackedDataset) and dataset.documents.origins is not None
     name += f" of {source.name}" if options.source else ""
+    if not isinstance(dataset, PackedDataset):
+        if options.where or options.html or not options.row:
+            what = "is a corpus: only its rows are shown, --row N; its ledger.csv and bad_rows.csv say what is in it"
+            raise UserError(f"--source {source.name}: {what}")
+        tokenizer, rows = load_tokenizer(config.tokenizer_path()), _numbers(options.row, len(dataset))
+        of_rows = [_row(dataset, tokenizer, dataset.where(row), row) for row in dict.fromkeys(rows)]
+        return {"set": name, "seq_len": seq_len, **asdict(counts), "shown": of_rows}
+    assert dataset.documents.origins is not None
     shown = _Set(data, dataset, counts, load_tokenizer(config.tokenizer_path()), dataset.documents.origins)
     report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(counts)}
     rows = _numbers(options.row, len(dataset))
@@ -96,7 +105,10 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         rows = [0]
     if options.html or not (options.row or options.where):
         report |= _summary(config, shown)
-    report["shown"] = [_row(shown, row) for row in dict.fromkeys(rows)]
+    report["shown"] = [
+        _row(dataset, shown.tokenizer, [shown.origins.where(number) for number in dataset.documents_of(row)], row)
+        for row in dict.fromkeys(rows)
+    ]
     return report
 
 
@@ -107,9 +119,7 @@ def _chosen(sources: Sequence[SourceRows], name: str) -> SourceRows:
     names = ", ".join(source.name for source in sources)
     found = [source for source in sources if source.name == name or not name]
     if len(found) != 1:
-        raise UserError(f"--source {name!r}: name one of {names}")
-    if not isinstance(found[0].rows, PackedDataset):
-        raise UserError(f"--source {found[0].name}: is a corpus; its ledger.csv and bad_rows.csv say what is in it")
+        raise UserError(f"there are several sources: name one with --source, of {names}")
     return found[0]
 
 
@@ -155,18 +165,23 @@ def _supervised(row: Row) -> np.ndarray:
     return np.roll(row.labels != IGNORE, 1)
 
 
-def _row(shown: _Set, index: int) -> dict[str, Any]:
-    """A packed row as training reads it, with lists of one value per token."""
-    row = shown.dataset.row(index)
+def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int) -> dict[str, Any]:
+    """A packed row as training reads it, with lists of one value per token.
+
+    Args:
+        origins: `file:line` of its documents; where all are one to attention, as in a classic stream, of its parts.
+    """
+    row = rows.row(index)
     supervised = _supervised(row)
     assert (np.roll(row.labels, 1) == row.input_ids)[supervised].all()
     documents, texts = [], []
-    for place, number in enumerate(shown.dataset.documents_of(index)):
+    for place in range(int(row.document_ids.max()) + 1):
         inside = row.document_ids == place
         ids = row.input_ids[inside].tolist()
-        texts += token_texts(shown.tokenizer, ids)
+        texts += token_texts(tokenizer, ids)
         count = {"tokens": len(ids), "supervised": int(supervised[inside].sum())}
-        documents.append({"where": shown.origins.where(number), **count, "text": shown.tokenizer.decode(ids)})
+        where = origins[place] if row.document_ids.max() + 1 == len(origins) else some(origins, 3)
+        documents.append({"where": where, **count, "text": tokenizer.decode(ids)})
     padding = int((row.document_ids == PADDING_DOCUMENT).sum())
     return {
         "row": index,

@@ -111,5 +111,6 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress) ->
         log.info(f"  hf-step-{progress.step}/   {what}")
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
-    log.info("  ledger.csv (every row of the data), metrics.jsonl, train.log")
+    ledger = "ledger.csv (every row of the data), " if (folder / "ledger.csv").exists() else ""
+    log.info(f"  {ledger}metrics.jsonl, train.log")
     log.info("  config.toml (resolved), environment.json, run_state.json")
