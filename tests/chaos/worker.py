@@ -124,18 +124,18 @@ def observe(chaos: Chaos) -> None:
     def events(before: str, after: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda *_, **__: chaos.event(before), lambda *_, **__: chaos.event(after)
 
-    def rows_of_a_step(stream: RowStream, first_row: int) -> None:
-        for number in stream.row_numbers(first_row, range(stream.batch.gradient_accumulation_steps)):
+    def rows_of(stream: RowStream, first_row: int, microbatch: int) -> None:
+        for number in stream.row_numbers(first_row, [microbatch]):
             chaos.event("row", number)
 
     around(open_run, "build_model", *events("build", "built"))
-    around(open_run, "validation_loss", *events("validate", "validated"))
+    around(open_run, "validation_losses", *events("validate", "validated"))
     around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
     around(checkpoint.Checkpointer, "save", *events("save", "saved"))
-    around(checkpoint.Checkpointer, "_write_files", *events("write", "written"))
+    around(checkpoint.Checkpointer, "_write_part", *events("write", "written"))
     around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
     around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
-    around(RowStream, "step", rows_of_a_step)
+    around(RowStream, "microbatch", rows_of)
     whole_step, steps = Trainer.step, Counter[str]()
 
     def step(self: Trainer, update: bool = True) -> StepResult:

@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.prepared import PADDING_ROW, Row, RowSet
 
-_THREADS = 2  # that read rows: one makes tensors while another waits for the disk
+_THREADS = 2  # that read rows, two microbatches ahead each: one makes tensors while another waits for the disk
 
 
 class RowSource(Protocol):
@@ -166,8 +166,10 @@ class ReadAhead:
     def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
         from torchdata import nodes
 
+        count = self._count  # no more of this object: the threads would keep it, and so themselves, alive
+
         def read(place: int) -> Microbatch | Exception:
-            step, number = divmod(place, self._count)
+            step, number = divmod(place, count)
             try:
                 return stream.microbatch(first_row + step * stream.batch.global_batch_size, number)
             except Exception as error:  # torchdata would wrap it into another one
@@ -177,7 +179,7 @@ class ReadAhead:
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
             node = nodes.PinMemory(node)
-        self._microbatches = iter(nodes.Loader(nodes.Prefetcher(node, max(2, self._count))))
+        self._microbatches = iter(nodes.Loader(node))
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:
