@@ -44,7 +44,7 @@ class Trainer:
         self._flags, self._loss_scale = flags or {}, loss_scale
         self._row = first_row
         self._microbatches = stream.step(first_row)
-        self._next_step: Callable[[], list[Microbatch]] | None = None  # from the second step on
+        self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
         # later steps' counts travel with the step before
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -107,9 +107,12 @@ class Trainer:
         """Take the next step's rows, which were read while the device worked; returns the seconds that took."""
         started = time.perf_counter()
         self._row += self._stream.batch.global_batch_size
-        if self._next_step is None:
-            self._next_step = self._stream.ahead(self._row, pinned=self._model.device.type == "cuda")
-        self._microbatches = self._next_step()
+        if self._next_step is None:  # the threads begin with the third step: the first does not wait for their start
+            behind = self._row + self._stream.batch.global_batch_size
+            self._next_step = self._stream.ahead(behind, pinned=self._model.device.type == "cuda")
+            self._microbatches = self._stream.step(self._row)
+        else:
+            self._microbatches = self._next_step()
         self._next_counts = self._count(self._microbatches).tolist()
         return time.perf_counter() - started
 
