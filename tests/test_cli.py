@@ -116,7 +116,7 @@ def test_a_crash_of_the_trainer_is_one_line(
     monkeypatch.setattr(train.distributed, "init_distributed", lambda: None)
     monkeypatch.setattr(train.distributed, "leave", leave)
     with pytest.raises(SystemExit) as ended:
-        train.main(Config(), SimpleNamespace(reason=""))  # type: ignore[arg-type]
+        train.main(Config(), SimpleNamespace(reason=""), SimpleNamespace(note=lambda _: None))  # type: ignore[arg-type]
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and "unexpected error, KeyError: 'name'; " in line
     assert "Traceback" in traceback_named_in(line)

@@ -23,7 +23,19 @@ from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
 from titan_mi100.launch_nodes import Leader, follow
-from titan_mi100.outcome import Outcome, read_outcome
+from titan_mi100.outcome import (
+    ATTEMPTS,
+    HUNG,
+    HUNG_ELSEWHERE,
+    Outcome,
+    Restarts,
+    RunState,
+    note_restart,
+    read_outcome,
+    write_run_state,
+)
+from titan_mi100.run.heartbeat import WATCHED
+from titan_mi100.run.watchdog import LOOK, Watch
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import printable
 
@@ -34,7 +46,7 @@ _PREPARE = ("-m", "titan_mi100.data.prepare")
 _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
 _ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_LOOK = 0.3  # seconds between two looks at the other nodes
+_KILLED = 10.0  # seconds for a process that was killed to be gone: one that the kernel holds never is
 _AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
 _MEANING = {
     2: "the config or the input is wrong",
@@ -58,7 +70,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             return 0
         if {"-h", "--help"} & set(arguments):
             return len(launcher.run_first("the help", *_CONFIG, "--help"))  # 0: it is printed
-        processes, launcher.trainer, place = parse(arguments, environ.get("NGPU", ""))
+        processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
+        launcher.processes = processes
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
         if copies not in ("1", str(place.most) if place else "1"):
             raise UserError(
@@ -70,8 +83,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             os.environ.pop(name, None)  # of a job that has started this one
         set_defaults(processes)
         if place is None:
-            return _run_alone(launcher, processes)
-        return _lead(launcher, place, processes) if place.rank == 0 else follow(launcher, place, processes)
+            return _run_alone(launcher, processes, restarts)
+        return _lead(launcher, place, processes, restarts) if place.rank == 0 else follow(launcher, place, processes)
     except UserError as error:
         say(error)
         return 2
@@ -80,8 +93,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         return 1
 
 
-def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nodes.Place | None]:
-    """The number of processes of this node, the trainer's arguments, and this node's place; None: there is no other.
+def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nodes.Place | None, int]:
+    """The number of processes of this node, the trainer's arguments, this node's place (None: there is no other), and
+    how often the run is restarted.
 
     Args:
         ngpu: the number of processes where the command line has none.
@@ -93,7 +107,7 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
     while rest:
         name, has_value, value = rest[0].partition("=")
         argument, option = rest.pop(0), name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or option not in ("nproc_per_node", *nodes.OPTIONS):
+        if not name.startswith("--") or option not in ("nproc_per_node", "max_restarts", *nodes.OPTIONS):
             trainer.append(argument)
             continue
         if not has_value and not rest:
@@ -102,29 +116,35 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
         if option in given:
             raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
         given[option] = value
-    ngpu = given.pop("nproc_per_node", ngpu)
+    ngpu, restarts = given.pop("nproc_per_node", ngpu), given.pop("max_restarts", "0")
+    if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
+        raise UserError(f"--max_restarts must be a number, not {restarts!r}; 0: none")
     if not re.fullmatch("[1-9][0-9]?", ngpu or "1", re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
-    return int(ngpu or default_process_count()), trainer, nodes.parse_place(given)
+    return int(ngpu or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
 
 
-def _run_alone(launcher: "Launcher", processes: int) -> int:
+def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
     folder = launcher.check(processes)
     launcher.prepare(folder)
     torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
-    outcome = launcher.attempt(torchrun)
-    if not outcome.state:  # it has said nothing
-        launcher.leave_if_told()
-        outcome = outcome._replace(code=1)
-    return conclude(outcome, folder)
+    restarts = Restarts(ATTEMPTS if most_restarts else 1, most_restarts)
+    while True:
+        outcome = launcher.attempt(torchrun)
+        if not outcome.state:  # it has said nothing
+            launcher.leave_if_told()
+            outcome = outcome._replace(code=1)
+        if launcher.is_told() or not (words := restarts.next(outcome)):
+            return conclude(outcome, folder)
+        launcher.restart(folder, outcome, words)
 
 
-def _lead(launcher: "Launcher", place: nodes.Place, processes: int) -> int:
+def _lead(launcher: "Launcher", place: nodes.Place, processes: int, most_restarts: int) -> int:
     """Node 0's part of a run on several; the exit code, which the other nodes learn too."""
     folder, code = launcher.check(processes * place.most), 1
     with nodes.Host(place, processes) as host:
         try:
-            outcome = Leader(launcher, host, place, processes).run(folder)
+            outcome = Leader(launcher, host, place, processes).run(folder, Restarts(ATTEMPTS, most_restarts))
             code = outcome.code
         except UserError:
             code = 2
@@ -141,6 +161,9 @@ def conclude(outcome: Outcome, folder: str) -> int:
     """Say how the run has ended; its exit code."""
     for line in outcome.message.splitlines():
         say(line)
+    if outcome.state in (HUNG, HUNG_ELSEWHERE) and os.path.isdir(folder):  # no process of it could say so
+        again = f"start again with job.run_folder = {folder}"
+        write_run_state(Path(folder), RunState(HUNG, 5, outcome.message, again, outcome.step))
     if outcome.code:
         meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
         say(f"exit code {outcome.code}: {meaning}. Run folder: {folder}")
@@ -166,10 +189,12 @@ class Launcher:
 
     Attributes:
         trainer: the trainer's arguments.
+        processes: of this node.
     """
 
     def __init__(self) -> None:
         self.trainer: Sequence[str] = ()
+        self.processes = 1
         self._told: signal.Signals | None = None
         self._outcome, self._under_torchrun = Path(), True
         # what is ignored stays so: nohup ignores SIGHUP
@@ -227,15 +252,47 @@ class Launcher:
         command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the run makes it
-            environment = {"TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid())}
+            records = Path(temporary, "watch")
+            records.mkdir()
+            watch = Watch(records, self.processes, os.environ.get(RUN_FOLDER, ""))
+            environment = {
+                "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
+            }  # fmt: skip
             what = "torchrun" if torchrun else "the trainer"
-            status, _ = self._run(what, (*command, *self.trainer), self._tell_workers, environment, is_over=is_over)
+
+            def is_to_end() -> bool:
+                return watch.look() or (is_over is not None and is_over())
+
+            command = (*command, *self.trainer)
+            status, _ = self._run(what, command, self._tell_workers, environment, is_over=is_to_end)
             for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
                 self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
                 time.sleep(0.1)
-            outcome = read_outcome(self._outcome) or Outcome(0)
+            outcome, last_step = read_outcome(self._outcome) or Outcome(0), watch.last_step()
+        if watch.outcome is not None:
+            return watch.outcome
+        if outcome.code and last_step is not None:  # a process that was killed has not said it
+            outcome = outcome._replace(step=max(last_step, outcome.step or 0))
         # a run that fails says why on its own, but above a page of torchrun's about its workers
         return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
+
+    def restart(self, folder: str, outcome: Outcome, words: str) -> None:
+        """Say why a run is started again, and note it in its state."""
+        for line in [*outcome.message.splitlines(), words]:
+            say(line)
+        note_restart(Path(folder), outcome)
+        if outcome.step is not None:
+            self.use_config_of(folder)
+
+    def use_config_of(self, folder: str) -> None:
+        """Let the next attempt read the config that a run which has trained has left in its folder: the file that it
+        was started with may have changed, or name a step to begin with.
+        """
+        self.trainer = ("--job.config_file", str(Path(folder, "config.toml")))
+
+    def is_told(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._told is not None
 
     def rest(self, seconds: float) -> None:
         """Wait, and exit if told to stop."""
@@ -265,11 +322,11 @@ class Launcher:
             start_new_session=True,  # Ctrl-C must arrive once, from here, not from the terminal as well
             preexec_fn=_before_exec,
         )  # fmt: skip
-        is_ended = False  # by us
-        while (status := process.poll()) is None:
+        is_ended, until = False, float("inf")  # by us
+        while (status := process.poll()) is None and time.monotonic() < until:
             number = self._next_signal(is_over)
             if number is None and is_over is not None and is_over():
-                is_ended = True
+                is_ended, until = True, min(until, time.monotonic() + _KILLED)
                 process.kill()
             if number in _STOP and self._told is None:
                 self._told = signal.Signals(number)
@@ -280,6 +337,8 @@ class Launcher:
             elif number == signal.SIGALRM:
                 pass_on(process)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if status is None:
+            status = -signal.SIGKILL
         if status < 0 and not self._told and not is_ended:
             remedy = "; most likely memory ran out (dmesg says so)" if status == -signal.SIGKILL else ""
             say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
@@ -289,7 +348,7 @@ class Launcher:
         """None: it is time to ask whether the run is over."""
         if is_over is None:
             return signal.sigwait(self._signals)
-        found = signal.sigtimedwait(self._signals, _LOOK)
+        found = signal.sigtimedwait(self._signals, LOOK)
         return None if found is None else found.si_signo
 
     def _tell_workers(self, process: Process) -> None:
@@ -325,7 +384,8 @@ class Launcher:
 
 
 def _before_exec() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a worker listens: it would die, and the others wait for it
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # until a worker listens: it would die, and the others wait for it
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 

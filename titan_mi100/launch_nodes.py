@@ -13,7 +13,7 @@ from typing import Protocol
 
 from titan_mi100.errors import UserError
 from titan_mi100.nodes import Host, Link, Message, Place, free_port, join
-from titan_mi100.outcome import ATTEMPTS, LOST, Outcome, combined, next_move
+from titan_mi100.outcome import LOST, Outcome, Restarts, combined
 
 _LOOK = 0.3  # seconds between two looks at the other nodes
 _LAST_CALL = 60.0  # seconds to wait for more nodes where there are enough
@@ -40,6 +40,13 @@ class Launcher(Protocol):
 
     def leave_if_told(self) -> None: ...
 
+    def is_told(self) -> bool: ...
+
+    def restart(self, folder: str, outcome: Outcome, words: str) -> None:
+        """Say and note it; the next attempt reads the config in the run's folder."""
+
+    def use_config_of(self, folder: str) -> None: ...
+
     def say(self, words: object) -> None: ...
 
 
@@ -53,18 +60,19 @@ class Leader:
             place.most,
         )  # nodes with data; number of nodes the config is checked for
 
-    def run(self, folder: str) -> Outcome:
-        """Start until a start reaches its first step, or no more are left; how the last one ended."""
-        for attempt in range(1, ATTEMPTS + 1):
+    def run(self, folder: str, restarts: Restarts) -> Outcome:
+        """Start until the run has ended, or no more starts are left; how the last one ended."""
+        is_first, trained = True, False
+        while True:
             self._gather()
-            outcome = combined((self._prepare(folder, attempt) or self._train()).values())
+            outcome = combined((self._prepare(folder, is_first) or self._train(folder if trained else "")).values())
+            is_first, trained = False, trained or outcome.step is not None
             if outcome.step is None and outcome.code == 1:
                 self._launcher.leave_if_told()
-            if next_move(outcome) != "retry" or attempt == ATTEMPTS:
-                break
-            self._launcher.say(f"the start failed before its first step: {outcome.message or 'no process said why'}")
-            self._launcher.say(f"attempt {attempt + 1} of {ATTEMPTS} ...")
-        return outcome
+            if self._launcher.is_told() or not (words := restarts.next(outcome)):
+                return outcome
+            message = outcome.message or "no process said why"
+            self._launcher.restart(folder, outcome._replace(message=message), words)
 
     def _gather(self) -> None:
         """Wait for the nodes; go on with fewer only where --nnodes allows it, after a last call."""
@@ -86,7 +94,7 @@ class Leader:
         if missing:
             self._launcher.say(f"going on with {count} nodes; missing: {', '.join(missing)}")
 
-    def _prepare(self, folder: str, attempt: int) -> Reports:
+    def _prepare(self, folder: str, is_first: bool) -> Reports:
         """Check the config for the nodes that are there, and have the data prepared on each; reports of failures."""
         if (count := 1 + len(self._host.links)) != self._checked:
             self._launcher.check(self._processes * count, folder=folder)
@@ -95,7 +103,7 @@ class Leader:
         for node in self._host.links.keys() - self._ready:
             with suppress(OSError):  # the next look drops it
                 self._host.links[node].send(do="prepare", folder=folder, world=self._processes * count)
-        if attempt == 1:
+        if is_first:
             self._launcher.prepare(folder)
         while self._host.links.keys() - self._ready:
             self._launcher.rest(_LOOK)
@@ -105,11 +113,15 @@ class Leader:
                 return failed
         return {}
 
-    def _train(self) -> Reports:
-        """One agent on each node, to the end of all."""
+    def _train(self, trained: str) -> Reports:
+        """One agent on each node, to the end of all.
+
+        Args:
+            trained: the run's folder, whose config is read; "": the run has not trained yet.
+        """
         numbers, port, reports = [0, *sorted(self._host.links)], free_port(), Reports()
         everyone = len(numbers) - 1
-        self._host.tell(do="start", port=port, nodes=numbers)
+        self._host.tell(do="start", port=port, nodes=numbers, trained=trained)
         failed_at = float("inf")
 
         def is_over() -> bool:
@@ -180,6 +192,8 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
             link.send(**Outcome(0)._asdict())
         elif message["do"] == "start":
             torchrun = agent(place, message["nodes"], int(message["port"]), processes)
+            if trained := str(message["trained"]):
+                launcher.use_config_of(trained)
             outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
             if outcome.code == 1 and outcome.step is None:
                 launcher.leave_if_told()  # else node 0 would try again

@@ -30,6 +30,7 @@ from titan_mi100.config.check import check_layout
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import cache_folder, prepare_run
@@ -47,6 +48,7 @@ from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, ra
 from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
+from titan_mi100.run.heartbeat import SAVE, START, VALIDATION, Heartbeat
 from titan_mi100.run.metrics import Reporter, StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
@@ -54,6 +56,7 @@ from titan_mi100.run.rows import fit_progress, last_step, open_rows
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
+_PATIENCE_FOR_DATA = 24  # times watchdog.start_seconds
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
@@ -91,15 +94,18 @@ class Run:
     reporter: Reporter | None
     forecast: Forecast
     observers: list[StepObserver]
+    heartbeat: Heartbeat
     wants_to_stop: Callable[[], bool]
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
         number, config = self.progress.step + 1, self.config
+        self.heartbeat.begin_step(number)
         scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
         if config.lora.dropout:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
         result = self.trainer.step()
+        self.heartbeat.note("what follows a step")
         self.progress.after_step(result)
         if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
             self.checkpointer.judge(self.progress.suspicion)
@@ -119,7 +125,8 @@ class Run:
 
         batch, dp_rank = self.stream.batch, self.stream.dp_rank
         sets = [source.rows for source in self.data.validation]
-        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop)
+        beat = partial(self.heartbeat.begin, VALIDATION)
+        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
 
     def validate(self) -> bool:
         """Validate and report, if there is something to validate on; whether the loss is the lowest so far."""
@@ -138,16 +145,19 @@ class Run:
         assert self.folder is not None
         best = self.progress.best_step if self.config.checkpoint.keep_best else None
         suspicion = self.progress.suspicion
+        self.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)
         self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best, suspicion)
 
     def judge_last_save(self) -> None:
         """After the last step no other shows whether its update was sound: try one that updates nothing."""
+        self.heartbeat.begin_step(self.progress.step + 1)
         result = self.trainer.step(update=False)
         is_broken = result.skipped and not result.overflowed
         self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
 
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
+        self.heartbeat.begin(SAVE, "waiting for the save in the background")
         try:
             self.checkpointer.wait()
         finally:
@@ -163,6 +173,7 @@ def open_run(
     spec: ModelSpec | None = None,
     data: Prepared | None = None,
     checkpoint: Path | None = None,
+    heartbeat: Heartbeat | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Everything that the first step needs, in the order in which one thing follows from another. A collective.
@@ -172,10 +183,12 @@ def open_run(
         spec: the model's shape; None: what the config names.
         data: None: what the config names.
         checkpoint: to resume from; None: the newest in the folder, if there is one.
+        heartbeat: this process's record; None: nobody watches it.
 
     Raises:
         UserError: on all ranks: files that do not fit each other or the config.
     """
+    heartbeat = heartbeat or Heartbeat(config.watchdog)
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
@@ -183,7 +196,11 @@ def open_run(
     _log_machine(config, world)
     with raise_together():
         spec = spec or config.spec()
+    heartbeat.begin(START, "preparing data")
+    if RUN_FOLDER not in os.environ:  # no launcher has prepared them; that takes as long as it takes
+        heartbeat.allow(_PATIENCE_FOR_DATA)
     data = data or _load_data(config, world, folder)
+    heartbeat.begin(START, "model and checkpoint")
     found = _find(checkpoint, folder, world, config.checkpoint.load_step)
     if found is not None:
         check_is_a_runs(found)
@@ -227,9 +244,10 @@ def open_run(
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     child.end()  # no more files from elsewhere are read
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
-    trainer = Trainer(model, optimizer, stream, config.training.max_norm, progress.rows_consumed, flags, scale)
+    first, note = progress.rows_consumed, heartbeat.note
+    trainer = Trainer(model, optimizer, stream, config.training.max_norm, first, flags, scale, note)
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
-    return Run(*run, reporter, forecast, observers, wants_to_stop)
+    return Run(*run, reporter, forecast, observers, heartbeat, wants_to_stop)
 
 
 def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:

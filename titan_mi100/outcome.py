@@ -3,21 +3,31 @@
     python -m titan_mi100.outcome RUN_FOLDER [--start NAME] [--srun CODE]
 
 prints one line for a batch script: exit code, move (end, retry or requeue), and the run's own words. srun alone cannot
-tell: it reports the highest exit code of its tasks. Standard library only: launchers import it.
+tell: it reports the highest exit code of its tasks. Imports no torch: launchers import it.
 """
 
 import argparse
+import dataclasses
+import errno
 import json
+import os
 import sys
+import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from titan_mi100.files.durable import replace
+from titan_mi100.logging import log
+from titan_mi100.wording import printable
 
 ATTEMPTS = 4  # a start and three more
 STATE = "run_state.json"
 START = "TITAN_START"  # variable with a name for this start of a run; its state repeats it
 RUNNING, LOST = "running", "lost_a_process"  # states of run_state.json
-_MAY_GO_BETTER = ("", RUNNING, LOST, "crashed", "hung")  # next time; "": nothing was said
+HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"  # by a process of the node that says so; or it only waits
+_MAY_GO_BETTER = ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)  # next time; "": nothing was said
 
 
 class Outcome(NamedTuple):
@@ -53,6 +63,117 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
         return None
 
 
+@dataclass(frozen=True)
+class RunState:
+    """How a run stands or ended: `run_state.json`.
+
+    Attributes:
+        next: what to do about it.
+        step: the last step of which the writer knows that this start has finished it; None: none.
+    """
+
+    state: str
+    exit_code: int
+    message: str
+    next: str
+    step: int | None = None
+
+
+def launcher_is_told() -> bool:
+    """Whether the launcher named a file to read the outcome from."""
+    return bool(os.environ.get("TITAN_OUTCOME"))
+
+
+def write_run_state(folder: Path | None, state: RunState) -> None:
+    """Into the folder, and into the file that the launcher named: torchrun turns every worker's exit code into 1.
+
+    Args:
+        folder: None: it is not this run's, and nothing is written there.
+    """
+    paths = [folder / STATE] if folder is not None else []
+    if launcher_is_told():
+        paths.append(Path(os.environ["TITAN_OUTCOME"]))
+    for path in paths:
+        try:
+            _write(path, state)
+        except OSError as error:
+            log.error(f"{path}: cannot be written to: {error.strerror}")
+
+
+def _write(path: Path, state: RunState) -> None:
+    restarts = restarts_of(path)
+    try:
+        replace(path, _as_json(state, restarts))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # on a full disk, over what is there: its first block can hold this, whose former content would be wrong
+        with path.open("r+", encoding="utf-8") as file:
+            short = dataclasses.replace(state, message=state.message[:300], next=state.next[:300])
+            file.write(_as_json(short, restarts[-3:]))
+            file.truncate()
+
+
+def _as_json(state: RunState, restarts: list[Any]) -> str:
+    start = {"start": os.environ[START]} if os.environ.get(START) else {}
+    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
+    return json.dumps(shown | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
+
+
+def restarts_of(path: Path) -> list[Any]:
+    """What a run_state.json says of restarts so far."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["restarts"]
+        return found if isinstance(found, list) else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+class Restarts:
+    """Decides whether a run that has ended is started again, and keeps count.
+
+    A start that fails before its first step is tried again, up to so many starts in a row. A run that has trained is
+    started again after a crash, a hang or a lost process, but not after a second failure at the same step.
+    """
+
+    def __init__(self, starts: int = 1, most: int = 0) -> None:
+        """Args: starts: in a row that may fail; most: restarts of a run that has trained."""
+        self._starts, self._most = starts, most
+        self._failed_starts, self._restarts, self._steps = 0, 0, set[int]()
+
+    def next(self, outcome: Outcome) -> str:
+        """What comes next, in words for the log; "": nothing, the run has ended."""
+        if outcome.code not in (1, 5) or outcome.state not in _MAY_GO_BETTER:
+            return ""
+        if outcome.step is None:
+            self._failed_starts += 1
+            if self._failed_starts >= self._starts:
+                return ""
+            return f"the start failed before its first step; attempt {self._failed_starts + 1} of {self._starts} ..."
+        self._failed_starts, self._restarts = 0, self._restarts + 1
+        if self._restarts > self._most:
+            return ""
+        if outcome.step in self._steps:
+            log.error(f"two failures after step {outcome.step}: no more restarts")
+            return ""
+        self._steps.add(outcome.step)
+        return f"restart {self._restarts} of {self._most}, from the newest intact checkpoint ..."
+
+
+def note_restart(folder: Path, outcome: Outcome) -> None:
+    """Add a line about a restart to the run's state, which is kept until the run's next start writes its own."""
+    path = folder / STATE
+    restarts = restarts_of(path)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    found = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
+    entry = {"time": now, "attempt": len(restarts) + 1, **found, "message": printable(outcome.message)}
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
+    except (OSError, ValueError, TypeError) as error:
+        log.warning(f"{path}: the restart could not be noted: {error}")
+
+
 def combined(outcomes: Iterable[Outcome]) -> Outcome:
     """How a job has ended, from what each node's launcher found, the first to end first.
 
@@ -60,7 +181,7 @@ def combined(outcomes: Iterable[Outcome]) -> Outcome:
     """
     every = list(outcomes)
     step = max((outcome.step for outcome in every if outcome.step is not None), default=None)
-    failed = [outcome for outcome in every if outcome.code]
+    failed = sorted((outcome for outcome in every if outcome.code), key=lambda outcome: outcome.state == HUNG_ELSEWHERE)
     decided = [outcome for outcome in failed if outcome.code != 1]  # all ranks have agreed on it, or it says more
     causes = [outcome for outcome in failed if outcome.message and outcome.state not in (RUNNING, LOST)]
     spoken = [outcome for outcome in failed if outcome.message]

@@ -4,11 +4,13 @@
 """
 
 from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.heartbeat import SAVE, Heartbeat
 from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
     preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
     config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
+    heartbeat = Heartbeat.of_process(config.watchdog)
 
 import os
 import socket
@@ -22,10 +24,10 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_run
-from titan_mi100.outcome import LOST
+from titan_mi100.outcome import LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
-from titan_mi100.run.folder import RunFolder, RunState, launcher_is_told, write_run_state
+from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.record import log_where_everything_is
@@ -37,7 +39,7 @@ class Preempted(Exception):
     """The run was told to stop, and has saved; the message says where."""
 
 
-def main(config: Config, preemption: Preemption) -> None:
+def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     """Run the job and end the process with the exit code of docs/DESIGN.md."""
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
@@ -45,11 +47,13 @@ def main(config: Config, preemption: Preemption) -> None:
     again, together = "start again", True  # together: every rank ends in the same way
     setup_logging(rank)
     try:
+        heartbeat.note("meeting the other ranks")
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
+        heartbeat.is_in(folder.path)
         again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh and load_step"
-        run = open_run(config, world, folder.path, wants_to_stop=lambda: bool(preemption.reason))
-        run.observers += [folder, distributed.Patience(run.mesh)]
+        run = open_run(config, world, folder.path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason))
+        run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         train(run, preemption)
         ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
     except UserError as error:
@@ -146,6 +150,7 @@ def train(run: Run, preemption: Preemption) -> None:
         where = f"step-{saved} holds every step" if saved else "nothing was trained yet"
         raise Preempted(f"{why}: stopped after step {progress.step} of {run.steps}; {where}")
     assert run.folder is not None
+    run.heartbeat.begin(SAVE, "export")
     if settings.export_hf:
         export(run.folder, progress.step, settings.export_dtype, run.config.lora.rank > 0, run.world.rank)
     if run.world.rank == 0:
@@ -153,4 +158,4 @@ def train(run: Run, preemption: Preemption) -> None:
 
 
 if __name__ == "__main__":
-    main(config, preemption)
+    main(config, preemption, heartbeat)

@@ -31,6 +31,7 @@ class Trainer:
         first_row: int = 0,
         flags: Flags | None = None,
         loss_scale: LossScale | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Read the first step's rows. A collective.
 
@@ -39,9 +40,10 @@ class Trainer:
             first_row: number of the row that the first step begins with.
             flags: name -> whether it holds on this rank; read once in every step, true if it holds on any rank.
             loss_scale: of fp16; moved by every step.
+            note: is told what part of a step begins.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
-        self._flags, self._loss_scale = flags or {}, loss_scale
+        self._flags, self._loss_scale, self._note = flags or {}, loss_scale, note
         self._row = first_row
         self._microbatches = stream.step(first_row)
         self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
@@ -63,7 +65,9 @@ class Trainer:
         weight = 1 / supervised if supervised else 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
         losses = model.forward_backward(self._microbatches, weight * scale)
+        self._note("reading the next step's rows")
         waited = self._read_ahead()
+        self._note("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
         # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, then the flags.
@@ -72,6 +76,7 @@ class Trainer:
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
         ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
         squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
+        self._note("update of the weights")
         grad_norm = math.sqrt(squares) / scale
         skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
         can_fall = self._loss_scale is not None and self._loss_scale.can_fall()

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -87,6 +88,7 @@ if __name__ == "__main__":
     chaos = Chaos(plan)
     preemption = NotedPreemption(chaos)
     config = config_from_command_line()
+    heartbeat = Heartbeat.of_process(config.watchdog)
     chaos.event("import", os.getpid())
 
 import torch
@@ -207,4 +209,4 @@ if __name__ == "__main__":
     observe(chaos)
     chaos.event("start")
     sys.argv[0] = train.__file__
-    train.main(config, preemption)
+    train.main(config, preemption, heartbeat)

@@ -340,6 +340,19 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    seconds: float = _key(
+        300.0,
+        "a step without an end for so long, and for 10 times the median step, is a hang: the run ends with code 5; 0: "
+        "nothing is watched",
+    )
+    start_seconds: float = _key(3600.0, "the same for the start, up to the first step", low=1)
+    compile_seconds: float = _key(1800.0, "for the first two steps, in which kernels are compiled", low=1)
+    save_seconds: float = _key(3600.0, "for a checkpoint or an export", low=1)
+    validation_seconds: float = _key(600.0, "for a microbatch of a validation", low=1)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run, checked. `spec`, `layout` and `batch` are what follows from them.
 
@@ -361,6 +374,7 @@ class Config:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     notes: tuple[str, ...] = ()
 
     def spec(self) -> model_spec.ModelSpec:

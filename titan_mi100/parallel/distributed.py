@@ -35,7 +35,8 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # larger jobs than this each connects to those it talks to, when it does (torch 2.8 then prints which it is not
 # connected to, so not in small ones).
 _FULL_MESH = 64
-_START, _RUNNING = timedelta(minutes=30), timedelta(minutes=10)  # time-outs before the first step, and after it
+# time-outs of collectives: before the first step and where run/watchdog.py watches, whose limits come first; else
+_START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -105,9 +106,9 @@ class Patience:
     The default group keeps its long one: ranks wait in it for files that others write.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, is_watched: bool) -> None:
         default = dist.distributed_c10d._get_default_group()
-        self._groups = [group for group in mesh.get_all_groups() if group is not default]
+        self._groups = [] if is_watched else [group for group in mesh.get_all_groups() if group is not default]
 
     def after_step(self, step: int, result: object) -> None:
         while self._groups:

@@ -13,13 +13,15 @@ _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks
 
 
 def validation_losses(
-    model: ParallelModel, sets: Sequence[RowSet], batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False
+    model: ParallelModel, sets: Sequence[RowSet], batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False,
+    beat: Callable[[], None] = lambda: None,
 ) -> list[float] | None:
     """Mean cross-entropy per supervised token: of all sets together, then of each, the same on every rank.
     A collective.
 
     Args:
         stop: says whether to give up; the same on every rank.
+        beat: called with each microbatch.
 
     Returns:
         None: given up. NaN where nothing is supervised.
@@ -30,6 +32,7 @@ def validation_losses(
         nonlocal supervised, stopped, seen
         for microbatch in validation_batches(rows, batch, dp_rank):
             seen += 1
+            beat()
             if (seen - 1) % _STOPS_AFTER == 0 and stop():
                 stopped = True
                 return

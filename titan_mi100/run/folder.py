@@ -1,41 +1,21 @@
 """The run's folder: taken for this run alone; and how the run stands or ended, for people and launchers."""
 
-import dataclasses
-import errno
 import json
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config.load import make_run_folder
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import LOCK, FolderLock, probe, replace, sync
+from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
 from titan_mi100.logging import log, log_errors_to_file, log_to_file
-from titan_mi100.outcome import RUNNING, START, STATE
+from titan_mi100.outcome import RUNNING, STATE, RunState, write_run_state
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
-from titan_mi100.wording import printable
 
 _LOG = "logs/rank-{:05}.log"  # of every rank but 0
-
-
-@dataclass(frozen=True)
-class RunState:
-    """How a run stands or ended: `run_state.json`.
-
-    Attributes:
-        next: what to do about it.
-        step: the last step of which the writer knows that this start has finished it; None: none.
-    """
-
-    state: str
-    exit_code: int
-    message: str
-    next: str
-    step: int | None = None
 
 
 class RunFolder:
@@ -131,42 +111,3 @@ def _check_shared(path: Path, nonce: str, rank: int) -> None:
             "must be on a file system that all nodes share"
         )
     probe(path / "checkpoint")
-
-
-def launcher_is_told() -> bool:
-    """Whether the launcher named a file to read the outcome from."""
-    return bool(os.environ.get("TITAN_OUTCOME"))
-
-
-def write_run_state(folder: Path | None, state: RunState) -> None:
-    """Into the folder, and into the file that the launcher named: torchrun turns every worker's exit code into 1.
-
-    Args:
-        folder: None: it is not this run's, and nothing is written there.
-    """
-    paths = [folder / STATE] if folder is not None else []
-    if launcher_is_told():
-        paths.append(Path(os.environ["TITAN_OUTCOME"]))
-    for path in paths:
-        try:
-            _write(path, state)
-        except OSError as error:
-            log.error(f"{path}: cannot be written to: {error.strerror}")
-
-
-def _write(path: Path, state: RunState) -> None:
-    try:
-        replace(path, _as_json(state))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        # on a full disk, over what is there: its first block can hold this, whose former content would be wrong
-        with path.open("r+", encoding="utf-8") as file:
-            file.write(_as_json(dataclasses.replace(state, message=state.message[:300], next=state.next[:300])))
-            file.truncate()
-
-
-def _as_json(state: RunState) -> str:
-    start = {"start": os.environ[START]} if os.environ.get(START) else {}
-    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
-    return json.dumps(shown, indent=1) + "\n"

@@ -1,0 +1,238 @@
+"""Watches the training processes of one node from outside: `python -m titan_mi100.run.watchdog FOLDER PROCESSES`, or
+inside of run_train.sh's launcher.
+
+A hang is a process whose record (run/heartbeat.py) has not gone on for longer than it said it may. Then each process
+is made to write its Python stacks; of one that cannot, what /proc tells is noted. The rank that the others wait for is
+named, and all are ended. Time is counted by the watcher's own looks, so a job that was suspended as a whole, or a
+laptop that slept, is not taken for a hang. Imports no torch.
+"""
+
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, RunState, write_run_state
+from titan_mi100.run.heartbeat import FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
+
+LOOK = 0.5  # seconds between two looks
+_LONGEST_LOOK = 2.0  # seconds that count between two: if it was longer, the watcher itself was stopped
+_FIRST_SIGN = 1800.0  # seconds for a process to begin: thousands may read Python from one file system
+_DUMP = 3.0  # seconds to write stacks
+_STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a call that the kernel does not end"}
+_INNER = 6  # innermost frames of a stack that may show a collective
+# where a thread is that waits for other ranks
+_WAITS = re.compile(r'"[^"]*(torch/distributed/|titan_mi100/parallel/distributed\.py|/multiprocessing/)[^"]*"')
+_OURS = re.compile(r'File "[^"]*?(titan_mi100/[^"]+)", line (\d+) in (\S+)')
+
+
+class Seen(NamedTuple):
+    """A process at the time of a hang.
+
+    Attributes:
+        state: letter of /proc, R running, S sleeping, T stopped, D in the kernel; "": it is gone.
+        waits_in: the kernel's function; "": unknown.
+        stacks: what it wrote, each thread's innermost call first; "": it could not.
+    """
+
+    beat: Beat
+    state: str
+    waits_in: str
+    stacks: str
+
+    def main_stack(self) -> list[str]:
+        """The main thread's calls, the innermost first."""
+        blocks = re.split(r"^(?=(?:Current t|T)hread 0x)", self.stacks, flags=re.MULTILINE)
+        mine = f"hread 0x{self.beat.thread:016x}"
+        found = next((block for block in blocks if mine in block.partition("\n")[0]), "")
+        return [line.strip() for line in found.splitlines()[1:] if line.strip().startswith("File")]
+
+    def waits_for_others(self) -> bool:
+        """Whether a thread of it is in a collective."""
+        threads = self.stacks.split("\n\n")
+        return any(_WAITS.search(line) for thread in threads for line in thread.splitlines()[1 : 1 + _INNER])
+
+    def where(self) -> str:
+        """What it is doing, in words."""
+        phase, doing, step = self.beat.phase, self.beat.doing, self.beat.step
+        words = ", ".join(part for part in (phase + f" after step {step}" * (step >= 0), doing) if part)
+        words = "in " + (doing if doing.startswith("step ") else words)
+        if self.state in _STOPPED:
+            return f"{words}: {_STOPPED[self.state]} (state {self.state})"
+        if not self.state:
+            return f"{words}: the process is gone"
+        if not self.stacks:
+            waits = f", waits in {self.waits_in}" if self.waits_in else ""
+            return f"{words}: cannot write its stacks (state {self.state}{waits})"
+        stack = self.main_stack()
+        ours = next((found for line in stack if (found := _OURS.search(line))), None)
+        inner = re.sub(r'^File "(?:.*/)?([^/"]+)", line (\d+) in (\S+)', r"\3 (\1:\2)", stack[0]) if stack else "?"
+        return f"{words}: in {inner}" + (f", called from {ours[1]}:{ours[2]} in {ours[3]}" if ours else "")
+
+
+def behind(processes: Sequence[Seen]) -> list[Seen]:
+    """Those that the others wait for; none: all wait, for a rank that is elsewhere or for each other.
+
+    Those that are gone or stopped; else those that have come least far, by the notes that all ranks come to in one
+    order; of several, those that are in no collective.
+    """
+    if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED]:
+        return ill
+    least = min(seen.beat.events for seen in processes)
+    last = [seen for seen in processes if seen.beat.events == least]
+    if len(last) < len(processes):
+        return last
+    return [seen for seen in last if not seen.waits_for_others()]
+
+
+class Watch:
+    """Watches the processes of one node.
+
+    Attributes:
+        outcome: the run's, once it hangs.
+    """
+
+    outcome: Outcome | None = None
+
+    def __init__(self, folder: Path, processes: int, run_folder: str = "", first_sign: float = _FIRST_SIGN) -> None:
+        """Args:
+        folder: of the processes' records.
+        processes: their number.
+        run_folder: where stacks are written; "": what the processes say.
+        first_sign: seconds for each to begin.
+        """
+        self._folder, self._processes, self._first_sign = folder, processes, first_sign
+        self._run_folder = run_folder
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats, seconds since they have changed
+        self._missing, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> bool:
+        """Whether the run hangs; if so, what can be known of each process was written down."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
+        beats = read_beats(self._folder)
+        self._missing += passed if len(beats) < self._processes else 0.0
+        late = []
+        for beat in beats:
+            before, waited = self._seen.get(beat.rank, (-1, 0.0))
+            waited = waited + passed if before == beat.beats else 0.0
+            self._seen[beat.rank] = beat.beats, waited
+            if 0 < beat.limit < waited and _state(beat.pid)[0]:  # what follows when it has ended is its launcher's
+                late.append((waited, beat))
+        if not late and self._missing <= self._first_sign:
+            return False
+        if late:
+            waited, beat = max(late)
+            what = f"no progress for {waited:.0f} s, {beat.limit:.0f} are allowed in this phase ({beat.phase})"
+        else:
+            missing = self._processes - len(beats)
+            what = f"{missing} of {self._processes} processes did not begin in {self._missing:.0f} s"
+        self.outcome = self._describe(what, beats)
+        return True
+
+    def last_step(self) -> int | None:
+        """The last step that a process is known to have finished; None: none."""
+        return max((beat.step for beat in read_beats(self._folder) if beat.step >= 0), default=None)
+
+    def run_folder(self) -> Path | None:
+        with suppress(OSError):
+            return Path(self._run_folder or (self._folder / FOLDER_FILE).read_text(errors="surrogateescape"))
+        return None
+
+    def _describe(self, what: str, beats: Sequence[Beat]) -> Outcome:
+        processes, host = _examine(self._folder, beats), socket.gethostname()
+        late = behind(processes) if processes else []
+        lines = [f"rank {seen.beat.rank} on {host} is behind: {seen.where()}" for seen in late]
+        if not late and processes:
+            lines = [f"all ranks on {host} wait for others, the first {processes[0].where()}"]
+        said, folder = "\n".join([what, *lines]), self.run_folder()
+        report = f"{time.strftime('%Y-%m-%d %H:%M:%S')} hang on {host}: {said}\n"
+        for seen in processes:
+            is_late = " (behind)" if seen in late else ""
+            report += f"\nrank {seen.beat.rank}, process {seen.beat.pid}{is_late}: {seen.where()}\n{seen.stacks}"
+        if folder is not None:
+            path = folder / "logs" / f"hang-{host}.txt"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(report + "\n")
+                said += f"\nstacks of all: {path}"
+            except OSError as error:
+                said += f"\n{path} cannot be written to: {error.strerror}"
+        return Outcome(5, said, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
+
+
+def _examine(folder: Path, beats: Sequence[Beat]) -> list[Seen]:
+    """Have each process write its stacks, and look at it from outside."""
+    sizes, files = {}, {beat.rank: stacks_file(folder, beat.rank) for beat in beats}
+    for beat in beats:
+        with suppress(OSError):  # it is gone
+            sizes[beat.rank] = files[beat.rank].stat().st_size
+            os.kill(beat.pid, WRITE_STACKS)
+    until, before = time.monotonic() + _DUMP, dict[int, int]()
+    while time.monotonic() < until:
+        time.sleep(0.3)
+        now = {rank: files[rank].stat().st_size for rank in sizes}
+        if now == before and all(now[rank] > sizes[rank] for rank in sizes):
+            break
+        before = now
+    found = []
+    for beat in beats:
+        content = files[beat.rank].read_bytes()[sizes.get(beat.rank, 0) :] if files[beat.rank].exists() else b""
+        found.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace")))
+    return found
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """The letter of a process's state and the kernel's function it waits in; "" where there is none."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "", ""
+    waits = ""
+    with suppress(OSError):
+        waits = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+    return ("" if letter in "ZX" else letter), waits
+
+
+def main(folder: Path, processes: int) -> None:
+    """Watch the processes whose launcher is not one of ours, until they have ended."""
+    watch, begun = Watch(folder, processes), False
+    try:
+        while not watch.look():
+            pids = [beat.pid for beat in read_beats(folder) if _state(beat.pid)[0]]
+            if not pids and begun:
+                return
+            begun = begun or bool(pids)
+            if select.select([sys.stdin], [], [], LOOK)[0]:  # the first process has ended
+                time.sleep(LOOK if pids else 0)
+        _end_all(watch)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_all(watch: Watch) -> None:
+    """End the processes with code 5, and say why."""
+    outcome, folder = watch.outcome, watch.run_folder()
+    assert outcome is not None
+    with suppress(OSError):
+        os.write(2, f"ERROR the run hangs: {outcome.message}\n".encode(errors="backslashreplace"))
+    state = RunState("hung", 5, outcome.message, f"start again with job.run_folder = {folder}", outcome.step)
+    write_run_state(folder, state)
+    for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
+        for beat in read_beats(watch._folder):
+            with suppress(OSError):
+                os.kill(beat.pid, number)
+        time.sleep(1.0 if number == signal.SIGTRAP else 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
