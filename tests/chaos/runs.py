@@ -93,7 +93,7 @@ class Job:
             by_script: with run_train.sh instead of torchrun; a layout of one process needs neither.
             plan: `actions` and other things for worker.py.
         """
-        processes, parallelism = LAYOUTS[layout]
+        self.processes, parallelism = LAYOUTS[layout]
         degrees = [word for key, value in parallelism.items() for word in (f"--parallelism.{key}", str(value))]
         given = ["--job.config_file", str(session() / "small.toml"), "--job.run_folder", str(run_folder)]
         own = uuid.uuid4().hex[:12]
@@ -101,10 +101,10 @@ class Job:
         self._events, self._output = (run_folder.with_name(f"{kind}-{own}") for kind in ("events", "output"))
         workers = [str(WORKER), *given, *degrees, *arguments]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += [f"--nproc_per_node={processes}", *workers]
+        command += [f"--nproc_per_node={self.processes}", *workers]
         if by_script:
-            command = [str(session() / "run_train.sh"), f"--nproc_per_node={processes}", *workers[1:]]
-        elif processes == 1:
+            command = [str(session() / "run_train.sh"), f"--nproc_per_node={self.processes}", *workers[1:]]
+        elif self.processes == 1:
             command = [sys.executable, *workers]
         environment = {
             **job_environment(),
@@ -120,16 +120,16 @@ class Job:
                 command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
-    def end(self) -> int:
+    def end(self, patience: float = PATIENCE) -> int:
         """Wait until nothing is left of it; the launcher's exit code.
 
         Raises:
             TimeoutError: something is.
         """
         try:
-            code = self.launcher.wait(PATIENCE)
+            code = self.launcher.wait(patience)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"no end after {PATIENCE} s: {self.said()}") from None
+            raise TimeoutError(f"no end after {patience} s: {self.said()}") from None
         until = time.monotonic() + GONE
         while left := self._left():
             if time.monotonic() > until:

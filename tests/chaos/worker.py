@@ -5,10 +5,13 @@ rank appends what it comes to to the file, a line `rank event number` each: for 
 (import), row (row), step (sealed, remove, changed, unchanged). An action is {"at": EVENT, "number": N, "rank": R,
 "do": WHAT, "to": WHOM, "delay": SECONDS}: done by rank R when it comes to the event for the N-th time. WHAT is a
 signal's name, to rank WHOM, to the "launcher", or to the "script" that started that; or, in a step, what is not finite
-on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation".
+on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation"; or what has no end: "sleep", "hold the GIL",
+"collective" (one that no other rank comes to), "slow" (which has one, after "seconds"). With "turn": T it is done only
+after T other actions, also of earlier starts.
 """
 # ruff: noqa: E402  # a signal while torch is imported is an event as well
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -17,6 +20,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +33,20 @@ from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 
 RANK = int(os.environ.get("RANK", "0"))
+
+
+def wait_for_nobody(_: float) -> None:
+    import torch
+
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+HANGS: dict[str, Callable[[float], object]] = {
+    "sleep": time.sleep,
+    "slow": time.sleep,
+    "hold the GIL": lambda seconds: ctypes.PyDLL(None).sleep(int(seconds)),
+    "collective": wait_for_nobody,
+}
 
 
 class Chaos:
@@ -48,13 +66,19 @@ class Chaos:
         now = (name, self._seen[name])
         asked = [action for action in self._actions if (action["at"], action.get("number", 1)) == now]
         for action in asked:
-            if action["do"].startswith("nan"):
+            if action["do"].startswith("nan") or ("turn" in action and action["turn"] != self._done()):
                 continue
-            if delay := action.get("delay", 0.0):
+            if action["do"] in HANGS:
+                self._note("does", os.getpid())
+                HANGS[action["do"]](action.get("seconds", 100_000))
+            elif delay := action.get("delay", 0.0):
                 threading.Timer(delay, self._signal, [action]).start()
             else:
                 self._signal(action)
         return [action["do"] for action in asked]
+
+    def _done(self) -> int:
+        return len(re.findall(r"^\d+ does ", self._path.read_text(), re.MULTILINE))
 
     def _note(self, name: str, number: int) -> None:
         os.write(self._file, f"{RANK} {name} {number}\n".encode())  # whole: one call, to the end of the file

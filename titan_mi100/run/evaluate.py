@@ -13,7 +13,11 @@ _STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks
 
 
 def validation_losses(
-    model: ParallelModel, sets: Sequence[RowSet], batch: Batch, dp_rank: int, stop: Callable[[], bool] = lambda: False,
+    model: ParallelModel,
+    sets: Sequence[RowSet],
+    batch: Batch,
+    dp_rank: int,
+    stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> list[float] | None:
     """Mean cross-entropy per supervised token: of all sets together, then of each, the same on every rank.
