@@ -21,7 +21,7 @@ ENDS = 10.0  # seconds after the limit
 PLACES = {
     "stopped in a step": ("step", 5, "STOP", "step"),
     "stopped in a save": ("write", 2, "STOP", "save"),
-    "stopped in a validation": ("row", 40, "STOP", "validation"),
+    "stopped in a validation": ("validate", 1, "STOP", "validation"),
     "stopped while torch is imported": ("import", 1, "STOP", "start"),
     "stopped while the model is built": ("build", 1, "STOP", "start"),
     "asleep over its rows": ("row", 9, "sleep", "step"),
@@ -33,12 +33,11 @@ PLACES = {
 
 def hangs(quick: bool) -> Iterator[Case]:
     layouts = itertools.cycle(("FSDP2 x2", "DDP x2", "PP2 1F1B", "TP2", "HSDP 2x2"))
-    where = itertools.cycle(place for place in PLACES if place != "stopped in a validation")
+    where = itertools.cycle(PLACES)
     told: list[tuple[str, str, str]] = [(next(layouts), next(where), "script") for _ in range(24)]
-    told += [
-        ("one process", place, how) for place in ("stopped in a step", "asleep in a save") for how in ("script", "bare")
-    ]
-    told += [("FSDP2 x2", "stopped in a step", "torchrun"), ("FSDP2 x2", "stopped in a validation", "script")]
+    alone = itertools.product(("stopped in a step", "asleep in a save"), ("script", "bare"))
+    told += [("one process", place, how) for place, how in alone]
+    told += [("FSDP2 x2", place, "torchrun") for place in ("stopped in a step", "stopped in a validation")]
     if quick:
         told = [("FSDP2 x2", "asleep over its rows", "script"), ("one process", "stopped in a step", "bare")]
     for number, (layout, place, how) in enumerate(told):
@@ -50,8 +49,6 @@ def hung(trial: Trial, layout: str, place: str, how: str, dice: random.Random) -
     at, number, does, phase = PLACES[place]
     rank = dice.randrange(LAYOUTS[layout][0])
     arguments = [*WATCH, *OFTEN, "--training.steps", "200", *(ASYNC if dice.random() < 0.3 and "save" in place else ())]
-    if place == "stopped in a validation":
-        at, number = "validate", 1
     action = {"at": at, "number": number, "do": does, "rank": rank, "to": rank}
     job = trial.start(layout, *arguments, by_script=how == "script", actions=[action])
     trial.tried += 1
@@ -118,12 +115,11 @@ def restarted(trial: Trial, layout: str, times: int, dice: random.Random) -> Non
 
 def slow(quick: bool) -> Iterator[Case]:
     """Each of a run's phases takes long, but less than it may."""
+    disk, validation = LIMITS["save"] - 2, LIMITS["validation"] - 2
     stories = {
-        "disk": [{"at": "write", "number": n, "do": "slow", "seconds": LIMITS["save"] - 2} for n in (1, 2)],
+        "disk": [{"at": "write", "number": n, "do": "slow", "seconds": disk} for n in (1, 2)],
         "compile": [{"at": "step", "number": 1, "do": "slow", "seconds": LIMITS["compile"] - 4}],
-        "validation": [
-            {"at": "validate", "number": n, "do": "slow", "seconds": LIMITS["validation"] - 2} for n in (1, 2)
-        ],
+        "validation": [{"at": "validate", "number": n, "do": "slow", "seconds": validation} for n in (1, 2)],
         "rows": [{"at": "row", "number": n, "do": "slow", "seconds": LIMITS["step"] - 2} for n in (9, 11)],
         "start": [{"at": "build", "number": 1, "do": "slow", "seconds": LIMITS["start"] - 20}],
     }
