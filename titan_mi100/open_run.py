@@ -53,6 +53,7 @@ from titan_mi100.run.metrics import Reporter, StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
 from titan_mi100.run.rows import fit_progress, last_step, open_rows
+from titan_mi100.run.stragglers import Stragglers
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
@@ -95,6 +96,7 @@ class Run:
     forecast: Forecast
     observers: list[StepObserver]
     heartbeat: Heartbeat
+    stragglers: Stragglers | None
     wants_to_stop: Callable[[], bool]
 
     def step(self) -> StepResult:
@@ -109,8 +111,11 @@ class Run:
         self.progress.after_step(result)
         if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
             self.checkpointer.judge(self.progress.suspicion)
+        began = time.perf_counter()
         for observer in self.observers:
             observer.after_step(number, result)
+        if self.stragglers is not None:
+            self.stragglers.after_step(number, result, time.perf_counter() - began)
         return result
 
     def is_due(self, every: int) -> bool:
@@ -244,10 +249,22 @@ def open_run(
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     child.end()  # no more files from elsewhere are read
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
-    first, note = progress.rows_consumed, heartbeat.note
-    trainer = Trainer(model, optimizer, stream, config.training.max_norm, first, flags, scale, note)
+    stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
+    trainer = Trainer(
+        model,
+        optimizer,
+        stream,
+        config.training.max_norm,
+        progress.rows_consumed,
+        flags,
+        scale,
+        heartbeat.note,
+        stragglers.own_values if stragglers else tuple,
+        partial(progress.spike_above, config.training.loss_spike_sigmas),
+        config.training.skip_loss_spikes,
+    )
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
-    return Run(*run, reporter, forecast, observers, heartbeat, wants_to_stop)
+    return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop)
 
 
 def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class Trainer:
         flags: Flags | None = None,
         loss_scale: LossScale | None = None,
         note: Callable[[str], None] = lambda _: None,
+        own_values: Callable[[], Sequence[float]] = tuple,
+        spike_above: Callable[[], float] = lambda: math.inf,
+        skip_spikes: bool = False,
     ) -> None:
         """Read the first step's rows. A collective.
 
@@ -41,10 +44,14 @@ class Trainer:
             flags: name -> whether it holds on this rank; read once in every step, true if it holds on any rank.
             loss_scale: of fp16; moved by every step.
             note: is told what part of a step begins.
+            own_values: of this rank; all ranks' are part of the step's result.
+            spike_above: the loss that is too far above the steps before; the same on all ranks.
+            skip_spikes: update nothing in a step with such a loss.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
         self._flags, self._loss_scale, self._note = flags or {}, loss_scale, note
         self._row = first_row
+        self._own_values, self._spike_above, self._skip_spikes = own_values, spike_above, skip_spikes
         self._microbatches = stream.step(first_row)
         self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
         # later steps' counts travel with the step before
@@ -58,41 +65,46 @@ class Trainer:
             update: or only try how the step would go.
         """
         started = time.perf_counter()
-        model, first_row = self._model, self._row
+        model, first_row, microbatches = self._model, self._row, self._microbatches
         tokens, supervised, pairs = map(round, self._counts)
         # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
         # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
         weight = 1 / supervised if supervised else 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
-        losses = model.forward_backward(self._microbatches, weight * scale)
+        losses = model.forward_backward(microbatches, weight * scale)
         self._note("reading the next step's rows")
         waited = self._read_ahead()
         self._note("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
-        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, then the flags.
+        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, the flags, then each rank's own.
         flags = [float(raised()) for raised in self._flags.values()]
-        on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *flags], dtype=torch.float64)
+        own = [*flags, waited, *self._own_values()]
+        on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *own], dtype=torch.float64)
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
         ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
         squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
         self._note("update of the weights")
         grad_norm = math.sqrt(squares) / scale
-        skipped = not_finite > 0 or not math.isfinite(squares + loss_sum)
+        broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
+        limit, loss = self._spike_above(), loss_sum * weight
+        is_spike = not broken and loss > limit
+        skipped = broken or (is_spike and self._skip_spikes)
         can_fall = self._loss_scale is not None and self._loss_scale.can_fall()
-        overflowed = can_fall and skipped and math.isfinite(loss_sum)
+        overflowed = can_fall and broken and math.isfinite(loss_sum)
         if update and not skipped:
             clip = self._max_norm / grad_norm if 0 < self._max_norm < grad_norm else 1.0
             self._optimizer.update(clip / scale)
         if update and self._loss_scale is not None:
             self._loss_scale.after_step(overflowed)
         model.clear_gradients()
-        nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if skipped else []
+        nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
+        own_from = 7 + len(flags)
         return StepResult(
             first_row=first_row,
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
-            loss=loss_sum * weight,
+            loss=loss,
             grad_norm=grad_norm,
             tokens=tokens,
             supervised=supervised,
@@ -105,8 +117,20 @@ class Trainer:
             nonfinite_microbatches=nonfinite,
             loss_scale=None if self._loss_scale is None else scale,
             overflowed=overflowed,
-            flags=frozenset(name for name, on in zip(self._flags, (ranks[:, 7:] > 0).any(0), strict=True) if on),
+            flags=frozenset(
+                name for name, on in zip(self._flags, (ranks[:, 7:own_from] > 0).any(0), strict=True) if on
+            ),
+            spike_above=limit if is_spike else None,
+            worst_microbatches=self._worst(losses, microbatches) if is_spike else [],
+            ranks=ranks[:, own_from:],
         )
+
+    def _worst(self, losses: Tensor, microbatches: list[Microbatch]) -> list[int]:
+        """The microbatch with the highest mean loss; none where another rank knows the losses."""
+        if not self._model.counts_rows:
+            return []
+        supervised = torch.stack([(microbatch["labels"] != IGNORE).sum() for microbatch in microbatches])
+        return [int((losses.cpu() / supervised.cpu().clamp(min=1)).argmax())]
 
     def _read_ahead(self) -> float:
         """Take the next step's rows, which were read while the device worked; returns the seconds that took."""

@@ -174,6 +174,11 @@ class TrainingConfig:
     max_nonfinite_steps: int = _key(
         3, "steps in a row without a finite loss and gradient norm, which are skipped, before the run ends", low=1
     )
+    loss_spike_sigmas: float = _key(
+        6.0,
+        "a loss this many deviations above the mean of the last 128 steps is a spike; its rows are logged; 0: off",
+    )
+    skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
     mixed_precision_param: str = _key(
         "bfloat16",

@@ -1,7 +1,10 @@
-"""Steps whose loss or gradients are not finite: counted, recorded, traced to the rows of input."""
+"""Steps whose loss or gradients are not finite, or whose loss is far above the steps before: counted, recorded, traced
+to the rows of input.
+"""
 
 import csv
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
@@ -13,7 +16,7 @@ from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.wording import some
 
-FILE = "nonfinite_rows.csv"
+FILE, SPIKES = "nonfinite_rows.csv", "loss_spikes.csv"
 _SHOWN = 10  # rows in a message
 
 
@@ -22,19 +25,12 @@ class FaultWatch:
 
     def __init__(self, stream: RowStream, folder: Path, world: World, progress: Progress, most_in_a_row: int) -> None:
         """Begin; what an earlier start of the run noted after its last checkpoint is taken out."""
-        self._stream, self._file, self._world = stream, folder / FILE, world
-        self._progress, self._most_in_a_row, last_step = progress, most_in_a_row, progress.step
+        self._stream, self._folder, self._world = stream, folder, world
+        self._progress, self._most_in_a_row = progress, most_in_a_row
         self._rows: list[str] = []  # of the skipped steps in a row
-        if world.rank == 0 and self._file.exists():
-            try:
-                with io.TextIOWrapper(open_plain(self._file), encoding="utf-8", newline="") as file:
-                    kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
-                with self._file.open("w", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerows(kept)
-            except (ValueError, csv.Error) as error:
-                raise UserError(f"{self._file}: is not what a run wrote: {error}; remove it") from None
-            except OSError as error:
-                log.warning(f"{self._file}: cannot be written to: {error.strerror}")
+        for file in (folder / FILE, folder / SPIKES) if world.rank == 0 else ():
+            if file.exists():
+                _drop_after(file, progress.step)
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log a step that was skipped, with the input it saw. A collective for a skipped step.
@@ -42,6 +38,9 @@ class FaultWatch:
         Raises:
             NumericalError: on all ranks; there were too many of them in a row.
         """
+        if result.spike_above is not None:
+            self._after_spike(step, result, result.spike_above)
+            return
         if not result.skipped:
             self._rows = []
             return
@@ -49,24 +48,53 @@ class FaultWatch:
             scale = f"the loss scale {result.loss_scale:,.0f} is halved"
             log.info(f"step {step}: gradients overflowed fp16; the step was skipped on all ranks, {scale}")
             return
-        found = gather(self._stream.row_numbers(result.first_row, result.nonfinite_microbatches))
-        if not any(found):  # the losses are finite, the gradients are not: any row may be the cause
-            everything = range(self._stream.batch.gradient_accumulation_steps)
-            found = gather(self._stream.row_numbers(result.first_row, everything))
-        numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
-        places = list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
+        places = self._places(result.first_row, result.nonfinite_microbatches)
+        if not places:  # the losses are finite, the gradients are not: any row may be the cause
+            places = self._places(result.first_row, range(self._stream.batch.gradient_accumulation_steps))
         self._rows += places
         if self._world.rank == 0:
-            try:
-                with self._file.open("a", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
-            except OSError as error:
-                log.warning(f"{self._file}: cannot be written to: {error.strerror}")
+            self._note(FILE, step, places)
             what = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped on all"
             log.warning(f"step {step}: {what} ranks; rows: {some(places, _SHOWN)}")
 
         if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
             raise NumericalError(
                 f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was "
-                f"updated in them. Rows: {some(dict.fromkeys(self._rows), _SHOWN)}\nall of them: {self._file}"
+                f"updated in them. Rows: {some(dict.fromkeys(self._rows), _SHOWN)}\nall of them: {self._folder / FILE}"
             )
+
+    def _after_spike(self, step: int, result: StepResult, limit: float) -> None:
+        """A collective."""
+        self._rows = []
+        places = self._places(result.first_row, result.worst_microbatches)
+        if self._world.rank == 0:
+            self._note(SPIKES, step, places)
+            done = "the step was skipped on all ranks" if result.skipped else "the weights were updated all the same"
+            what = f"loss {result.loss:.4f}, far above the steps before ({limit:.4f} is the limit); {done}"
+            log.warning(f"step {step}: {what}; rows of the highest loss: {some(places, _SHOWN)}")
+
+    def _places(self, first_row: int, microbatches: Iterable[int]) -> list[str]:
+        """file:line of what these microbatches of each rank held. A collective."""
+        found = gather(self._stream.row_numbers(first_row, microbatches))
+        numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
+        return list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
+
+    def _note(self, name: str, step: int, places: Iterable[str]) -> None:
+        try:
+            with (self._folder / name).open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
+        except OSError as error:
+            log.warning(f"{self._folder / name}: cannot be written to: {error.strerror}")
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Take out what will be done again. Raises UserError: it is not what a run wrote."""
+    try:
+        with io.TextIOWrapper(open_plain(path), encoding="utf-8", newline="") as file:
+            kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(kept)
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{path}: is not what a run wrote: {error}; remove it") from None
+    except OSError as error:
+        log.warning(f"{path}: cannot be written to: {error.strerror}")

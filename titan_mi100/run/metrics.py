@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class StepResult:
     loss_scale: float | None = None  # that the step used; None: not fp16
     overflowed: bool = False  # skipped, but only because the loss scale is too large still
     flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
+    spike_above: float | None = None  # the loss is finite but above this; None: it is not
+    worst_microbatches: Sequence[int] = ()  # of this rank, of a spike: the one with the highest loss
+    ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
 
 
 def _shown(value: float | None, digits: int) -> str:

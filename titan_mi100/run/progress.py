@@ -15,6 +15,7 @@ from titan_mi100.run.metrics import StepResult
 
 _REMEMBERED = 128  # losses of steps that a new one is compared with
 _SUSPECT = 3  # times their median
+_LEAST_SPIKE = 0.01  # of the mean: losses that hardly differ have no spikes
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Progress:
     best_loss: float | None = None
     validation_due: bool = False  # the step's validation was given up: a resume begins with it
     plan: str = ""  # fingerprint of the rows to train and to validate on: losses on other rows are not comparable
-    recent_losses: list[float] = field(default_factory=list)  # of the last steps that were not skipped
+    recent_losses: list[float] = field(default_factory=list)  # of the last steps with a finite loss and gradient
     suspicion: str = ""  # why the weights that the last step began with may be ruined; empty: no reason
     loss_scale: LossScale = field(default_factory=LossScale)  # of fp16; the trainer moves it
     segments: list[Segment] = field(default_factory=list)  # of a mixture, the last one now
@@ -38,10 +39,12 @@ class Progress:
         self.step += 1
         self.rows_consumed = result.next_row
         self.skipped_steps += result.skipped
+        is_finite = not result.skipped or result.spike_above is not None
         if not result.overflowed:  # that is no fault: the next step has a smaller loss scale
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+            self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         if not result.skipped:
             self.suspicion = self.suspect(result.loss)
+        if is_finite:  # spikes too: where the loss stays high, they soon are none
             self.recent_losses = [*self.recent_losses, result.loss][-_REMEMBERED:]
 
     def suspect(self, loss: float) -> str:
@@ -50,6 +53,20 @@ class Progress:
         if loss <= _SUSPECT * usual:
             return ""
         return f"their loss is {loss:.4g}, the median of the {len(self.recent_losses)} steps before is {usual:.4g}"
+
+    def spike_above(self, sigmas: float) -> float:
+        """The loss from which a step is a spike: so many standard deviations above the mean of the last steps.
+
+        Args:
+            sigmas: 0: none is.
+
+        The window and 6 deviations are those of OLMo's SkipStepOptimizer.
+        """
+        if not sigmas or len(self.recent_losses) < _REMEMBERED // 2:
+            return math.inf
+        mean = statistics.fmean(self.recent_losses)
+        deviation = math.sqrt(statistics.fmean((loss - mean) ** 2 for loss in self.recent_losses))
+        return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
     def after_validation(self, loss: float | None) -> bool:
         """Whether this is the lowest loss so far. Args: loss: None: the validation was given up."""

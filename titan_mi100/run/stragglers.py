@@ -1,0 +1,170 @@
+"""Ranks that are slower than the others by themselves, not because they wait: named with their host and device.
+
+Compared is what a rank does outside of collectives: waiting for rows, the host's work after a step, and a small matrix
+product of the same size on every rank. These numbers travel in the step's one collective.
+"""
+
+import os
+import socket
+import statistics
+import subprocess
+import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_mi100.logging import log
+from titan_mi100.parallel.distributed import World, from_rank_zero
+from titan_mi100.run.metrics import StepResult
+
+_SLOW = 1.33  # times the median
+_SHARE = 0.05  # of a step's seconds that rows or the host must cost more than the median's
+_PROBE = 0.02  # seconds
+_RARE = 1000  # a probe is made again after so many times what it took
+_REMEMBERED = 3  # probes of a rank; the fastest counts, since anything may disturb one
+_AGAIN = 1000  # steps until the same ranks are named again
+_SHOWN = 3
+_SIDE = {"cuda": 4096, "cpu": 256}  # of the probe's square matrices
+_OURS = 3  # values of a rank: seconds for rows, for the host's work, of its last probe
+
+
+class Stragglers:
+    """Looks for slow ranks on the steps that are logged."""
+
+    def __init__(self, world: World, log_freq: int) -> None:
+        """A collective: rank 0 says how long the probe is."""
+        self._world, self._log_freq = world, log_freq
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self._matrix = torch.full((_SIDE[world.device.type],) * 2, 1e-3, dtype=dtype, device=world.device)
+        self._products = from_rank_zero(partial(self._count_products))
+        self._host = self._probe = self._probed_at = 0.0
+        self._probes = [deque[float](maxlen=_REMEMBERED) for _ in range(world.size)]
+        self._sums = torch.zeros(world.size, 2, dtype=torch.float64)
+        self._seconds, self._steps = 0.0, 0
+        self._named: tuple[list[int], int] = [], 0
+
+    def own_values(self) -> list[float]:
+        """Of this rank: seconds of the host's work after the last step, and of its last probe; 0: none yet."""
+        return [self._host, self._probe]
+
+    def after_step(self, step: int, result: StepResult, host_seconds: float) -> None:
+        """On every rank. A collective where a rank is newly found to be slow.
+
+        Args:
+            host_seconds: of this rank, for what followed the step.
+        """
+        self._host = host_seconds
+        self._sums += result.ranks[:, :2]
+        self._seconds, self._steps = self._seconds + result.seconds, self._steps + 1
+        for probes, value in zip(self._probes, result.ranks[:, 2].tolist(), strict=True):
+            if value and (not probes or probes[-1] != value):
+                probes.append(value)
+        if step % self._log_freq:
+            return
+        found = slow_ranks((self._sums / self._steps).tolist(), self._seconds / self._steps, self._probes)
+        self._sums.zero_()
+        self._seconds, self._steps = 0.0, 0
+        before, at = self._named
+        if found and (sorted(found) != before or step >= at + _AGAIN):
+            self._named = sorted(found), step
+            self._name(step, found)
+        if time.monotonic() - self._probed_at > _RARE * max(self._probe, _PROBE):
+            self._probe, self._probed_at = self._time(self._products), time.monotonic()
+
+    def _name(self, step: int, found: dict[int, str]) -> None:
+        """The same on all ranks. A collective."""
+        for rank in sorted(found)[:_SHOWN]:
+            box = [f"on {socket.gethostname()}: {device_health(self._world.device)}" if rank == dist.get_rank() else ""]
+            dist.broadcast_object_list(box, src=rank)
+            log.warning(f"step {step}: rank {rank} is slow: {found[rank]}; {box[0]}")
+        if len(found) > _SHOWN:
+            log.warning(f"step {step}: {len(found) - _SHOWN} other ranks are slow, too: {sorted(found)[_SHOWN:]}")
+
+    def _count_products(self) -> int:
+        """How many products take about the probe's time."""
+        self._time(2)  # the first ones load and choose kernels
+        return max(1, round(8 * _PROBE / self._time(8)))
+
+    def _time(self, products: int) -> float:
+        is_gpu = self._world.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.synchronize()
+        began, product = time.perf_counter(), self._matrix
+        for _ in range(products):
+            product = self._matrix @ self._matrix
+        if is_gpu:
+            torch.cuda.synchronize()
+        del product
+        return time.perf_counter() - began
+
+
+def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[float]]) -> dict[int, str]:
+    """Ranks that are slow, with the reason.
+
+    Args:
+        means: of each rank: seconds per step for rows, and for the host's work.
+        seconds: of a step.
+        probes: of each rank, its last ones.
+    """
+    found = dict[int, str]()
+    for column, what in enumerate(("waits for rows", "works on the host after a step")):
+        usual = statistics.median_low(mean[column] for mean in means)
+        for rank, mean in enumerate(means):
+            if mean[column] > max(_SLOW * usual, usual + _SHARE * seconds):
+                found[rank] = f"{what} for {mean[column]:.3f} s per step, the median is {usual:.3f} s"
+    best = {rank: min(values) for rank, values in enumerate(probes) if len(values) == _REMEMBERED}
+    usual = statistics.median_low(best.values()) if best else 0.0
+    for rank, value in best.items():
+        if value > _SLOW * usual:
+            found[rank] = f"a matrix product takes {value / usual:.2f} times the median"
+    return found
+
+
+def device_health(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> str:
+    """What the device tells of clock, power, temperature and memory errors, in words.
+
+    From amdgpu's files in sysfs (kernel documentation, "AMDGPU driver: GPU power/thermal controls"; RAS), nvidia-smi,
+    or of a CPU from the system's load.
+    """
+    if device.type != "cuda":
+        return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    found = torch.cuda.get_device_properties(device)
+    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in place:
+        return "the device's PCI address is unknown"
+    address = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    if not torch.version.hip:
+        return _ask_nvidia(address)
+    return amd_health(root / address)
+
+
+def amd_health(folder: Path) -> str:
+    """Of a card's folder in sysfs."""
+    units = (
+        ("freq1_input", "clock {:.0f} MHz", 1e6), ("power1_average", "power {:.0f} W", 1e6),
+        ("power1_input", "power {:.0f} W", 1e6), ("power1_cap", "cap {:.0f} W", 1e6),
+        ("temp2_input", "junction {:.0f} °C", 1e3), ("temp3_input", "memory {:.0f} °C", 1e3),
+    )  # fmt: skip
+    said = []
+    for name, words, unit in units:
+        for path in sorted(folder.glob(f"hwmon/hwmon*/{name}"))[:1]:
+            with suppress(OSError, ValueError):
+                said.append(words.format(int(path.read_text()) / unit))
+    with suppress(OSError):
+        said.append("memory errors " + " ".join((folder / "ras" / "umc_err_count").read_text().split()))
+    return ", ".join(said) or "the device tells nothing about itself"
+
+
+def _ask_nvidia(address: str) -> str:
+    wanted = "clocks.sm,power.draw,power.limit,temperature.gpu,ecc.errors.uncorrected.volatile.total"
+    try:
+        command = ["nvidia-smi", f"--id={address}", f"--query-gpu={wanted}", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi does not answer ({type(error).__name__})"
+    names = ("clock", "power", "limit", "temperature °C", "uncorrected memory errors")
+    return ", ".join(f"{name} {value.strip()}" for name, value in zip(names, answer.split(","), strict=False))
