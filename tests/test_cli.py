@@ -15,7 +15,7 @@ from titan_mi100 import cli, exact_match, generate, inspect_data, train
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
-from titan_mi100.run.folder import RunState, write_run_state
+from titan_mi100.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
 
@@ -116,7 +116,7 @@ def test_a_crash_of_the_trainer_is_one_line(
     monkeypatch.setattr(train.distributed, "init_distributed", lambda: None)
     monkeypatch.setattr(train.distributed, "leave", leave)
     with pytest.raises(SystemExit) as ended:
-        train.main(Config(), SimpleNamespace(reason=""), SimpleNamespace(note=lambda _: None))  # type: ignore[arg-type]
+        train.main(Config(), SimpleNamespace(reason=""), SimpleNamespace(note=lambda _: None, is_in=lambda _: None))  # type: ignore[arg-type]
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and "unexpected error, KeyError: 'name'; " in line
     assert "Traceback" in traceback_named_in(line)

@@ -12,9 +12,9 @@ import pytest
 from conftest import REPO
 
 from titan_mi100 import launch
+from titan_mi100 import outcome as outcome_module
 from titan_mi100.errors import UserError
-from titan_mi100.run import folder as run_folder
-from titan_mi100.run.folder import RunState, write_run_state
+from titan_mi100.outcome import RunState, write_run_state
 
 
 @pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80", "100"])
@@ -33,12 +33,16 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
 ) -> None:
     monkeypatch.setattr(launch, "default_process_count", lambda: 5)
     given = ["--job.config_file=a.toml", "--x.y"]
-    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None)
-    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None)
-    assert launch.parse(given, "4") == (4, given, None)
+    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None, 0)
+    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None, 0)
+    assert launch.parse(given, "4") == (4, given, None, 0)
     assert launch.parse(["--nproc_per_node=", *given], "")[0] == 5
     with pytest.raises(UserError, match="--nproc_per_node needs a value"):
         launch.parse([*given, "--nproc_per_node"])
+    assert launch.parse(["--max_restarts", "3", *given], "4") == (4, given, None, 3)
+    for wrong in ("-1", "x", "", "99999"):
+        with pytest.raises(UserError, match="--max_restarts must be a number"):
+            launch.parse([f"--max_restarts={wrong}"], "4")
     with pytest.raises(UserError, match="--nproc_per_node is given twice, as '2' and '2'"):
         launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])
 
@@ -84,7 +88,7 @@ def test_on_a_full_disk_the_state_is_written_over_the_one_before(
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(run_folder, "replace", full)
+    monkeypatch.setattr(outcome_module, "replace", full)
     write_run_state(tmp_path, RunState("save_failed", 1, "ä" * 5000, "again"))
     for path in (tmp_path / "run_state.json", outcome):
         assert json.loads(path.read_text())["state"] == "save_failed"
@@ -111,7 +115,9 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
             look(self, number)
 
     # it blocks signals
-    monkeypatch.setattr(launch.Launcher, "__init__", lambda self: self.__dict__.update(_told=None, trainer=()))
+    monkeypatch.setattr(
+        launch.Launcher, "__init__", lambda self: self.__dict__.update(_told=None, trainer=(), processes=1)
+    )
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
     assert launch.Launcher().attempt(["--standalone"]).code == 1

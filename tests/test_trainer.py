@@ -186,7 +186,7 @@ def test_ddp_keeps_fp32_weights_and_computes_in_bf16(world: World) -> None:
 def test_progress_counts_skipped_steps_and_those_in_a_row() -> None:
     progress = Progress()
     for skipped in (True, False, True, True):
-        progress.after_step(SimpleNamespace(next_row=5, loss=1.0, skipped=skipped, overflowed=False))  # type: ignore[arg-type]
+        progress.after_step(SimpleNamespace(next_row=5, loss=1.0, skipped=skipped, overflowed=False, spike_above=None))  # type: ignore[arg-type]
     assert (progress.step, progress.skipped_steps, progress.skipped_in_a_row, progress.rows_consumed) == (4, 3, 2, 5)
 
 

@@ -77,7 +77,7 @@ class Trainer:
         self._note("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
-        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, the flags, then each rank's own.
+        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, flags, then each rank's own.
         flags = [float(raised()) for raised in self._flags.values()]
         own = [*flags, waited, *self._own_values()]
         on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *own], dtype=torch.float64)
@@ -100,6 +100,7 @@ class Trainer:
         model.clear_gradients()
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
         own_from = 7 + len(flags)
+        are_up = (ranks[:, 7:own_from] > 0).any(0).tolist()
         return StepResult(
             first_row=first_row,
             next_row=self._row,
@@ -117,9 +118,7 @@ class Trainer:
             nonfinite_microbatches=nonfinite,
             loss_scale=None if self._loss_scale is None else scale,
             overflowed=overflowed,
-            flags=frozenset(
-                name for name, on in zip(self._flags, (ranks[:, 7:own_from] > 0).any(0), strict=True) if on
-            ),
+            flags=frozenset(name for name, on in zip(self._flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,
             worst_microbatches=self._worst(losses, microbatches) if is_spike else [],
             ranks=ranks[:, own_from:],
@@ -127,7 +126,7 @@ class Trainer:
 
     def _worst(self, losses: Tensor, microbatches: list[Microbatch]) -> list[int]:
         """The microbatch with the highest mean loss; none where another rank knows the losses."""
-        if not self._model.counts_rows:
+        if not self._model.counts_loss:
             return []
         supervised = torch.stack([(microbatch["labels"] != IGNORE).sum() for microbatch in microbatches])
         return [int((losses.cpu() / supervised.cpu().clamp(min=1)).argmax())]

@@ -136,7 +136,8 @@ def device_health(device: torch.device, root: Path = Path("/sys/bus/pci/devices"
     place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in place:
         return "the device's PCI address is unknown"
-    address = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    domain, bus, number = map(int, place)  # type: ignore[arg-type]
+    address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
     if not torch.version.hip:
         return _ask_nvidia(address)
     return amd_health(root / address)

@@ -1,0 +1,235 @@
+"""Hangs, seen from outside; what a run does about them is tried by tests/chaos/hangs.py (test_chaos.py)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from titan_mi100 import outcome as outcomes
+from titan_mi100.config.settings import WatchdogConfig
+from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
+from titan_mi100.run import watchdog
+from titan_mi100.run.heartbeat import COMPILE, SAVE, START, STEP, Beat, Heartbeat, read_beats
+from titan_mi100.run.watchdog import Seen, Watch, behind
+
+CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
+PROCESS = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from titan_mi100.config.settings import WatchdogConfig
+from titan_mi100.run.heartbeat import Heartbeat
+heartbeat = Heartbeat(WatchdogConfig(seconds=0.5), Path(sys.argv[1]), int(sys.argv[2]))
+for number in (1, 2, 3):
+    heartbeat.begin_step(number)
+def reading_a_row():
+    {how}
+print("there", flush=True)
+{does}
+"""
+HOLDS_THE_GIL = "ctypes.PyDLL(None).sleep(100)"
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def pass_by(self, watch: Watch, seconds: float, look: float = 0.5) -> bool:
+        """Whether it is a hang before they have passed."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += look
+            if watch.look():
+                return True
+        return False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(watchdog, "_examine", lambda folder, beats: [Seen(beat, "S", "", "") for beat in beats])
+    return Clock(monkeypatch)
+
+
+def test_each_phase_has_a_limit_of_its_own_and_ten_median_steps_are_no_hang(tmp_path: Path, clock: Clock) -> None:
+    heartbeat = Heartbeat(CONFIG, tmp_path)
+
+    def limit() -> tuple[str, float]:
+        [beat] = read_beats(tmp_path)
+        return beat.phase, beat.limit
+
+    assert limit() == (START, 20)
+    for number, expected in ((1, (COMPILE, 30)), (2, (COMPILE, 30)), (3, (STEP, 10))):
+        heartbeat.begin_step(number)
+        assert limit() == expected
+        clock.now += 3
+    heartbeat.begin_step(4)
+    assert limit() == (STEP, 30)  # 10 times the 3 seconds of the third
+    heartbeat.note("reading rows")
+    assert limit() == (STEP, 30)
+    heartbeat.begin(SAVE, "step 4", 4)
+    [beat] = read_beats(tmp_path)
+    assert (beat.limit, beat.step, beat.doing, beat.pid, beat.beats) == (40, 4, "step 4", os.getpid(), 6)
+    off = Heartbeat(WatchdogConfig(seconds=0), tmp_path)
+    off.begin_step(1)
+    assert limit()[1] == 0
+
+
+def test_a_hang_is_seen_after_the_limit_and_not_before(tmp_path: Path, clock: Clock) -> None:
+    heartbeat, watch = Heartbeat(CONFIG, tmp_path), Watch(tmp_path, 1, str(tmp_path / "run"))
+    assert not clock.pass_by(watch, 19)
+    for number in range(1, 40):  # steps that come go on for ever
+        heartbeat.begin_step(number)
+        assert not clock.pass_by(watch, 9)
+    heartbeat.note("reading rows")  # a part of a step is no progress
+    assert not clock.pass_by(watch, 80)
+    assert clock.pass_by(watch, 4)
+    assert watch.outcome is not None
+    assert (watch.outcome.code, watch.outcome.step, watch.outcome.state) == (5, 38, HUNG)
+    assert "rank 0 on" in watch.outcome.message and "in step 39, reading rows" in watch.outcome.message
+    assert "step 39" in next((tmp_path / "run" / "logs").glob("hang-*.txt")).read_text()
+
+
+def test_a_job_that_was_suspended_as_a_whole_is_no_hang(tmp_path: Path, clock: Clock) -> None:
+    heartbeat, watch = Heartbeat(CONFIG, tmp_path), Watch(tmp_path, 1)
+    heartbeat.begin_step(1)
+    assert not watch.look()
+    assert not clock.pass_by(watch, 3000, look=1000)  # three looks, each after a long sleep
+    assert clock.pass_by(watch, 30)
+
+
+def test_what_follows_the_end_of_a_process_is_its_launchers_affair(tmp_path: Path, clock: Clock) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    heartbeat, watch = Heartbeat(CONFIG, tmp_path), Watch(tmp_path, 1)
+    heartbeat._memory[:8] = gone.pid.to_bytes(8, sys.byteorder)
+    assert not clock.pass_by(watch, 100)
+
+
+def test_processes_that_never_begin_are_a_hang(tmp_path: Path, clock: Clock) -> None:
+    Heartbeat(WatchdogConfig(start_seconds=10_000), tmp_path)
+    watch = Watch(tmp_path, 3, first_sign=60)
+    assert not clock.pass_by(watch, 59)
+    assert clock.pass_by(watch, 2) and watch.outcome is not None
+    assert "2 of 3 processes did not begin in 60 s" in watch.outcome.message
+
+
+def test_records_that_are_cut_or_empty_are_passed_over(tmp_path: Path) -> None:
+    Heartbeat(CONFIG, tmp_path, rank=1)
+    (tmp_path / "rank-00000.beat").write_bytes(b"")
+    (tmp_path / "rank-00002.beat").write_bytes(b"\0" * 10)
+    (tmp_path / "rank-00003.beat").write_bytes(b"\0" * (tmp_path / "rank-00001.beat").stat().st_size)
+    assert [beat.rank for beat in read_beats(tmp_path)] == [1]
+
+
+def seen(rank: int, events: int = 5, state: str = "S", stack: str = 'File "/a/rows.py", line 1 in read') -> Seen:
+    beat = Beat(1, rank, 3, 1, events, 0xAB, 1.0, STEP, "step 4, rows")
+    return Seen(beat, state, "", f"Current thread 0x{0xAB:016x} (most recent call first):\n  {stack}\n")
+
+
+WAITING = 'File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce'
+
+
+def test_the_rank_that_the_others_wait_for_is_found() -> None:
+    def found(*processes: Seen) -> list[int]:
+        return [process.beat.rank for process in behind(processes)]
+
+    assert found(seen(0), seen(1, state="T"), seen(2, events=1)) == [1]
+    assert found(seen(0), seen(1, state="")) == [1]
+    assert found(seen(0, 6, stack=WAITING), seen(1, 5, stack=WAITING), seen(2, 6)) == [1]
+    assert found(seen(0, stack=WAITING), seen(1), seen(2, stack=WAITING)) == [1]
+    assert found(seen(0, stack=WAITING), seen(1, stack=WAITING)) == []
+    assert found(seen(0)) == [0]
+    assert seen(0).where() == "in step 4, rows: in read (rows.py:1)"
+    assert seen(0, state="D").where().endswith("(state D)")
+
+
+@pytest.mark.parametrize(
+    ("how", "does"),
+    [
+        ("time.sleep(100)", "reading_a_row()"),
+        (HOLDS_THE_GIL, "reading_a_row()"),
+        (HOLDS_THE_GIL, "threading.Thread(target=reading_a_row).start(); time.sleep(100)"),
+    ],
+)
+def test_a_process_writes_its_stacks_also_while_the_gil_is_held(tmp_path: Path, how: str, does: str) -> None:
+    code = PROCESS.format(how=how, does=does)
+    command = [sys.executable, "-c", code, str(tmp_path), "0"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        watch, began = Watch(tmp_path, 1, str(tmp_path)), time.monotonic()
+        try:
+            while not watch.look():
+                time.sleep(0.1)
+                assert time.monotonic() < began + 20
+        finally:
+            process.kill()
+    said = next((tmp_path / "logs").glob("hang-*.txt")).read_text()
+    assert "in reading_a_row" in said and "rank 0, process" in said
+    assert watch.outcome is not None and watch.outcome.step == 2
+
+
+def test_of_a_stopped_process_its_state_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROCESS.format(how="pass", does="time.sleep(100)"), str(tmp_path), "7"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        [found] = watchdog._examine(tmp_path, read_beats(tmp_path))
+        process.kill()
+    assert found.where() == "in step 3, forward and backward: stopped by a signal (state T)" and not found.stacks
+
+
+def after(restarts: Restarts, *ends: tuple[int, str, int | None]) -> list[bool]:
+    return [bool(restarts.next(Outcome(code, "", step, state))) for code, state, step in ends]
+
+
+def test_what_is_restarted_and_what_is_not() -> None:
+    for code, state in ((2, "bad_input"), (3, "preempted"), (4, "numerical_abort"), (6, "out_of_memory"), (0, "done"),
+                        (1, "save_failed"), (1, "interrupted")):  # fmt: skip
+        assert after(Restarts(4, 9), (code, state, 5), (code, state, None)) == [False, False], state
+    for code, state in ((1, "crashed"), (5, HUNG), (5, HUNG_ELSEWHERE), (1, "running"), (1, "lost_a_process")):
+        assert after(Restarts(4, 9), (code, state, 5)) == [True], state
+    lost = [(1, "running", step) for step in (3, 7, 9)]
+    assert after(Restarts(1, 2), *lost) == [True, True, False]
+    assert after(Restarts(1, 0), *lost[:1]) == [False]
+    # the same step twice, also with another one between
+    assert after(Restarts(4, 9), (1, "crashed", 3), (1, "crashed", 3)) == [True, False]
+    assert after(Restarts(4, 9), (5, HUNG, 3), (1, "crashed", 4), (1, "crashed", 3)) == [True, True, False]
+    # starts that fail are counted in a row, and apart
+    failed = (1, "crashed", None)
+    assert after(Restarts(4, 1), failed, failed, failed, failed) == [True, True, True, False]
+    assert after(Restarts(4, 1), failed, failed, failed, (1, "running", 2), failed) == [True] * 5
+    assert after(Restarts(1, 0), failed) == [False]
+
+
+def test_restarts_stay_in_the_runs_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run_state(tmp_path, RunState("running", 1, "", ""))
+    note_restart(tmp_path, Outcome(5, "rank 1 is behind\x1b[2J", 7, HUNG))
+    write_run_state(tmp_path, RunState("running", 1, "", ""))
+    note_restart(tmp_path, Outcome(1, "killed", 9, "running"))
+    write_run_state(tmp_path, RunState("done", 0, "", ""))
+    state = json.loads((tmp_path / "run_state.json").read_text())
+    assert state["state"] == "done"
+    assert [(entry["attempt"], entry["state"], entry["step"]) for entry in state["restarts"]] == [
+        (1, HUNG, 7), (2, "running", 9)
+    ]  # fmt: skip
+    assert "\x1b" not in state["restarts"][0]["message"]
+    (tmp_path / "run_state.json").write_text("[")
+    note_restart(tmp_path, Outcome(1, "killed", 9, "running"))
+    assert "could not be noted" in caplog.text
+    (tmp_path / "run_state.json").write_text('{"restarts": 3}')
+    write_run_state(tmp_path, RunState("done", 0, "", ""))
+    assert "restarts" not in json.loads((tmp_path / "run_state.json").read_text())
+
+
+def test_of_several_nodes_the_one_that_has_the_rank_at_fault_is_believed() -> None:
+    waits, at_fault = Outcome(5, "all wait", 3, HUNG_ELSEWHERE), Outcome(5, "rank 9 is behind", 3, HUNG)
+    assert outcomes.combined([waits, at_fault]).message == "rank 9 is behind"
+    assert outcomes.combined([waits, Outcome(1, "lost", 3, "lost_a_process")]).code == 5
