@@ -19,7 +19,7 @@ from titan_mi100 import launch_nodes
 from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import UserError
 from titan_mi100.nodes import Host, Link, Place, free_port, join, parse_place
-from titan_mi100.outcome import ATTEMPTS, LOST, RUNNING, Outcome, combined, next_move, read_outcome
+from titan_mi100.outcome import ATTEMPTS, LOST, Outcome, Restarts, combined, next_move, read_outcome
 
 
 def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Place:
@@ -224,12 +224,20 @@ class FakeLauncher:
 
     def leave_if_told(self) -> None: ...
 
+    def is_told(self) -> bool:
+        return False
+
+    def restart(self, folder: str, outcome: Outcome, words: str) -> None:
+        self.said.append(words)
+
+    def use_config_of(self, folder: str) -> None: ...
+
     def say(self, words: object) -> None:
         self.said.append(str(words))
 
 
 def lead(
-    outcomes: list[Outcome], place: Place, nodes: int, monkeypatch: pytest.MonkeyPatch
+    outcomes: list[Outcome], place: Place, nodes: int, monkeypatch: pytest.MonkeyPatch, restarts: int = 0
 ) -> tuple[Outcome, FakeLauncher]:
     """Node 0 with that many others, which do what they are told and have nothing to say."""
     monkeypatch.setattr(launch_nodes, "_LOOK", 0.01)
@@ -244,16 +252,16 @@ def lead(
             link.send(**Outcome(0)._asdict())
         link.close()
 
-    others = [threading.Thread(target=follow, args=[rank]) for rank in range(1, nodes)]
+    others = [threading.Thread(target=follow, args=[rank], daemon=True) for rank in range(1, nodes)]
     with Host(place, 2) as host:
         for other in others:
             other.start()
         try:
-            return launch_nodes.Leader(launcher, host, place, 2).run("folder"), launcher
+            return launch_nodes.Leader(launcher, host, place, 2).run("folder", Restarts(ATTEMPTS, restarts)), launcher
         finally:
             host.tell(do="end", code=0)
             for other in others:
-                other.join()
+                other.join(20)
 
 
 DONE = Outcome(0, "", 4, "done")
@@ -277,6 +285,16 @@ def test_a_start_that_fails_before_its_first_step_is_tried_again_on_a_fresh_port
     assert (found.code, len(ports), len(set(ports))) == (code, starts, starts)
     assert sum("attempt" in words for words in launcher.said) == starts - 1
     assert launcher.checked == [] and all("3" in torchrun for torchrun in launcher.agents)
+
+
+def test_a_run_that_has_trained_is_restarted_as_often_as_allowed_and_not_twice_at_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = [GONE._replace(step=step) for step in (3, 5, 5)]
+    found, launcher = lead([*lost[:2], DONE], here(0, 2), 2, monkeypatch, restarts=2)
+    assert (found, len(launcher.agents)) == (DONE, 3)
+    found, launcher = lead(lost, here(0, 2), 2, monkeypatch, restarts=9)
+    assert (found.code, found.step, len(launcher.agents)) == (1, 5, 3)
 
 
 def test_fewer_nodes_train_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_suspicion_is_three_times_the_median_of_up_to_128_steps_that_were_not_sk
     assert not progress.suspect(1e9)  # nothing to compare with
 
     def after(loss: float, skipped: bool = False) -> str:
-        progress.after_step(SimpleNamespace(next_row=0, loss=loss, skipped=skipped, overflowed=False))  # type: ignore[arg-type]
+        progress.after_step(SimpleNamespace(next_row=0, loss=loss, skipped=skipped, overflowed=False, spike_above=None))  # type: ignore[arg-type]
         return progress.suspicion
 
     for loss in (5.0, 1.0, 2.0):
