@@ -19,7 +19,7 @@ from titan_mi100 import launch_nodes
 from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import UserError
 from titan_mi100.nodes import Host, Link, Place, free_port, join, parse_place
-from titan_mi100.outcome import ATTEMPTS, LOST, Outcome, Restarts, combined, next_move, read_outcome
+from titan_mi100.outcome import ATTEMPTS, LOST, RUNNING, Outcome, Restarts, combined, next_move, read_outcome
 
 
 def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Place:

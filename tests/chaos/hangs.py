@@ -26,7 +26,7 @@ PLACES = {
     "stopped while the model is built": ("build", 1, "STOP", "start"),
     "asleep over its rows": ("row", 9, "sleep", "step"),
     "holds the GIL in a step": ("row", 8, "hold the GIL", "step"),
-    "in a collective of its own": ("stepped", 5, "collective", "step"),
+    "waits for a message that no rank sends": ("stepped", 5, "wait for nobody", "step"),
     "asleep in a save": ("write", 1, "sleep", "save"),
 }
 

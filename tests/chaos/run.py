@@ -56,7 +56,7 @@ ROWS = {
             "chaos.hostile.cases"),
     11: Row("clean exits", "100 of 100", "chaos.runs.exits"),
     12: Row("cost of a save and of the finite flag", "stall, MB/s, ms a step", "chaos.cost.cases"),
-    15: Row("a rank stopped, asleep, holding the GIL, or in a collective of its own",
+    15: Row("a rank stopped, asleep, holding the GIL, or in a receive that no rank answers",
             "30: code 5 within limit + 10 s, the rank named, stacks of the others", "chaos.hangs.hangs"),
     16: Row("kills and hangs with --max_restarts", "50: final weights bit for bit as uninterrupted",
             "chaos.hangs.restarts"),

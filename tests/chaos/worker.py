@@ -6,7 +6,7 @@ rank appends what it comes to to the file, a line `rank event number` each: for 
 "do": WHAT, "to": WHOM, "delay": SECONDS}: done by rank R when it comes to the event for the N-th time. WHAT is a
 signal's name, to rank WHOM, to the "launcher", or to the "script" that started that; or, in a step, what is not finite
 on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation"; or what has no end: "sleep", "hold the
-GIL", "collective" (one that no other rank comes to); or one after "seconds": "slow". With "turn": T it is done only
+GIL", "wait for nobody" (a message that no rank sends); or one after "seconds": "slow". With "turn": T it is done only
 after T other actions, also of earlier starts.
 """
 # ruff: noqa: E402  # a signal while torch is imported is an event as well
@@ -38,14 +38,14 @@ RANK = int(os.environ.get("RANK", "0"))
 def wait_for_nobody(_: float) -> None:
     import torch
 
-    torch.distributed.all_reduce(torch.ones(1))
+    torch.distributed.recv(torch.ones(1), (RANK + 1) % int(os.environ["WORLD_SIZE"]), tag=77)
 
 
 HANGS: dict[str, Callable[[float], object]] = {
     "sleep": time.sleep,
     "slow": time.sleep,
     "hold the GIL": lambda seconds: ctypes.PyDLL(None).sleep(int(seconds)),
-    "collective": wait_for_nobody,
+    "wait for nobody": wait_for_nobody,
 }
 
 
