@@ -29,7 +29,6 @@ _REMEMBERED = 3  # probes of a rank; the fastest counts, since anything may dist
 _AGAIN = 1000  # steps until the same ranks are named again
 _SHOWN = 3
 _SIDE = {"cuda": 4096, "cpu": 256}  # of the probe's square matrices
-_OURS = 3  # values of a rank: seconds for rows, for the host's work, of its last probe
 
 
 class Stragglers:
@@ -41,15 +40,14 @@ class Stragglers:
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         self._matrix = torch.full((_SIDE[world.device.type],) * 2, 1e-3, dtype=dtype, device=world.device)
         self._products = from_rank_zero(partial(self._count_products))
-        self._host = self._probe = self._probed_at = 0.0
+        self._host = self._step = self._probe = self._probed_at = 0.0
         self._probes = [deque[float](maxlen=_REMEMBERED) for _ in range(world.size)]
-        self._sums = torch.zeros(world.size, 2, dtype=torch.float64)
-        self._seconds, self._steps = 0.0, 0
+        self._sums, self._steps = torch.zeros(world.size, 3, dtype=torch.float64), 0
         self._named: tuple[list[int], int] = [], 0
 
     def own_values(self) -> list[float]:
-        """Of this rank: seconds of the host's work after the last step, and of its last probe; 0: none yet."""
-        return [self._host, self._probe]
+        """Of this rank, in seconds: the host's work after the last step, that step, and the last probe; 0: none yet."""
+        return [self._host, self._step, self._probe]
 
     def after_step(self, step: int, result: StepResult, host_seconds: float) -> None:
         """On every rank. A collective where a rank is newly found to be slow.
@@ -57,17 +55,19 @@ class Stragglers:
         Args:
             host_seconds: of this rank, for what followed the step.
         """
-        self._host = host_seconds
-        self._sums += result.ranks[:, :2]
-        self._seconds, self._steps = self._seconds + result.seconds, self._steps + 1
-        for probes, value in zip(self._probes, result.ranks[:, 2].tolist(), strict=True):
+        self._host, self._step = host_seconds, result.seconds
+        # Every rank must come to the same answer, so it may look at nothing but the gathered values.
+        self._sums += result.ranks[:, :3]
+        self._steps += 1
+        for probes, value in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
             if value and (not probes or probes[-1] != value):
                 probes.append(value)
         if step % self._log_freq:
             return
-        found = slow_ranks((self._sums / self._steps).tolist(), self._seconds / self._steps, self._probes)
+        means = self._sums / self._steps
+        found = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
         self._sums.zero_()
-        self._seconds, self._steps = 0.0, 0
+        self._steps = 0
         before, at = self._named
         if found and (sorted(found) != before or step >= at + _AGAIN):
             self._named = sorted(found), step
