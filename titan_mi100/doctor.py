@@ -1,0 +1,126 @@
+"""Check this machine for training: `python -m titan_mi100.doctor`. Each line: what was found, and what to do.
+
+Exit codes: 0 nothing fails (there may be warnings), 2 something fails. docs/DOCTOR.md explains each check.
+"""
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import import_module
+
+from titan_mi100 import cli as tool
+from titan_mi100.errors import UserError
+from titan_mi100.machine import torch_build
+from titan_mi100.machine.checks import CHECKS, FAIL, FAST, PASS, Verdict, judge
+from titan_mi100.machine.facts import Facts, System, read
+
+_COLORS = {"pass": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
+_PLAIN = "\033[0m"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--certify" in arguments:
+        arguments.remove("--certify")
+        return import_module("titan_mi100.certify").main(arguments)  # only now: it imports torch
+    return tool.exit_code(lambda: _show(_parser().parse_args(arguments)))
+
+
+def before_start(
+    processes: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ, system: System | None = None
+) -> None:
+    """Say what of this machine a run should know before it starts: the fast checks that do not pass.
+
+    Args:
+        processes: that will run on this machine.
+        environ: that they will get.
+        system: of tests.
+
+    Raises:
+        UserError: they cannot run.
+    """
+    try:
+        verdicts = judge(read(system or System(environ=environ), processes), fast=True)
+    except Exception as error:  # a mistake of the doctor's must not cost a run
+        say(f"doctor: this machine could not be looked at ({error!r}); starting without")
+        return
+    for verdict in verdicts:
+        if verdict.state != PASS and not verdict.stops:
+            say(f"doctor: {verdict.state}: {verdict.name}: {verdict.fact}; {verdict.remedy}")
+    if stopping := [verdict for verdict in verdicts if verdict.stops]:
+        raise UserError("\n".join(f"{verdict.name}: {verdict.fact}; {verdict.remedy}" for verdict in stopping))
+
+
+def _show(options: argparse.Namespace) -> int:
+    facts = read()
+    if not options.fast:
+        facts = replace(facts, torch=torch_build.ask(facts.torch, os.environ))
+    verdicts = judge(facts, options.fast)
+    if options.json:
+        print(json.dumps({"facts": asdict(facts), "verdicts": [asdict(verdict) for verdict in verdicts]}))
+    else:
+        terminal = sys.stdout.isatty()
+        width = min(os.get_terminal_size(sys.stdout.fileno()).columns or 80, 120) if terminal else None
+        if not options.fast:
+            print(f"{headline(facts)}\n")
+        shown = [verdict for verdict in verdicts if not options.fast or verdict.state != PASS]
+        for line in lines(shown, width, colors=terminal and not os.environ.get("NO_COLOR")):
+            print(line)
+        print(("\n" if shown else "") + summary(verdicts, len(FAST if options.fast else CHECKS)))
+    return 2 if any(verdict.state == FAIL for verdict in verdicts) else 0
+
+
+def headline(facts: Facts) -> str:
+    """The machine in one line."""
+    names = [f"{card.name} ({card.arch})" if card.arch else card.name for card in facts.cards]
+    cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
+    return f"{cards}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
+
+
+def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Iterator[str]:
+    """The verdicts as text, remedies on lines of their own.
+
+    Args:
+        width: of the terminal; None: lines are not broken.
+    """
+    column = max((len(verdict.name) for verdict in verdicts), default=0)
+    margin = " " * (len("pass") + 2 + column + 2)
+    for verdict in verdicts:
+        state = f"{_COLORS[verdict.state]}{verdict.state}{_PLAIN}" if colors else verdict.state
+        first, *others = _broken(verdict.fact, width, len(margin))
+        yield f"{state}  {verdict.name:{column}}  {first}"
+        yield from (margin + line for line in others)
+        for number, line in enumerate(_broken(verdict.remedy, width, len(margin) + 3) if verdict.remedy else []):
+            yield margin + ("   " if number else "-> ") + line
+
+
+def _broken(text: str, width: int | None, margin: int) -> list[str]:
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, max(width - margin, 20), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def summary(verdicts: Sequence[Verdict], checks: int) -> str:
+    counts = [f"{sum(v.state == state for v in verdicts)} {state}" for state in _COLORS]
+    return f"{', '.join(counts)}; {checks - len(verdicts)} checks do not apply here"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="python -m titan_mi100.doctor",
+        description=__doc__.splitlines()[0],
+        epilog="Exit codes: 0 nothing fails (there may be warnings), 2 something fails. It changes nothing.",
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="facts and verdicts, for scripts and for reports of problems")
+    add("--fast", action="store_true", help="what each start of a run checks, in milliseconds: only what does not pass")
+    add("--certify", action="store_true", help="try the cards themselves; takes the options of titan_mi100.certify")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,414 @@
+"""What the facts of a machine mean: each check is a function of them. docs/DOCTOR.md has the sources of each.
+
+A check answers None where it does not apply, or where what it needs is not known. It fails where training would not
+work, hang or be wrong; it warns of what costs speed or hangs only on some machines.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from titan_mi100.config.hardware import GPUS
+from titan_mi100.machine.facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
+from titan_mi100.wording import bytes_in_words, shown, some
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+SHM_WANTED = 512_000_000  # bytes, as DeepSpeed's ds_report asks for; Docker gives 64 MiB
+FILES_WANTED = 1024  # what Linux gives by default
+# AMD's own wheels and the architectures that they are made for, by the installation guide of ROCm 7.14.0
+AMD_WHEELS = "https://repo.amd.com/rocm/whl-multi-arch/"
+AMD_ARCHS = (
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201",
+)  # fmt: skip
+PYTORCH_WHEELS = "https://download.pytorch.org/whl/rocm6.4"
+_SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}  # NCCL's algorithms that can; tree is for all-reduce
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check says.
+
+    Attributes:
+        state: pass, warn or fail.
+        fact: what was found.
+        remedy: what to do; "" where nothing is to be done.
+        stops: no run can work, so that none is started.
+    """
+
+    name: str
+    state: str
+    fact: str
+    remedy: str = ""
+    stops: bool = False
+
+
+Check = Callable[[Facts], Verdict | None]
+
+
+def judge(facts: Facts, fast: bool = False) -> list[Verdict]:
+    """The verdicts of all checks that apply.
+
+    Args:
+        fast: only those for each start of a run: what makes it fail, hang or compute wrongly without a word, and the
+            power cap.
+    """
+    return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
+
+
+def rocm_remedy(archs: Iterable[str]) -> str:
+    """Where a torch for cards of these architectures comes from."""
+    arch = next((arch for arch in sorted(archs) if arch in AMD_ARCHS), "")
+    own = f", or AMD's own: pip install --index-url {AMD_WHEELS} 'torch[device-{arch}]'" if arch else ""
+    return f"install a ROCm build: pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}{own}"
+
+
+def torch_build(facts: Facts) -> Verdict | None:
+    """Is torch built for these cards, and can it use them?"""
+    torch, cards = facts.torch, facts.visible()
+    platform = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
+    fact = f"{torch.version}, built for {platform}"
+    if not torch.version:
+        remedy = rocm_remedy(card.arch or "" for card in cards) if facts.vendor() == "amd" else "pip install torch"
+        return Verdict("torch", FAIL, torch.problem or "torch is not installed", remedy, stops=True)
+    if not cards:
+        where = "the cards are hidden from it" if facts.cards else "no GPU"
+        return Verdict("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
+    hide = "; or hide the cards with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    if facts.vendor() == "amd" and not torch.hip:
+        remedy = rocm_remedy(card.arch or "" for card in cards) + hide
+        return Verdict("torch", FAIL, f"{fact}, which cannot use {_named(cards)}", remedy, stops=True)
+    if facts.vendor() == "nvidia" and not torch.cuda:
+        remedy = f"install a CUDA build: pip install torch{hide}"
+        return Verdict("torch", FAIL, f"{fact}, which cannot use {_named(cards)}", remedy, stops=True)
+    if torch.usable is None and not torch.problem:
+        return Verdict("torch", PASS, fact)  # it was not asked
+    if not torch.usable:
+        why = torch.problem or "it does not say why"
+        driver = f"driver {facts.driver or 'of the kernel'}, Linux {facts.kernel}"
+        remedy = f"see the other lines; else check that {driver}, fits {platform}"
+        return Verdict("torch", FAIL, f"{fact} cannot use {_named(cards)}: {why}", remedy)
+    if torch.usable != len(cards):
+        remedy = "dmesg names what is wrong with the others; python -c 'import torch; print(torch.cuda.device_count())'"
+        return Verdict("torch", WARN, f"{fact} sees {torch.usable} of {len(cards)} visible cards", remedy)
+    return Verdict("torch", PASS, f"{fact}, uses {_named(cards)}")
+
+
+def driver(facts: Facts) -> Verdict | None:
+    """Do driver, ROCm on the machine and torch's ROCm belong together? Each Instinct card must have its driver."""
+    versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
+    versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
+    if facts.driverless:
+        remedy = "load it: sudo modprobe amdgpu; sudo dmesg | grep -e kfd -e amdgpu says why it leaves a card out"
+        return Verdict("driver", FAIL, f"{some(facts.driverless)} without a driver for computing", remedy)
+    if not facts.visible():
+        return None
+    built = _release(facts.torch.hip)
+    if facts.vendor() == "amd" and built and (own := _release(facts.rocm)) and own[0] != built[0]:
+        fact = f"{', '.join(versions)}, but torch is for ROCm {built[0]}.{built[1]}"
+        remedy = "AMD tests a driver with ROCm up to two releases older or newer; take a torch for that ROCm"
+        return Verdict("driver", WARN, fact, remedy)
+    return Verdict("driver", PASS, ", ".join(versions))
+
+
+def architecture(facts: Facts) -> Verdict | None:
+    """Does torch hold code for each card's architecture?"""
+    torch, cards = facts.torch, facts.visible()
+    if not cards:
+        return None
+    if facts.vendor() == "nvidia":
+        archs = set(torch.card_archs or ())
+        missing = sorted(arch for arch in archs if torch.archs and not _runs(arch, torch.archs))
+        known, sources = bool(archs and torch.archs), [torch.archs]
+    else:
+        forced = _override(facts)
+        archs = {forced or card.arch or "" for card in cards} - {""}
+        sources = [torch.archs, torch.blas_archs]
+        missing = sorted(arch for arch in archs if any(listed and arch not in listed for listed in sources))
+        known = bool(archs and any(sources))
+    if not known:
+        return None
+    if not missing:
+        return Verdict("architecture", PASS, f"{some(sorted(archs))}: in torch's list")
+    listed = next(listed for listed in sources if listed and set(missing) - set(listed))
+    what = "rocBLAS in torch" if listed is torch.blas_archs else "torch"
+    remedy = rocm_remedy(missing) if facts.vendor() == "amd" else "pytorch.org/get-started names a build for this card"
+    fact = f"{some(missing)}: {what} has code for {some(listed, 20)} only"
+    return Verdict("architecture", FAIL, fact, remedy, stops=set(missing) == archs)
+
+
+def gfx_override(facts: Facts) -> Verdict | None:
+    """HSA_OVERRIDE_GFX_VERSION makes ROCm take every card for another one."""
+    value = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if not value or facts.vendor() != "amd" or not facts.visible():
+        return None
+    name, forced = "gfx override", _override(facts)
+    fact = f"HSA_OVERRIDE_GFX_VERSION={value}"
+    archs = sorted({card.arch for card in facts.visible() if card.arch})
+    remedy = "unset HSA_OVERRIDE_GFX_VERSION"
+    if forced is None:
+        return Verdict(name, FAIL, f"{fact} is no version such as 9.0.8", remedy)
+    others = [arch for arch in archs if arch != forced]
+    if not others:
+        return Verdict(name, PASS, f"{fact}: what the cards are")
+    lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
+    if set(others) & {arch for arch, _ in GPUS} or any(set(others) & set(own) for own in lists):
+        fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
+        return Verdict(name, FAIL, fact, f"{remedy}: this card needs none")
+    fact += f" makes {some(others)} run code of {forced}"
+    return Verdict(name, WARN, fact, "right only where the two have the same instructions, as gfx1031 and gfx1030")
+
+
+def visibility(facts: Facts) -> Verdict | None:
+    """Which cards do the variables leave, and do they contradict each other?"""
+    cards, name = facts.present(), "visible cards"
+    if not cards:
+        return None
+    given = {variable: facts.environ[variable] for variable in HIDING if variable in facts.environ}
+    words = " ".join(f"{variable}={value}" for variable, value in given.items()) or "no variable hides one"
+    fact = f"{len(facts.visible())} of {len(cards)}; {words}"
+    steps = facts.hiding()
+    for (_, before), (variable, after) in itertools.pairwise(steps):
+        entries = [*(entry.strip() for entry in facts.environ[variable].split(",")), ""]
+        wrong = entries[len(after)]
+        if wrong not in ("", "-1"):
+            fact += f"; {variable}: entry {shown(wrong)} names none of {len(before)} cards, numbered from 0"
+            remedy = f"that entry and those behind it are ignored without a word; correct {variable}"
+            return Verdict(name, FAIL, fact, remedy)
+    if facts.vendor() == "nvidia" or len(given) < 2:
+        return Verdict(name, PASS, fact)
+    hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
+    if set(given) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
+        return Verdict(name, PASS, fact)
+    remedy = "keep one of them: the second counts in what the first leaves, and HIP_ hides CUDA_VISIBLE_DEVICES"
+    return Verdict(name, WARN, f"{fact}: set twice", remedy)
+
+
+def device_files(facts: Facts) -> Verdict | None:
+    """May this user open the cards' device files? Their group is render on most systems, video on older ones."""
+    wanted = {card.device_file for card in facts.visible()}
+    if not wanted:
+        return None
+    if facts.vendor() == "amd":
+        wanted.add("/dev/kfd")
+    name, files = "device files", [file for file in facts.device_files if file.path in wanted]
+    absent = [file.path for file in files if not file.exists]
+    if absent:
+        remedy = "start the container with --device=/dev/kfd --device=/dev/dri; without a container load the driver"
+        return Verdict(name, FAIL, f"{some(absent)}: not there", remedy, stops="/dev/kfd" in absent)
+    closed = [file for file in files if not file.usable]
+    groups = sorted({file.group for file in closed} - {"root"})
+    own = f"you are in {some(facts.groups) or 'no group'}"
+    if closed:
+        fact = f"{some(file.path for file in closed)}: may not be opened; group {some(groups) or 'root'}, {own}"
+        joined = ",".join(groups or ["render", "video"])
+        remedy = f"sudo usermod -a -G {joined} $USER and log in again; in a container --group-add NUMBER_OF_THE_GROUP"
+        stops = "/dev/kfd" in [file.path for file in closed] or len(closed) == len(files)
+        return Verdict(name, FAIL, fact, remedy, stops)
+    return Verdict(name, PASS, f"{some(file.path for file in files)}: can be opened")
+
+
+def nccl_algo(facts: Facts) -> Verdict | None:
+    """NCCL_ALGO: a tree knows no all-gather and no reduce-scatter, of which FSDP consists."""
+    value = facts.environ.get("NCCL_ALGO")
+    if not value or not facts.visible():
+        return None
+    general, own = set[str](), ""
+    is_own = False
+    for part in value.lower().split(";"):
+        function, has_function, algorithms = part.partition(":")
+        if not has_function:
+            general = {word.strip() for word in part.split(",")}
+        elif function.strip() in ("allgather", "reducescatter"):
+            own, is_own = algorithms, True
+    remedy = "unset NCCL_ALGO: NCCL and RCCL choose by size and place"
+    if not general and not is_own:
+        fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that are not named are left without an algorithm"
+        return Verdict("NCCL_ALGO", WARN, fact, remedy)
+    words = {word.strip() for word in own.split(",")} if is_own else general
+    excluded = any(word.startswith("^") for word in words)
+    left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excluded else _SERVE_ALL_GATHER & words
+    if not left:
+        fact = f"NCCL_ALGO={value} leaves nothing for all-gather and reduce-scatter, of which FSDP consists"
+        return Verdict("NCCL_ALGO", FAIL, fact, remedy)
+    return Verdict("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
+
+
+def expandable_segments(facts: Facts) -> Verdict | None:
+    """On ROCm the option is ignored with a warning by most builds of torch, and hangs with some."""
+    given = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
+    wanted = [name for name, value in given.items() if re.search(r"expandable_segments\s*:\s*true", value, re.I)]
+    if facts.vendor() != "amd" or not facts.visible() or not wanted:
+        return None
+    fact = f"{wanted[0]}={given[wanted[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
+    return Verdict("expandable_segments", WARN, fact, f"take expandable_segments:True out of {wanted[0]}")
+
+
+def iommu(facts: Facts) -> Verdict | None:
+    """An IOMMU that translates addresses makes transfers between AMD's cards hang."""
+    cards = [card for card in facts.visible() if card.iommu is not None]
+    if facts.vendor() != "amd" or facts.used() < 2 or not cards:
+        return None
+    translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
+    if translated:
+        fact = f"it translates for {_named(translated)} ({translated[0].iommu}); cards that talk to each other can hang"
+        remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
+        return Verdict("IOMMU", WARN, fact, remedy)
+    return Verdict("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
+
+
+def shared_memory(facts: Facts) -> Verdict | None:
+    """NCCL and RCCL exchange data between processes in /dev/shm, and fail where it is full."""
+    if facts.used() < 2:
+        return None
+    size = "not there" if facts.shm_free is None else f"{bytes_in_words(facts.shm_free)} free"
+    if facts.shm_free is not None and facts.shm_free >= SHM_WANTED:
+        return Verdict("/dev/shm", PASS, size)
+    remedy = "start the container with --shm-size=1g or --ipc=host; else sudo mount -o remount,size=8g /dev/shm"
+    return Verdict("/dev/shm", WARN, f"{size}; collectives want {bytes_in_words(SHM_WANTED)}", remedy)
+
+
+def open_files(facts: Facts) -> Verdict | None:
+    """Each process opens files of data and checkpoints, and connections to other ranks."""
+    if facts.open_files is None:
+        return None
+    fact = "no limit" if facts.open_files == UNLIMITED else f"{facts.open_files:,} per process"
+    if facts.open_files >= FILES_WANTED:
+        return Verdict("open files", PASS, fact)
+    return Verdict("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
+
+
+def memlock(facts: Facts) -> Verdict | None:
+    """Memory that a network card reads is locked, and counts against this limit."""
+    if not facts.visible() or facts.memlock is None:
+        return None
+    fact = "no limit" if facts.memlock == UNLIMITED else bytes_in_words(facts.memlock)
+    if facts.rdma and facts.memlock < 1 << 30:
+        remedy = (
+            "ulimit -l unlimited, set in /etc/security/limits.d or by the batch system; Docker: --ulimit memlock=-1"
+        )
+        return Verdict("memlock", WARN, f"{fact}, but {some(facts.rdma)} transfers from locked memory", remedy)
+    return Verdict("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
+
+
+def pcie_link(facts: Facts) -> Verdict | None:
+    """Lanes and speed between card and CPU against what the card has. An idle link is slower, so its speed is none."""
+    cards = [card for card in facts.visible() if card.width and card.full_width and card.speed and card.full_speed]
+    slow = [card for card in cards if _less(card.width, card.full_width) or _less(card.speed, card.full_speed)]
+    if not cards:
+        return None
+    if not slow:
+        return Verdict("PCIe link", PASS, f"{_link(cards[0])}, all that the card has")
+    remedy = "use a slot with all lanes wired to the CPU, look at riser and bifurcation in the BIOS, reseat the card"
+    return Verdict("PCIe link", WARN, some(f"{card.name} at {card.address}: {_link(card)}" for card in slow), remedy)
+
+
+def pcie_atomics(facts: Facts) -> Verdict | None:
+    """ROCm synchronises CPU and cards by PCIe atomics; a slot behind a chipset may not pass them on."""
+    cards = [card for card in facts.visible() if card.atomics is not None]
+    without = [card for card in cards if not card.atomics]
+    if without:
+        remedy = "use a slot wired to the CPU itself, not to the chipset; in a virtual machine enable AtomicOps"
+        return Verdict("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
+    return Verdict("PCIe atomics", PASS, "on") if cards else None
+
+
+def large_bar(facts: Facts) -> Verdict | None:
+    """Another card can address only the part of a card's memory that its BAR maps."""
+    cards = [card for card in facts.visible() if card.mapped and card.memory]
+    small = [card for card in cards if _less(card.mapped, card.memory)]
+    if small:
+        sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or 0)}"
+        remedy = "in the BIOS enable Above 4G Decoding and Resizable BAR, and disable CSM"
+        return Verdict("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
+    return Verdict("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
+
+
+def numa(facts: Facts) -> Verdict | None:
+    """The kernel's moving of memory between NUMA nodes stops processes that drive cards."""
+    if not facts.visible() or facts.numa_nodes < 2 or facts.numa_balancing is None:
+        return None
+    if facts.numa_balancing:
+        remedy = "sudo sysctl kernel.numa_balancing=0, and into /etc/sysctl.d to keep it"
+        return Verdict("NUMA", WARN, f"{facts.numa_nodes} nodes, automatic balancing is on", remedy)
+    return Verdict("NUMA", PASS, f"{facts.numa_nodes} nodes, automatic balancing is off")
+
+
+def power_cap(facts: Facts) -> Verdict | None:
+    """The power that the cards may take, against what they came with."""
+    cards = [card for card in facts.visible() if card.watts and card.full_watts]
+    capped = [card for card in cards if _less(card.watts, card.full_watts)]
+    if capped:
+        fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
+        remedy = "sudo rocm-smi --resetpoweroverdrive, unless the supply or the cooling needs it"
+        return Verdict("power cap", WARN, fact, remedy)
+    return Verdict("power cap", PASS, f"{cards[0].watts:.0f} W, as the card came") if cards else None
+
+
+def clock(facts: Facts) -> Verdict | None:
+    """The level that the driver is told to keep; only "auto" and "high" let the clock rise to its top."""
+    cards = [card for card in facts.visible() if card.level]
+    held = [card for card in cards if card.level not in ("auto", "high")]
+    if held:
+        fact = f"{_named(held)}: held at level {some({card.level for card in held})}"
+        return Verdict("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")
+    return Verdict("clock", PASS, f"level {cards[0].level}") if cards else None
+
+
+def tunable_op(facts: Facts) -> Verdict | None:
+    """TunableOp times the libraries' kernels for each new shape of a matrix product, within the run."""
+    if facts.vendor() != "amd" or not facts.visible():
+        return None
+    enabled, tuning = (facts.environ.get(f"PYTORCH_TUNABLEOP_{name}") for name in ("ENABLED", "TUNING"))
+    if enabled != "1":
+        return Verdict("TunableOp", PASS, "off")
+    if tuning == "0":
+        return Verdict("TunableOp", PASS, "on, with results of an earlier tuning")
+    fact = "tunes within the run: first steps are slow, each rank may choose other kernels, and no two runs are alike"
+    return Verdict("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
+
+
+FAST: tuple[Check, ...] = (
+    torch_build, driver, architecture, gfx_override, visibility, device_files, nccl_algo, expandable_segments, iommu,
+    shared_memory, open_files, power_cap,
+)  # fmt: skip
+CHECKS: tuple[Check, ...] = (
+    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op,
+)  # fmt: skip
+
+
+def _named(cards: Iterable[Card]) -> str:
+    """How many of which: "2 x MI100 (gfx908)"."""
+    names = [card.name if card.arch in (None, card.name) else f"{card.name} ({card.arch})" for card in cards]
+    return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _less(part: float | None, whole: float | None) -> bool:
+    return bool(part and whole and part < whole)
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    found = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _override(facts: Facts) -> str | None:
+    """The architecture that HSA_OVERRIDE_GFX_VERSION names, as the compiler writes it: gfx90a of 9.0.10."""
+    found = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
+    return f"gfx{found[1]}{int(found[2]):x}{int(found[3]):x}" if found else None
+
+
+def _runs(arch: str, listed: Iterable[str]) -> bool:
+    """Whether an NVIDIA card runs one of these: code of its major version up to its minor one, or older PTX."""
+    own = int(arch.removeprefix("sm_"))
+    for entry in listed:
+        kind, _, number = entry.partition("_")
+        version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a
+        if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
+            return True
+    return False
+
+
+def _link(card: Card) -> str:
+    return f"x{card.width} of x{card.full_width}, {card.speed:g} of {card.full_speed:g} GT/s"
