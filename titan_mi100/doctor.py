@@ -8,15 +8,14 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 
 from titan_mi100 import cli as tool
-from titan_mi100.errors import UserError
 from titan_mi100.machine import torch_build
 from titan_mi100.machine.checks import CHECKS, FAIL, FAST, PASS, Verdict, judge
-from titan_mi100.machine.facts import Facts, System, read
+from titan_mi100.machine.facts import Facts, read
 
 _COLORS = {"pass": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
 _PLAIN = "\033[0m"
@@ -28,31 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.remove("--certify")
         return import_module("titan_mi100.certify").main(arguments)  # only now: it imports torch
     return tool.exit_code(lambda: _show(_parser().parse_args(arguments)))
-
-
-def before_start(
-    processes: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ, system: System | None = None
-) -> None:
-    """Say what of this machine a run should know before it starts: the fast checks that do not pass.
-
-    Args:
-        processes: that will run on this machine.
-        environ: that they will get.
-        system: of tests.
-
-    Raises:
-        UserError: they cannot run.
-    """
-    try:
-        verdicts = judge(read(system or System(environ=environ), processes), fast=True)
-    except Exception as error:  # a mistake of the doctor's must not cost a run
-        say(f"doctor: this machine could not be looked at ({error!r}); starting without")
-        return
-    for verdict in verdicts:
-        if verdict.state != PASS and not verdict.stops:
-            say(f"doctor: {verdict.state}: {verdict.name}: {verdict.fact}; {verdict.remedy}")
-    if stopping := [verdict for verdict in verdicts if verdict.stops]:
-        raise UserError("\n".join(f"{verdict.name}: {verdict.fact}; {verdict.remedy}" for verdict in stopping))
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -82,26 +56,20 @@ def headline(facts: Facts) -> str:
 
 
 def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Iterator[str]:
-    """The verdicts as text, remedies on lines of their own.
+    """The verdicts as text. Remedies stand on lines of their own, which are not broken: commands are copied from them.
 
     Args:
-        width: of the terminal; None: lines are not broken.
+        width: of the terminal; None: facts are not broken either.
     """
     column = max((len(verdict.name) for verdict in verdicts), default=0)
     margin = " " * (len("pass") + 2 + column + 2)
     for verdict in verdicts:
         state = f"{_COLORS[verdict.state]}{verdict.state}{_PLAIN}" if colors else verdict.state
-        first, *others = _broken(verdict.fact, width, len(margin))
+        room = max(width - len(margin), 20) if width else len(verdict.fact) + 1
+        first, *others = textwrap.wrap(verdict.fact, room, break_long_words=False, break_on_hyphens=False)
         yield f"{state}  {verdict.name:{column}}  {first}"
         yield from (margin + line for line in others)
-        for number, line in enumerate(_broken(verdict.remedy, width, len(margin) + 3) if verdict.remedy else []):
-            yield margin + ("   " if number else "-> ") + line
-
-
-def _broken(text: str, width: int | None, margin: int) -> list[str]:
-    if width is None:
-        return [text]
-    return textwrap.wrap(text, max(width - margin, 20), break_long_words=False, break_on_hyphens=False) or [""]
+        yield from (f"{margin}-> {line}" for line in verdict.remedy.splitlines())
 
 
 def summary(verdicts: Sequence[Verdict], checks: int) -> str:

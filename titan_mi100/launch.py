@@ -23,6 +23,7 @@ from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
 from titan_mi100.launch_nodes import Leader, follow
+<<<<<<< HEAD
 from titan_mi100.outcome import (
     ATTEMPTS,
     HUNG,
@@ -36,6 +37,10 @@ from titan_mi100.outcome import (
 )
 from titan_mi100.run.heartbeat import WATCHED
 from titan_mi100.run.watchdog import LOOK, Watch
+=======
+from titan_mi100.machine.start import before_start
+from titan_mi100.outcome import Outcome, read_outcome
+>>>>>>> 8f73d1c (The launcher says what of the machine does not pass, and ends where no run can work; recorded machines)
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import printable
 
@@ -82,6 +87,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         for name in (*PLACE, RUN_FOLDER):
             os.environ.pop(name, None)  # of a job that has started this one
         set_defaults(processes)
+        before_start(processes, say)
         if place is None:
             return _run_alone(launcher, processes, restarts)
         return _lead(launcher, place, processes, restarts) if place.rank == 0 else follow(launcher, place, processes)

@@ -6,7 +6,7 @@ work, hang or be wrong; it warns of what costs speed or hangs only on some machi
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from titan_mi100.config.hardware import GPUS
@@ -57,42 +57,39 @@ def judge(facts: Facts, fast: bool = False) -> list[Verdict]:
     return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
 
 
-def rocm_remedy(archs: Iterable[str]) -> str:
-    """Where a torch for cards of these architectures comes from."""
-    arch = next((arch for arch in sorted(archs) if arch in AMD_ARCHS), "")
-    own = f", or AMD's own: pip install --index-url {AMD_WHEELS} 'torch[device-{arch}]'" if arch else ""
-    return f"install a ROCm build: pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}{own}"
+def rocm_remedy(archs: Collection[str | None]) -> str:
+    """Where a torch for cards of these architectures comes from: a line for each place."""
+    places = [f"pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}"]
+    places += [f"pip install 'torch[device-{arch}]' --index-url {AMD_WHEELS}" for arch in AMD_ARCHS if arch in archs]
+    return "\n".join(places)
 
 
 def torch_build(facts: Facts) -> Verdict | None:
     """Is torch built for these cards, and can it use them?"""
-    torch, cards = facts.torch, facts.visible()
+    torch, cards, vendor = facts.torch, facts.visible(), facts.vendor()
     platform = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
     fact = f"{torch.version}, built for {platform}"
+    remedy = rocm_remedy([card.arch for card in cards]) if vendor == "amd" else "pip install torch"
     if not torch.version:
-        remedy = rocm_remedy(card.arch or "" for card in cards) if facts.vendor() == "amd" else "pip install torch"
-        return Verdict("torch", FAIL, torch.problem or "torch is not installed", remedy, stops=True)
+        return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=True)
     if not cards:
         where = "the cards are hidden from it" if facts.cards else "no GPU"
         return Verdict("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
-    hide = "; or hide the cards with CUDA_VISIBLE_DEVICES= to train on the CPU"
-    if facts.vendor() == "amd" and not torch.hip:
-        remedy = rocm_remedy(card.arch or "" for card in cards) + hide
-        return Verdict("torch", FAIL, f"{fact}, which cannot use {_named(cards)}", remedy, stops=True)
-    if facts.vendor() == "nvidia" and not torch.cuda:
-        remedy = f"install a CUDA build: pip install torch{hide}"
-        return Verdict("torch", FAIL, f"{fact}, which cannot use {_named(cards)}", remedy, stops=True)
+    if not (torch.hip if vendor == "amd" else torch.cuda):
+        remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
+        return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
     if torch.usable is None and not torch.problem:
         return Verdict("torch", PASS, fact)  # it was not asked
     if not torch.usable:
         why = torch.problem or "it does not say why"
-        driver = f"driver {facts.driver or 'of the kernel'}, Linux {facts.kernel}"
-        remedy = f"see the other lines; else check that {driver}, fits {platform}"
-        return Verdict("torch", FAIL, f"{fact} cannot use {_named(cards)}: {why}", remedy)
+        remedy = (
+            "see what else fails here; if nothing does, install a driver that fits, or a torch that fits the driver"
+        )
+        return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
     if torch.usable != len(cards):
-        remedy = "dmesg names what is wrong with the others; python -c 'import torch; print(torch.cuda.device_count())'"
-        return Verdict("torch", WARN, f"{fact} sees {torch.usable} of {len(cards)} visible cards", remedy)
-    return Verdict("torch", PASS, f"{fact}, uses {_named(cards)}")
+        remedy = "sudo dmesg | grep -e amdgpu -e NVRM names what is wrong with the others"
+        return Verdict("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
+    return Verdict("torch", PASS, f"{fact}; it sees {_named(cards)}")
 
 
 def driver(facts: Facts) -> Verdict | None:
@@ -114,28 +111,24 @@ def driver(facts: Facts) -> Verdict | None:
 
 def architecture(facts: Facts) -> Verdict | None:
     """Does torch hold code for each card's architecture?"""
-    torch, cards = facts.torch, facts.visible()
-    if not cards:
-        return None
+    torch, name = facts.torch, "architecture"
     if facts.vendor() == "nvidia":
-        archs = set(torch.card_archs or ())
-        missing = sorted(arch for arch in archs if torch.archs and not _runs(arch, torch.archs))
-        known, sources = bool(archs and torch.archs), [torch.archs]
+        archs, lists = set(torch.card_archs or ()), {"torch": torch.archs or ()}
+        missing = {arch for arch in archs if not _runs(arch, torch.archs or ())}
+        remedy = "pytorch.org/get-started names the build for this card"
     else:
-        forced = _override(facts)
-        archs = {forced or card.arch or "" for card in cards} - {""}
-        sources = [torch.archs, torch.blas_archs]
-        missing = sorted(arch for arch in archs if any(listed and arch not in listed for listed in sources))
-        known = bool(archs and any(sources))
-    if not known:
+        archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
+        lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
+        missing = {arch for arch in archs for listed in lists.values() if listed and arch not in listed}
+        remedy = rocm_remedy(missing)
+    known = {what: listed for what, listed in lists.items() if listed}
+    if not archs or not known:
         return None
     if not missing:
-        return Verdict("architecture", PASS, f"{some(sorted(archs))}: in torch's list")
-    listed = next(listed for listed in sources if listed and set(missing) - set(listed))
-    what = "rocBLAS in torch" if listed is torch.blas_archs else "torch"
-    remedy = rocm_remedy(missing) if facts.vendor() == "amd" else "pytorch.org/get-started names a build for this card"
-    fact = f"{some(missing)}: {what} has code for {some(listed, 20)} only"
-    return Verdict("architecture", FAIL, fact, remedy, stops=set(missing) == archs)
+        return Verdict(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
+    what = next(what for what, listed in known.items() if not missing <= set(listed))
+    fact = f"{some(sorted(missing))}: {what} has code for {some(known[what], 20)} only"
+    return Verdict(name, FAIL, fact, remedy, stops=missing == archs)
 
 
 def gfx_override(facts: Facts) -> Verdict | None:
@@ -203,7 +196,7 @@ def device_files(facts: Facts) -> Verdict | None:
     if closed:
         fact = f"{some(file.path for file in closed)}: may not be opened; group {some(groups) or 'root'}, {own}"
         joined = ",".join(groups or ["render", "video"])
-        remedy = f"sudo usermod -a -G {joined} $USER and log in again; in a container --group-add NUMBER_OF_THE_GROUP"
+        remedy = f"sudo usermod -a -G {joined} $USER, then log in again; a container needs --group-add and their number"
         stops = "/dev/kfd" in [file.path for file in closed] or len(closed) == len(files)
         return Verdict(name, FAIL, fact, remedy, stops)
     return Verdict(name, PASS, f"{some(file.path for file in files)}: can be opened")
@@ -252,7 +245,7 @@ def iommu(facts: Facts) -> Verdict | None:
         return None
     translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
     if translated:
-        fact = f"it translates for {_named(translated)} ({translated[0].iommu}); cards that talk to each other can hang"
+        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; RCCL can hang"
         remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
         return Verdict("IOMMU", WARN, fact, remedy)
     return Verdict("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
@@ -370,12 +363,10 @@ def tunable_op(facts: Facts) -> Verdict | None:
 
 
 FAST: tuple[Check, ...] = (
-    torch_build, driver, architecture, gfx_override, visibility, device_files, nccl_algo, expandable_segments, iommu,
+    device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
     shared_memory, open_files, power_cap,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = (
-    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op,
-)  # fmt: skip
+CHECKS: tuple[Check, ...] = (*FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op)
 
 
 def _named(cards: Iterable[Card]) -> str:

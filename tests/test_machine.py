@@ -1,0 +1,400 @@
+"""Reading a machine, also where its files are missing or hold nonsense; both branches of each check."""
+
+import os
+import resource
+import shutil
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPO
+from machines import build, facts_of, load
+
+from titan_mi100.config.hardware import GPUS, count_gpus
+from titan_mi100.machine import checks, torch_build
+from titan_mi100.machine.checks import FAIL, PASS, WARN
+from titan_mi100.machine.facts import UNLIMITED, Facts, System, read
+from titan_mi100.machine.torch_build import Torch
+
+NODE = "sys/class/kfd/kfd/topology/nodes/1"
+CARD = "sys/devices/pci0000:20/0000:20:01.1/0000:21:00.0/0000:22:00.0/0000:23:00.0"
+
+
+def test_a_card_is_read_from_the_kernels_files(tmp_path: Path) -> None:
+    facts = facts_of(load("mi100"), tmp_path)
+    first, second = facts.cards
+    assert (first.vendor, first.name, first.arch) == ("amd", "MI100", "gfx908")
+    assert (first.address, first.device_file) == ("0000:23:00.0", "/dev/dri/renderD128")
+    assert (second.address, second.device_file) == ("0000:83:00.0", "/dev/dri/renderD129")
+    assert (first.width, first.full_width, first.speed, first.full_speed) == (16, 16, 16.0, 16.0)
+    assert (first.atomics, first.iommu, first.level) == (True, "identity", "auto")
+    assert (first.mapped, first.memory) == (34342961152, 34342961152)
+    assert (first.watts, first.full_watts) == (290.0, 290.0)
+    assert (facts.kernel, facts.driver, facts.rocm) == ("6.8.0-48-generic", "6.12.12", "6.4.1")
+    assert facts.groups == ("user", "sudo", "video", "render")
+    assert (facts.memlock, facts.open_files, facts.numa_nodes, facts.numa_balancing) == (UNLIMITED, 1048576, 2, 0)
+    assert [file.path for file in facts.device_files] == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD129"]
+
+
+def test_an_nvidia_card_is_read_from_its_drivers_files(tmp_path: Path) -> None:
+    facts = facts_of(load("h100"), tmp_path)
+    (card,) = facts.cards
+    assert (card.vendor, card.name, card.arch) == ("nvidia", "NVIDIA H100 80GB HBM3", None)
+    assert (card.device_file, card.address, card.width, card.speed) == ("/dev/nvidia0", "0000:1b:00.0", 16, 32.0)
+    assert facts.driver == "570.86.15"
+
+
+@pytest.mark.parametrize("name", ["mi100", "h100", "laptop"])
+def test_no_file_that_is_missing_empty_or_full_of_nonsense_stops_the_reading(name: str, tmp_path: Path) -> None:
+    machine = load(name)
+    for number, path in enumerate(machine["files"]):
+        if path.startswith("dev/"):
+            continue
+        root = tmp_path / str(number)
+        build(machine, root)
+        file = root / path
+        for content in (
+            b"",
+            b"garbage",
+            b"\xff\0\x1b[31m" * 9,
+            b"9" * 5000,
+            b"-1",
+            b"simd_count x\nlocation_id 99999999",
+        ):
+            file.write_bytes(content)
+            found = replace(read(replace_root(machine, root)), torch=Torch("2.8.0"))
+            assert all(verdict.fact for verdict in checks.judge(found))
+        file.unlink()
+        checks.judge(read(replace_root(machine, root)))
+        file.mkdir()  # cannot be read, whoever asks
+        checks.judge(read(replace_root(machine, root)))
+        shutil.rmtree(root)
+
+
+def replace_root(machine: dict[str, Any], root: Path) -> System:
+    """The machine as it is below `root` now."""
+    return build({**machine, "files": {}, "links": {}}, root)
+
+
+def test_what_is_not_known_is_not_judged(tmp_path: Path) -> None:
+    """An empty root: no card, nothing known, so nothing that could fail but torch and the limits."""
+    facts = read(System(tmp_path, {}, group_of=lambda path: "", free_bytes=lambda path: path.stat().st_size))
+    assert (facts.cards, facts.device_files, facts.kernel, facts.shm_free, facts.memlock) == ((), (), "", None, None)
+    assert [verdict.name for verdict in checks.judge(replace(facts, torch=Torch("2.8.0")))] == ["torch"]
+    machine = load("mi100")
+    machine["files"] = {path: text for path, text in machine["files"].items() if path.startswith((NODE, "dev/"))}
+    found = facts_of({**machine, "links": {}}, tmp_path)
+    (card,) = found.cards
+    unknown = (
+        card.width,
+        card.full_width,
+        card.speed,
+        card.full_speed,
+        card.mapped,
+        card.memory,
+        card.watts,
+        card.level,
+    )
+    assert unknown == (None,) * 8 and card.iommu is None
+    judged = {verdict.name for verdict in checks.judge(found)}
+    assert not judged & {"PCIe link", "ReBAR", "power cap", "clock", "IOMMU", "NUMA", "memlock", "open files"}
+
+
+def test_this_machine_is_read_as_the_system_calls_say() -> None:
+    facts = read()
+    assert facts.kernel == os.uname().release
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert facts.open_files == (UNLIMITED if limit == resource.RLIM_INFINITY else limit)
+    assert facts.groups and facts.torch.version
+    assert len(facts.visible()) >= count_gpus() or count_gpus() == 0
+
+
+def test_owner_permission_and_space_of_a_real_file(tmp_path: Path) -> None:
+    file, system = tmp_path / "file", System()
+    file.write_text("")
+    assert system.group_of(file) and system.may_use(file) and system.free_bytes(tmp_path) > 0
+    file.chmod(0)
+    assert system.may_use(file) == (os.geteuid() == 0)
+    with pytest.raises(OSError):
+        system.group_of(tmp_path / "none")
+
+
+HEALTHY = load("mi100")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return facts_of(HEALTHY, tmp_path_factory.mktemp("mi100"))
+
+
+def with_card(**changes: object) -> Callable[[Facts], Facts]:
+    """The second card is another one than the first."""
+    return lambda facts: replace(facts, cards=(facts.cards[0], replace(facts.cards[1], **changes)))
+
+
+def with_cards(**changes: object) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, cards=tuple(replace(card, **changes) for card in facts.cards))
+
+
+def with_torch(**changes: object) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, torch=replace(facts.torch, **changes))
+
+
+def with_environ(**variables: str) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, environ=variables)
+
+
+def changed(**changes: object) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, **changes)
+
+
+def with_files(**changes: object) -> Callable[[Facts], Facts]:
+    """The first device file, /dev/kfd, is another."""
+    return lambda facts: replace(
+        facts, device_files=(replace(facts.device_files[0], **changes), *facts.device_files[1:])
+    )
+
+
+CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
+    (checks.torch_build, with_torch(version=""), FAIL, "not installed"),
+    (checks.torch_build, with_torch(version="", problem="/x/version.py cannot be read"), FAIL, "cannot be read"),
+    (checks.torch_build, with_torch(hip=None), FAIL, "built for the CPU alone; it cannot use 2 x MI100 (gfx908)"),
+    (checks.torch_build, with_torch(usable=None), PASS, "2.8.0+rocm6.4, built for ROCm 6.4.43482-0f2d60242"),
+    (
+        checks.torch_build,
+        with_torch(usable=0, problem="No HIP GPUs"),
+        FAIL,
+        "cannot use 2 x MI100 (gfx908): No HIP GPUs",
+    ),
+    (checks.torch_build, with_torch(usable=None, problem="was killed by SIGSEGV"), FAIL, "was killed by SIGSEGV"),
+    (checks.torch_build, with_torch(usable=1), WARN, "sees 1 of 2 visible cards"),
+    (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
+    (checks.driver, changed(driverless=("MI100 at 0000:43:00.0",)), FAIL, "MI100 at 0000:43:00.0 without a driver"),
+    (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
+    (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
+    (checks.architecture, with_torch(archs=("gfx90a",)), FAIL, "gfx908: torch has code for gfx90a only"),
+    (checks.architecture, with_torch(archs=None, blas_archs=("gfx90a",)), FAIL, "rocBLAS in torch has code for gfx90a"),
+    (checks.architecture, with_torch(archs=None, blas_archs=None), None, ""),
+    (checks.architecture, with_card(arch="gfx1036"), FAIL, "gfx1036: torch has code for"),
+    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="9.0.8"), PASS, "what the cards are"),
+    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="9.0.10"), FAIL, "gfx908 run code of gfx90a"),
+    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="gfx90a"), FAIL, "is no version such as 9.0.8"),
+    (checks.gfx_override, with_environ(), None, ""),
+    (checks.visibility, with_environ(), PASS, "2 of 2; no variable hides one"),
+    (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="1"), PASS, "1 of 2; ROCR_VISIBLE_DEVICES=1"),
+    (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES=""), PASS, "0 of 2; CUDA_VISIBLE_DEVICES="),
+    (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0,-1"), PASS, "1 of 2"),
+    (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES="0,2,1"), FAIL, "entry '2' names none of 2 cards"),
+    (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="GPU-4b2c"), PASS, "1 of 2"),
+    (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="1"), FAIL, "none of 1 cards"),
+    (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="0,1"), WARN, "set twice"),
+    (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1"), WARN, "1 of 2"),
+    (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="0"), PASS, "1 of 2"),
+    (checks.visibility, with_environ(GPU_DEVICE_ORDINAL="0", HIP_VISIBLE_DEVICES="0"), WARN, "set twice"),
+    (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES="\N{ARABIC-INDIC DIGIT ONE}"), FAIL, "names none of 2 cards"),
+    (checks.device_files, with_files(usable=False), FAIL, "/dev/kfd: may not be opened; group render, you are in user"),
+    (checks.device_files, with_files(exists=False, group=""), FAIL, "/dev/kfd: not there"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="^Tree"), PASS, "NCCL_ALGO=^Tree"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="^ring,pat,nvls,collnetdirect"), FAIL, "leaves nothing for all-gather"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="allreduce:tree"), WARN, "NCCL 2.31"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="ring;allreduce:tree"), PASS, "ring;allreduce:tree"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="ring;allgather:tree"), FAIL, "leaves nothing"),
+    (checks.nccl_algo, with_environ(), None, ""),
+    (checks.expandable_segments, with_environ(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True"), WARN, "HIP_ALLOC"),
+    (checks.expandable_segments, with_environ(PYTORCH_ALLOC_CONF="a:1,expandable_segments: true"), WARN, "ALLOC_CONF"),
+    (checks.expandable_segments, with_environ(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"), None, ""),
+    (checks.iommu, with_cards(iommu="identity"), PASS, "passes addresses through"),
+    (checks.iommu, with_cards(iommu=""), PASS, "off"),
+    (checks.iommu, with_card(iommu="DMA"), WARN, "addresses of 1 x MI100 (gfx908), type DMA;"),
+    (checks.iommu, lambda facts: replace(with_cards(iommu="DMA")(facts), processes=1), None, ""),
+    (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives want 512.0 MB"),
+    (checks.shared_memory, changed(shm_free=None), WARN, "not there"),
+    (checks.shared_memory, changed(shm_free=64 << 20, processes=1), None, ""),
+    (checks.open_files, changed(open_files=256), WARN, "256 per process, fewer than Linux's 1,024"),
+    (checks.open_files, changed(open_files=UNLIMITED), PASS, "no limit"),
+    (checks.open_files, changed(open_files=None), None, ""),
+    (checks.memlock, changed(memlock=65536), PASS, "65.5 kB; only RDMA networks need more"),
+    (checks.memlock, changed(memlock=65536, rdma=("mlx5_0",)), WARN, "65.5 kB, but mlx5_0 transfers"),
+    (checks.memlock, changed(rdma=("mlx5_0",)), PASS, "no limit"),
+    (checks.pcie_link, with_card(width=4), WARN, "MI100 at 0000:83:00.0: x4 of x16, 16 of 16 GT/s"),
+    (checks.pcie_link, with_card(speed=8.0), WARN, "x16 of x16, 8 of 16 GT/s"),
+    (checks.pcie_atomics, with_card(atomics=False), WARN, "not between the CPU and 1 x MI100 (gfx908)"),
+    (checks.pcie_atomics, with_cards(atomics=None), None, ""),
+    (checks.large_bar, with_cards(mapped=1 << 28), WARN, "2 x MI100 (gfx908): 268.4 MB of 34.3 GB"),
+    (checks.numa, changed(numa_balancing=1), WARN, "2 nodes, automatic balancing is on"),
+    (checks.numa, changed(numa_balancing=1, numa_nodes=1), None, ""),
+    (checks.power_cap, with_cards(watts=178.0), WARN, "2 x MI100 (gfx908): 178 of 290 W"),
+    (checks.clock, with_card(level="low"), WARN, "1 x MI100 (gfx908): held at level low"),
+    (checks.clock, with_cards(level="high"), PASS, "level high"),
+    (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="1"), WARN, "tunes within the run"),
+    (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="1", PYTORCH_TUNABLEOP_TUNING="0"), PASS, "earlier"),
+    (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="0"), PASS, "off"),
+]
+
+
+@pytest.mark.parametrize(("check", "change", "state", "words"), CASES)
+def test_a_check(
+    check: checks.Check, change: Callable[[Facts], Facts], state: str | None, words: str, healthy: Facts
+) -> None:
+    found = check(change(healthy))
+    assert (found and found.state) == state
+    assert found is None or words in found.fact, found.fact
+
+
+def test_each_check_is_seen_to_pass_and_to_object() -> None:
+    states: dict[str, set[str | None]] = {check.__name__: set() for check in checks.CHECKS}
+    for check, _, state, _ in CASES:
+        states[check.__name__].add(state if state in (PASS, None) else "objects")
+    for check in checks.CHECKS:  # the healthy machine
+        states[check.__name__].add(PASS if check.__name__ != "expandable_segments" else None)
+    assert all({"objects"} < found for found in states.values()), states
+
+
+def test_only_where_no_card_can_work_the_architecture_stops_a_start(healthy: Facts) -> None:
+    none = checks.architecture(with_torch(archs=("gfx90a",))(healthy))
+    one = checks.architecture(with_card(arch="gfx1036")(healthy))
+    assert none is not None and one is not None
+    assert (none.stops, one.stops) == (True, False)
+    assert "torch[device-gfx908]" in none.remedy
+    assert "torch[device-" not in one.remedy  # AMD makes no wheel for this one
+
+
+def test_an_override_is_only_doubtful_where_the_card_has_no_code_of_its_own(healthy: Facts) -> None:
+    other = with_cards(arch="gfx1031", name="gfx1031")(with_environ(HSA_OVERRIDE_GFX_VERSION="10.3.0")(healthy))
+    override, architecture = checks.gfx_override(other), checks.architecture(other)
+    assert override is not None and override.state == WARN
+    assert architecture is not None and architecture.state == PASS  # gfx1030, which torch has
+
+
+@pytest.mark.parametrize(
+    ("archs", "runs"),
+    [(("sm_80", "sm_90"), True), (("sm_80",), True), (("sm_86",), True), (("sm_89",), False), (("sm_70",), False),
+     (("sm_70", "compute_80"), True), (("compute_90",), False), (("sm_90a",), False)],
+)  # fmt: skip
+def test_an_nvidia_card_runs_code_of_its_own_major_version_or_older_ptx(
+    archs: tuple[str, ...], runs: bool, tmp_path: Path
+) -> None:
+    facts = facts_of(load("h100"), tmp_path)
+    found = checks.architecture(replace(facts, torch=replace(facts.torch, archs=archs, card_archs=("sm_86",))))
+    assert found is not None and (found.state == PASS) == runs
+
+
+def test_beside_an_nvidia_card_an_amd_one_in_the_processor_does_not_count(tmp_path: Path, healthy: Facts) -> None:
+    h100 = facts_of(load("h100"), tmp_path)
+    both = replace(h100, cards=(replace(healthy.cards[0], arch="gfx90c"), *h100.cards))
+    assert [card.vendor for card in both.visible()] == ["nvidia"]
+    assert checks.judge(both)[0].state == PASS
+
+
+def test_a_narrow_slot_is_found_at_the_root_port_and_an_idle_link_is_not_taken_for_slow(tmp_path: Path) -> None:
+    machine = load("mi100")
+    port = CARD.split("/0000:21")[0]
+    machine["files"][f"{CARD}/current_link_speed"] = "2.5 GT/s PCIe"
+    assert checks.pcie_link(facts_of(machine, tmp_path / "idle")).state == PASS  # type: ignore[union-attr]
+    machine["files"] |= {f"{port}/current_link_width": "8", f"{port}/max_link_speed": "8.0 GT/s PCIe"}
+    found = checks.pcie_link(facts_of(machine, tmp_path / "narrow"))
+    assert found is not None and found.fact == "MI100 at 0000:23:00.0: x8 of x16, 8 of 16 GT/s"
+
+
+def test_a_link_without_atomics_is_marked_in_the_topology(tmp_path: Path) -> None:
+    machine = load("mi100")
+    machine["files"][f"{NODE}/io_links/0/properties"] = "type 2\nnode_to 0\nflags 13"
+    machine["files"][f"{NODE}/io_links/1/properties"] = "type 11\nnode_to 2\nflags 13"  # xGMI, not PCIe
+    assert [card.atomics for card in facts_of(machine, tmp_path).cards] == [False, True]
+
+
+def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus(tmp_path: Path) -> None:
+    machine = load("mi100")
+    machine["files"][f"{NODE}/properties"] = None
+    facts = facts_of(machine, tmp_path)
+    assert [card.address for card in facts.cards] == ["0000:83:00.0"]
+    assert facts.driverless == ("MI100 at 0000:23:00.0",)
+
+
+def test_iommu_off_and_unknown_differ(tmp_path: Path) -> None:
+    machine = load("mi100")
+    machine["files"] = {path: text for path, text in machine["files"].items() if "iommu_group" not in path}
+    assert facts_of(machine, tmp_path).cards[0].iommu == ""
+
+
+def test_the_names_in_the_override_table_are_those_of_the_hardware_table() -> None:
+    assert {"gfx908", "gfx90a", "gfx942"} <= {arch for arch, _ in GPUS} <= {*checks.AMD_ARCHS, "sm80", "sm90"}
+
+
+VERSION = """from typing import Optional
+
+__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'xpu']
+__version__ = '2.8.0+rocm6.4'
+cuda: Optional[str] = None
+hip: Optional[str] = '6.4.43482'
+"""
+
+
+def test_torchs_files_say_how_it_was_built(tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text(VERSION)
+    blas = tmp_path / "lib" / "rocblas" / "library"
+    blas.mkdir(parents=True)
+    for name in ("TensileLibrary_lazy_gfx90a.dat", "Kernels.so-000-gfx908-xnack-.hsaco", "TensileManifest.txt"):
+        (blas / name).write_text("")
+    assert torch_build.from_files(tmp_path, blas) == Torch(
+        "2.8.0+rocm6.4", "6.4.43482", blas_archs=("gfx908", "gfx90a")
+    )
+    assert torch_build.from_files(tmp_path, tmp_path / "none").blas_archs is None
+    (tmp_path / "version.py").write_bytes(b"\xff\0 garbage")
+    assert torch_build.from_files(tmp_path, None) == Torch("unknown")
+    (tmp_path / "version.py").unlink()
+    assert torch_build.from_files(tmp_path, None).problem.endswith("version.py cannot be read")
+
+
+def test_the_installed_torch_answers_as_its_files_say() -> None:
+    known = torch_build.installed(wants_blas=False, environ={})
+    told = torch_build.ask(known, os.environ)
+    assert told.problem == "" or told.cuda  # a CUDA build without a driver says so
+    assert (told.version, told.hip, told.cuda) == (known.version, known.hip, known.cuda)
+    assert told.usable is not None and len(told.card_archs or ()) == told.usable
+
+
+FAKE = """
+    from types import SimpleNamespace as N
+    print("a library's greeting")
+    __version__, version = "2.8.0+rocm6.4", N(hip="6.4.43482", cuda=None)
+    _C = N(_cuda_getArchFlags=lambda: "gfx908 gfx90a")
+    card = N(gcnArchName="gfx908:sramecc+:xnack-", major=9, minor=0)
+    cuda = N(is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda number: card)
+"""
+
+
+def ask(code: str, folder: Path, patience: float = 60) -> Torch:
+    """What a torch that consists of this code answers."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(textwrap.dedent(code))
+    path = os.pathsep.join([str(folder), str(REPO)])
+    return torch_build.ask(Torch("known"), {**os.environ, "PYTHONPATH": path}, patience)
+
+
+def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> None:
+    crash = ask("import os; os.abort()", tmp_path / "crash")
+    assert crash == Torch("known", problem="was killed by SIGABRT when it was asked for its cards")
+    hang = ask("import time; time.sleep(60)", tmp_path / "hang", patience=1)
+    assert hang.problem == "did not answer in 1 seconds: the GPU driver may hang"
+    assert ask("raise ImportError('no libamdhip64.so')", tmp_path / "fail").problem == "ImportError: no libamdhip64.so"
+    assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with code 0"
+    broken = "print('titan_mi100 torch: {\"usable\": -1}'); import sys; sys.exit(1)"
+    assert ask(broken, tmp_path / "lies").problem == "ended with code 1"
+
+
+def test_a_rocm_build_names_its_cards_architectures_without_their_features(tmp_path: Path) -> None:
+    told = ask(FAKE, tmp_path / "two")
+    assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"))
+
+
+def test_a_build_that_sees_no_card_says_why(tmp_path: Path) -> None:
+    code = FAKE + "\n    def init(): raise RuntimeError('No HIP GPUs\\n are available')"
+    code += "\n    cuda.is_available, cuda.init = lambda: False, init"
+    told = ask(code, tmp_path / "none")
+    assert (told.usable, told.problem) == (0, "No HIP GPUs are available")
