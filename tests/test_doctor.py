@@ -47,13 +47,15 @@ def test_the_remedy_for_a_cuda_wheel_names_amds_own_wheels_for_the_card(tmp_path
     assert "CUDA 13.0; it cannot use 2 x MI100 (gfx908)" in verdict.fact
 
 
-def said_at_start(name: str, root: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
-    """What a start of two processes says on a machine."""
+def said_at_start(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch, processes: int = 2, **changes: object
+) -> list[str]:
+    """What a start says on a machine."""
     machine = {**load(name), **changes}
     said: list[str] = []
     known = Torch(**{key: value for key, value in machine["torch"].items() if key in ("version", "hip", "cuda")})
     monkeypatch.setattr(reading, "installed", lambda wants_blas, environ: known)
-    start.before_start(2, said.append, system=build(machine, root))
+    start.before_start(processes, said.append, system=build(machine, root))
     return said
 
 
@@ -68,6 +70,10 @@ def test_a_start_says_what_is_wrong_and_goes_on(tmp_path: Path, monkeypatch: pyt
         "doctor: warn: IOMMU: it translates addresses of 2 x MI100 (gfx908), type DMA-FQ; RCCL can hang; "
         "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
     ]
+
+
+def test_one_process_needs_nothing_that_is_between_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said_at_start("mi100_iommu", tmp_path, monkeypatch, processes=1) == []
 
 
 def test_a_start_ends_where_no_run_can_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +101,13 @@ def test_the_launcher_asks_about_the_processes_and_the_environment_that_workers_
     asked = []
 
     def refuse(processes: int, say: object) -> None:
-        asked.append((processes, os.environ["OMP_NUM_THREADS"]))
+        asked.append((processes, os.environ.get("OMP_NUM_THREADS")))
         raise UserError("torch: cannot use the card; install another")
 
     monkeypatch.setattr(launch.Launcher, "__init__", lambda _: None)  # it blocks signals
     monkeypatch.setattr(launch, "before_start", refuse)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
     assert launch.main(["--nproc_per_node", "2"], {}) == 2
     assert asked == [(2, "3")]
     assert capfd.readouterr().err == "run_train: torch: cannot use the card; install another\n"

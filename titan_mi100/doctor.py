@@ -1,4 +1,4 @@
-"""Check this machine for training: `python -m titan_mi100.doctor`. Each line: what was found, and what to do.
+"""Check this machine for training, and say what to do where something is wrong.
 
 Exit codes: 0 nothing fails (there may be warnings), 2 something fails. docs/DOCTOR.md explains each check.
 """

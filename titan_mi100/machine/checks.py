@@ -340,9 +340,9 @@ def power_cap(facts: Facts) -> Verdict | None:
 
 
 def clock(facts: Facts) -> Verdict | None:
-    """The level that the driver is told to keep; only "auto" and "high" let the clock rise to its top."""
+    """The level that the driver is told to keep; others than these may hold the clock low."""
     cards = [card for card in facts.visible() if card.level]
-    held = [card for card in cards if card.level not in ("auto", "high")]
+    held = [card for card in cards if card.level not in ("auto", "high", "perf_determinism")]
     if held:
         fact = f"{_named(held)}: held at level {some({card.level for card in held})}"
         return Verdict("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")

@@ -21,6 +21,7 @@ VARIABLES = (
     "PYTORCH_TUNABLEOP_TUNING",
 )  # fmt: skip
 UNLIMITED = 2**63 - 1
+_QEMU = "0x1b36"
 _PCIE, _NO_ATOMICS = "2", 0b1100  # of a link in KFD's topology: its type; flags NO_ATOMICS_32_BIT and _64_BIT
 
 
@@ -276,7 +277,8 @@ def _way(system: System, device: str) -> list[Path]:
         folder = (system.root / device).resolve(strict=True)
     except (OSError, RuntimeError):
         return []
-    return [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
+    parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
+    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # whose ports have a speed in name only
 
 
 def _speed(text: str | None) -> float | None:
