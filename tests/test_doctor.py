@@ -165,6 +165,11 @@ def test_text_is_aligned_and_remedies_stand_below() -> None:
     assert one.endswith("-> " + "command " * 30) and two.endswith("-> another")
 
 
+def test_what_a_variable_holds_cannot_command_the_terminal() -> None:
+    (line,) = doctor.lines([Verdict("a", PASS, "NCCL_ALGO=\033[2J")], None, colors=False)
+    assert line == "pass  a  NCCL_ALGO=\\x1b[2J"
+
+
 def test_certify_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[object] = []
     certify = types.ModuleType("titan_mi100.certify")

@@ -175,10 +175,13 @@ def changed(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
 
-def with_files(**changes: object) -> Callable[[Facts], Facts]:
-    """The first device file, /dev/kfd, is another."""
+def with_files(*numbers: int, **changes: object) -> Callable[[Facts], Facts]:
+    """Some device files, of which 0 is /dev/kfd, are others."""
     return lambda facts: replace(
-        facts, device_files=(replace(facts.device_files[0], **changes), *facts.device_files[1:])
+        facts,
+        device_files=tuple(
+            replace(file, **changes) if number in numbers else file for number, file in enumerate(facts.device_files)
+        ),
     )
 
 
@@ -213,21 +216,33 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0,-1"), PASS, "1 of 2"),
     (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES="0,2,1"), FAIL, "entry '2' names none of 2 cards"),
     (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="GPU-4b2c"), PASS, "1 of 2"),
+    (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="GPU-4b2c,none"), FAIL, "entry 'none' names none of 2"),
     (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="1"), FAIL, "none of 1 cards"),
     (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="0,1"), WARN, "set twice"),
     (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1"), WARN, "1 of 2"),
     (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="0"), PASS, "1 of 2"),
     (checks.visibility, with_environ(GPU_DEVICE_ORDINAL="0", HIP_VISIBLE_DEVICES="0"), WARN, "set twice"),
     (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES="\N{ARABIC-INDIC DIGIT ONE}"), FAIL, "names none of 2 cards"),
-    (checks.device_files, with_files(usable=False), FAIL, "/dev/kfd: may not be opened; group render, you are in user"),
-    (checks.device_files, with_files(exists=False, group=""), FAIL, "/dev/kfd: not there"),
+    (
+        checks.device_files,
+        with_files(0, usable=False),
+        FAIL,
+        "/dev/kfd: may not be opened; group render, you are in user",
+    ),
+    (checks.device_files, with_files(0, usable=False, group="root"), FAIL, "group root"),
+    (checks.device_files, with_files(0, exists=False, usable=False), FAIL, "/dev/kfd: not there"),
+    (checks.device_files, with_files(1, exists=False, usable=False), WARN, "/dev/dri/renderD128: not there"),
+    (checks.device_files, with_files(1, 2, exists=False, usable=False), FAIL, "renderD128, /dev/dri/renderD129: not"),
+    (checks.device_files, with_files(2, usable=False), FAIL, "/dev/dri/renderD129: may not be opened"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="^Tree"), PASS, "NCCL_ALGO=^Tree"),
-    (checks.nccl_algo, with_environ(NCCL_ALGO="^ring,pat,nvls,collnetdirect"), FAIL, "leaves nothing for all-gather"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="^ring,pat,nvls,collnetdirect"), FAIL, "no algorithm for allgather"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="allreduce:tree"), WARN, "NCCL 2.31"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="ring;allreduce:tree"), PASS, "ring;allreduce:tree"),
-    (checks.nccl_algo, with_environ(NCCL_ALGO="ring;allgather:tree"), FAIL, "leaves nothing"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="ring;allgather:tree"), FAIL, "no algorithm for allgather"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="allgather:ring;reducescatter:tree"), FAIL, "for reducescatter, which"),
+    (checks.nccl_algo, with_environ(NCCL_ALGO="allgather:ring"), WARN, "NCCL 2.31"),
     (checks.nccl_algo, with_environ(), None, ""),
     (checks.expandable_segments, with_environ(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True"), WARN, "HIP_ALLOC"),
     (checks.expandable_segments, with_environ(PYTORCH_ALLOC_CONF="a:1,expandable_segments: true"), WARN, "ALLOC_CONF"),
@@ -286,6 +301,24 @@ def test_only_where_no_card_can_work_the_architecture_stops_a_start(healthy: Fac
     assert (none.stops, one.stops) == (True, False)
     assert "torch[device-gfx908]" in none.remedy
     assert "torch[device-" not in one.remedy  # AMD makes no wheel for this one
+
+
+def test_parts_of_one_nvidia_card_may_be_more_than_the_cards(tmp_path: Path) -> None:
+    facts = replace(facts_of(load("h100"), tmp_path), environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"})
+    found = checks.visibility(facts)
+    assert found is not None and found.state == PASS
+
+
+@pytest.mark.parametrize(
+    ("change", "stops"),
+    [(with_files(0, usable=False), True), (with_files(0, exists=False), True), (with_files(1, 2, usable=False), True),
+     (with_files(1, exists=False), False), (with_files(1, usable=False), False)],
+)  # fmt: skip
+def test_device_files_stop_a_start_only_where_no_card_is_left(
+    change: Callable[[Facts], Facts], stops: bool, healthy: Facts
+) -> None:
+    found = checks.device_files(change(healthy))
+    assert found is not None and found.stops == stops and found.remedy
 
 
 def test_an_override_is_only_doubtful_where_the_card_has_no_code_of_its_own(healthy: Facts) -> None:
@@ -409,7 +442,7 @@ def ask(code: str, folder: Path, patience: float = 60) -> Torch:
 def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> None:
     crash = ask("import os; os.abort()", tmp_path / "crash")
     assert crash == Torch("known", problem="was killed by SIGABRT when it was asked for its cards")
-    hang = ask("import time; time.sleep(60)", tmp_path / "hang", patience=1)
+    hang = ask("import time; time.sleep(10)", tmp_path / "hang", patience=1)
     assert hang.problem == "did not answer in 1 seconds: the GPU driver may hang"
     assert ask("raise ImportError('no libamdhip64.so')", tmp_path / "fail").problem == "ImportError: no libamdhip64.so"
     assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with code 0"

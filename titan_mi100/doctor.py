@@ -16,6 +16,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.machine import torch_build
 from titan_mi100.machine.checks import CHECKS, FAIL, FAST, PASS, Verdict, judge
 from titan_mi100.machine.facts import Facts, read
+from titan_mi100.wording import printable
 
 _COLORS = {"pass": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
 _PLAIN = "\033[0m"
@@ -65,11 +66,11 @@ def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Itera
     margin = " " * (len("pass") + 2 + column + 2)
     for verdict in verdicts:
         state = f"{_COLORS[verdict.state]}{verdict.state}{_PLAIN}" if colors else verdict.state
-        room = max(width - len(margin), 20) if width else len(verdict.fact) + 1
-        first, *others = textwrap.wrap(verdict.fact, room, break_long_words=False, break_on_hyphens=False)
+        room = max(width - len(margin), 20) if width else sys.maxsize
+        first, *others = textwrap.wrap(printable(verdict.fact), room, break_long_words=False, break_on_hyphens=False)
         yield f"{state}  {verdict.name:{column}}  {first}"
         yield from (margin + line for line in others)
-        yield from (f"{margin}-> {line}" for line in verdict.remedy.splitlines())
+        yield from (f"{margin}-> {line}" for line in printable(verdict.remedy).splitlines())
 
 
 def summary(verdicts: Sequence[Verdict], checks: int) -> str:

@@ -180,51 +180,50 @@ def visibility(facts: Facts) -> Verdict | None:
 
 def device_files(facts: Facts) -> Verdict | None:
     """May this user open the cards' device files? Their group is render on most systems, video on older ones."""
-    wanted = {card.device_file for card in facts.visible()}
-    if not wanted:
+    own = {card.device_file for card in facts.visible()}
+    if not own:
         return None
-    if facts.vendor() == "amd":
-        wanted.add("/dev/kfd")
-    name, files = "device files", [file for file in facts.device_files if file.path in wanted]
+    needed = {"/dev/kfd"} if facts.vendor() == "amd" else set()
+    name, files = "device files", [file for file in facts.device_files if file.path in own | needed]
     absent = [file.path for file in files if not file.exists]
+    closed = [file for file in files if file.exists and not file.usable]
+    out_of_reach = {*absent, *(file.path for file in closed)}
+    none_works = bool(needed & out_of_reach) or own <= out_of_reach
+    if closed:
+        groups = sorted({file.group for file in closed} - {"root"})
+        fact = f"{some(file.path for file in closed)}: may not be opened; group {some(groups) or 'root'}, you are in "
+        remedy = f"sudo usermod -a -G {','.join(groups)} $USER, then log in again; a container needs --group-add"
+        if not groups:
+            remedy = f"sudo chgrp render {closed[0].path} && sudo chmod g+rw {closed[0].path}; a udev rule keeps it so"
+        return Verdict(name, FAIL, fact + (some(facts.groups) or "no group"), remedy, stops=none_works)
     if absent:
         remedy = "start the container with --device=/dev/kfd --device=/dev/dri; without a container load the driver"
-        return Verdict(name, FAIL, f"{some(absent)}: not there", remedy, stops="/dev/kfd" in absent)
-    closed = [file for file in files if not file.usable]
-    groups = sorted({file.group for file in closed} - {"root"})
-    own = f"you are in {some(facts.groups) or 'no group'}"
-    if closed:
-        fact = f"{some(file.path for file in closed)}: may not be opened; group {some(groups) or 'root'}, {own}"
-        joined = ",".join(groups or ["render", "video"])
-        remedy = f"sudo usermod -a -G {joined} $USER, then log in again; a container needs --group-add and their number"
-        stops = "/dev/kfd" in [file.path for file in closed] or len(closed) == len(files)
-        return Verdict(name, FAIL, fact, remedy, stops)
+        return Verdict(name, FAIL if none_works else WARN, f"{some(absent)}: not there", remedy, stops=none_works)
     return Verdict(name, PASS, f"{some(file.path for file in files)}: can be opened")
 
 
 def nccl_algo(facts: Facts) -> Verdict | None:
-    """NCCL_ALGO: a tree knows no all-gather and no reduce-scatter, of which FSDP consists."""
+    """NCCL_ALGO: there is no tree for all-gather and reduce-scatter, which FSDP uses."""
     value = facts.environ.get("NCCL_ALGO")
     if not value or not facts.visible():
         return None
-    general, own = set[str](), ""
-    is_own = False
+    lists = {}  # by function; "": for those that are not named
     for part in value.lower().split(";"):
-        function, has_function, algorithms = part.partition(":")
-        if not has_function:
-            general = {word.strip() for word in part.split(",")}
-        elif function.strip() in ("allgather", "reducescatter"):
-            own, is_own = algorithms, True
+        function, _, algorithms = part.rpartition(":")
+        lists[function.strip()] = {word.strip() for word in algorithms.split(",")}
     remedy = "unset NCCL_ALGO: NCCL and RCCL choose by size and place"
-    if not general and not is_own:
-        fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that are not named are left without an algorithm"
-        return Verdict("NCCL_ALGO", WARN, fact, remedy)
-    words = {word.strip() for word in own.split(",")} if is_own else general
-    excluded = any(word.startswith("^") for word in words)
-    left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excluded else _SERVE_ALL_GATHER & words
-    if not left:
-        fact = f"NCCL_ALGO={value} leaves nothing for all-gather and reduce-scatter, of which FSDP consists"
-        return Verdict("NCCL_ALGO", FAIL, fact, remedy)
+    for function in ("allgather", "reducescatter"):
+        words = lists.get(function, lists.get(""))
+        if words is None:
+            fact = (
+                f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that are not named can be left without an algorithm"
+            )
+            return Verdict("NCCL_ALGO", WARN, fact, remedy)
+        excludes = any(word.startswith("^") for word in words)
+        left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excludes else _SERVE_ALL_GATHER & words
+        if not left:
+            fact = f"NCCL_ALGO={value} leaves no algorithm for {function}, which FSDP uses"
+            return Verdict("NCCL_ALGO", FAIL, fact, remedy)
     return Verdict("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
 
 
@@ -286,7 +285,7 @@ def memlock(facts: Facts) -> Verdict | None:
 
 
 def pcie_link(facts: Facts) -> Verdict | None:
-    """Lanes and speed between card and CPU against what the card has. An idle link is slower, so its speed is none."""
+    """Lanes and speed between card and CPU against the card's. Current speeds do not count: idle links slow down."""
     cards = [card for card in facts.visible() if card.width and card.full_width and card.speed and card.full_speed]
     slow = [card for card in cards if _less(card.width, card.full_width) or _less(card.speed, card.full_speed)]
     if not cards:
@@ -319,7 +318,7 @@ def large_bar(facts: Facts) -> Verdict | None:
 
 
 def numa(facts: Facts) -> Verdict | None:
-    """The kernel's moving of memory between NUMA nodes stops processes that drive cards."""
+    """Automatic NUMA balancing interrupts processes to move their memory between nodes."""
     if not facts.visible() or facts.numa_nodes < 2 or facts.numa_balancing is None:
         return None
     if facts.numa_balancing:

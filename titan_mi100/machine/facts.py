@@ -169,8 +169,8 @@ def chosen(value: str, cards: tuple[Card, ...]) -> tuple[Card, ...]:
         entry = entry.strip()
         if entry.isdecimal() and entry.isascii() and int(entry[:9]) < len(cards):
             found.append(cards[int(entry)])
-        elif re.match("GPU-|MIG-", entry) and number < len(cards):
-            found.append(cards[number])  # which one, only the driver knows
+        elif re.match("GPU-|MIG-", entry) and cards:  # which one, only the driver knows; MIG divides a card
+            found.append(cards[min(number, len(cards) - 1)])
         else:
             break
     return tuple(found)
@@ -245,7 +245,7 @@ def _card(
 ) -> Card:
     device = f"sys/bus/pci/devices/{address}"
     way = _way(system, device) if address else []
-    # a card's own switch is on the way too; links that end in the CPU itself have no width
+    # an MI100 has a switch of its own; a root complex reports no width
     widths = [width for part in way if (width := system.number(part / "current_link_width"))]
     speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
     monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
@@ -278,7 +278,7 @@ def _way(system: System, device: str) -> list[Path]:
     except (OSError, RuntimeError):
         return []
     parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
-    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # whose ports have a speed in name only
+    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its virtual ports make up link speeds
 
 
 def _speed(text: str | None) -> float | None:
