@@ -188,6 +188,8 @@ def with_files(*numbers: int, **changes: object) -> Callable[[Facts], Facts]:
 CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, with_torch(version=""), FAIL, "not installed"),
     (checks.torch_build, with_torch(version="", problem="/x/version.py cannot be read"), FAIL, "cannot be read"),
+    (checks.torch_build, lambda facts: replace(facts, cards=(), torch=Torch()), None, ""),
+    (checks.torch_build, lambda facts: replace(facts, cards=(), torch=Torch(problem="no torch")), FAIL, "no torch"),
     (checks.torch_build, with_torch(hip=None), FAIL, "built for the CPU alone; it cannot use 2 x MI100 (gfx908)"),
     (checks.torch_build, with_torch(usable=None), PASS, "2.8.0+rocm6.4, built for ROCm 6.4.43482-0f2d60242"),
     (

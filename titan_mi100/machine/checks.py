@@ -71,7 +71,9 @@ def torch_build(facts: Facts) -> Verdict | None:
     fact = f"{torch.version}, built for {platform}"
     remedy = rocm_remedy([card.arch for card in cards]) if vendor == "amd" else "pip install torch"
     if not torch.version:
-        return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=True)
+        if not cards and not torch.problem:
+            return None  # it was not asked; run_train.sh looks for torch itself
+        return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
     if not cards:
         where = "the cards are hidden from it" if facts.cards else "no GPU"
         return Verdict("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
