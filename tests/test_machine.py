@@ -305,6 +305,16 @@ def test_only_where_no_card_can_work_the_architecture_stops_a_start(healthy: Fac
     assert "torch[device-" not in one.remedy  # AMD makes no wheel for this one
 
 
+@pytest.mark.parametrize(
+    ("torch", "stops"),
+    [(Torch(), True), (Torch("2.8.0+cpu"), True), (Torch(problem="version.py cannot be read"), False),
+     (Torch("2.8.0", hip="6.4", usable=0), False)],
+)  # fmt: skip
+def test_a_torch_stops_a_start_only_where_it_is_certain_to_be_wrong(torch: Torch, stops: bool, healthy: Facts) -> None:
+    found = checks.torch_build(replace(healthy, torch=torch))
+    assert found is not None and (found.state, found.stops) == (FAIL, stops)
+
+
 def test_parts_of_one_nvidia_card_may_be_more_than_the_cards(tmp_path: Path) -> None:
     facts = replace(facts_of(load("h100"), tmp_path), environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"})
     found = checks.visibility(facts)
