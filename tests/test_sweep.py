@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import sweep
 import sweep_table
-import sweep_worker
 from conftest import REPO
 from torch.autograd import DeviceType
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.made_up import random_rows
+from titan_mi100.run import communication
 
 CPU = {"device": "CPU, 2 cores, 1 of them per process", "kind": "", "torch": "2.13.0", "tflops": {}}
 MI100 = {**CPU, "device": "AMD Instinct MI100 (gfx908, 32 GiB)", "kind": "MI100", "tflops": {"float32": 46.1}}
@@ -162,8 +162,8 @@ def test_interval_arithmetic_agrees_with_counting_points() -> None:
             for number in random.integers(0, 7, 2)
         )
         for found, expected in (
-            (sweep_worker.union(a), points(a)),
-            (sweep_worker.without(a, b), points(a) - points(b)),
+            (communication.union(a), points(a)),
+            (communication.without(a, b), points(a) - points(b)),
         ):
             assert points(found) == expected, (a, b)
             assert all(before[1] < after[0] for before, after in pairwise(found)), "not disjoint"
@@ -171,10 +171,10 @@ def test_interval_arithmetic_agrees_with_counting_points() -> None:
 
 
 def test_interval_arithmetic_of_nested_and_touching_intervals() -> None:
-    assert sweep_worker.union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
-    assert sweep_worker.without([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
-    assert sweep_worker.without([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
-    assert sweep_worker.without([(0, 4)], []) == [(0, 4)] and sweep_worker.without([], [(0, 4)]) == []
+    assert communication.union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
+    assert communication.without([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
+    assert communication.without([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
+    assert communication.without([(0, 4)], []) == [(0, 4)] and communication.without([], [(0, 4)]) == []
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, **others: Any) -> SimpleNamespace:
@@ -186,7 +186,7 @@ def event(name: str, start: float, end: float, device: DeviceType = DeviceType.C
 def test_exposed_on_a_gpu_is_what_no_kernel_of_any_stream_runs_beside() -> None:
     gpu = DeviceType.CUDA
     events = [
-        event(sweep_worker.WINDOW, 100, 200),
+        event(communication.WINDOW, 100, 200),
         event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 90, 120, gpu),  # 20 in the window
         event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 110, 150, gpu),  # beside it, on another stream
         event("nccl:_all_gather_base", 90, 190, gpu, is_user_annotation=True),  # the same, with the gaps
@@ -198,12 +198,12 @@ def test_exposed_on_a_gpu_is_what_no_kernel_of_any_stream_runs_beside() -> None:
         event("aten::mm", 100, 200),  # the host runs ahead
         event("gloo:all_reduce", 100, 200, thread=2),
     ]
-    assert sweep_worker.times(events, on_device=True) == (20 + 40, 5 + 25)
+    assert communication.times(events, on_device=True) == (20 + 40, 5 + 25)
 
 
 def test_exposed_on_cpu_is_what_the_computing_thread_spends_outside_operations() -> None:
     events = [
-        event(sweep_worker.WINDOW, 0, 100),
+        event(communication.WINDOW, 0, 100),
         event("gloo:all_reduce", 10, 40, thread=2),
         event("gloo:recv", 50, 120),
         event("gloo:send", 60, 110),  # in flight at once: counted once
@@ -214,7 +214,7 @@ def test_exposed_on_cpu_is_what_the_computing_thread_spends_outside_operations()
         event("c10d::allreduce_", 10, 11),
         event("FSDP::post_backward_reduce", 0, 100),
     ]
-    assert sweep_worker.times(events, on_device=False) == (30 + 50, 20 + 27 + 20)
+    assert communication.times(events, on_device=False) == (30 + 50, 20 + 27 + 20)
 
 
 # what became of a row

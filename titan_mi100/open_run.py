@@ -5,6 +5,7 @@ several processes all begin here.
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Shape
-from titan_mi100.attention.choice import Choice, choose
+from titan_mi100.attention.choice import AUTO, Choice, choose
+from titan_mi100.certificate.form import Certificate
+from titan_mi100.certificate.known import attention_of, dtype_advice_of
+from titan_mi100.certificate.known import find as find_certificate
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
@@ -198,7 +202,8 @@ def open_run(
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
         log.info(line)
-    _log_machine(config, world)
+    certificate = _find_certificate(config, world)
+    _log_machine(config, world, certificate)
     with raise_together():
         spec = spec or config.spec()
     heartbeat.begin(START, "preparing data")
@@ -223,7 +228,7 @@ def open_run(
     fit_progress(progress, found, rows, data.facts.plan)
     steps = last_step(config, progress, rows, batch)
 
-    attention, head = _choose(config, spec, layout, world, found)
+    attention, head = _choose(config, spec, layout, world, found, certificate)
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share = data.train_counts.supervised_share(config.training.seq_len)
@@ -320,11 +325,22 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
     return config
 
 
-def _log_machine(config: Config, world: World) -> None:
+def _find_certificate(config: Config, world: World) -> Certificate | None:
+    """This machine's, on rank 0, which decides for all; None on the others."""
+    if world.rank != 0:
+        return None
+    with suppress(UserError):  # no home folder: nothing can be kept in it
+        return find_certificate(cache_folder(config.data), world.device)
+    return None
+
+
+def _log_machine(config: Config, world: World, certificate: Certificate | None) -> None:
     words, arch, units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {words}")
     dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
-    if advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
+    if certificate and (advice := dtype_advice_of(certificate)):
+        log.info(advice)
+    elif advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
         log.warning(advice)
     if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
         log.info(advice)
@@ -370,10 +386,18 @@ def _about(
 
 
 def _choose(
-    config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None
+    config: Config,
+    spec: ModelSpec,
+    layout: Layout,
+    world: World,
+    found: Found | None,
+    certificate: Certificate | None,
 ) -> tuple[Choice, HeadMemory]:
     """What decides in which order numbers are added: rank 0's choice for its device, or what the run had before on the
     same kind of device. A collective.
+
+    Args:
+        certificate: rank 0's.
     """
     heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
     training, arch = config.training, distributed.device_name(world.device)[1]
@@ -383,7 +407,10 @@ def _choose(
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
     wanted, cache = config.model.attention_backend, cache_folder(config.data)
-    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
+    certified = ("", "")
+    if certificate and wanted == AUTO:
+        certified = attention_of(certificate, shape.dtype, shape.head_dim)
+    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before, certified))
     for line in said:
         log.warning(line)
     if before and (choice.name, choice.launch) != (before.name, before.launch):

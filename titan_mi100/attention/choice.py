@@ -39,7 +39,13 @@ class Choice:
 
 
 def choose(
-    wanted: str, shape: Shape, device: torch.device, arch: str, cache: Path, before: Choice | None = None
+    wanted: str,
+    shape: Shape,
+    device: torch.device,
+    arch: str,
+    cache: Path,
+    before: Choice | None = None,
+    certified: tuple[str, str] = ("", ""),
 ) -> tuple[Choice, list[str]]:
     """The backend for the config's `attention_backend`. Tries kernels on the device: call it on one rank.
 
@@ -47,6 +53,7 @@ def choose(
         arch: as distributed.device_name has it: "gfx908:sramecc+:xnack-", "sm90", "cpu".
         cache: folder in which verdicts of trials are kept.
         before: what the run used until now; kept if it is still wanted and works.
+        certified: for "auto": the backend that the machine's certificate found fastest, and why in words; "": none.
 
     Returns:
         The choice, and what there is to say of it: backends that were refused, for the log.
@@ -62,6 +69,11 @@ def choose(
         if not problem:
             return before, []
         said.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
+    name, why = certified if wanted == AUTO else ("", "")
+    if name and (problem := trial.refusal(name)):  # at this run's shape
+        said.append(f"attention: {name}, {why}, is refused here: {problem}")
+    elif name:
+        return Choice(name, why, arch, trial.of(name).launch if name == TRITON else ""), said
     if wanted == AUTO and arch not in FASTEST:
         choice, more = trial.fastest()
         return choice, said + more

@@ -127,24 +127,24 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
 
 def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Verdict:
     """The child's part: try it here and now."""
-    documents = _documents(shape)
+    documents = random_documents(shape)
     tensors = inputs(shape, device)
     try:
         backend = make_backend(name, "", arch, launch)
         if name == TRITON and not launch:
-            launch = _fastest_launch(tensors, documents, arch)
+            launch = fastest_launch(tensors, documents, arch)
             backend = make_backend(name, "", arch, launch)
-        found = _run(backend, tensors, documents)
-        again = _run(backend, tensors, documents)
+        found = forward_backward(backend, tensors, documents)
+        again = forward_backward(backend, tensors, documents)
         ms = _median_ms(backend, tensors, documents)
-        others = _run(backend, _with_another_first_document(tensors, documents), documents)
+        others = forward_backward(backend, with_another_first_document(tensors, documents), documents)
     except Exception as error:  # whatever a kernel's compiler or launcher raises
         return Verdict(f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}")
     wide = torch.float32 if tensors[0].itemsize == 2 else torch.float64
-    exact = _run(Chunked(), [x.detach().to(wide).requires_grad_(x.requires_grad) for x in tensors], documents)
-    usual = _run(Chunked(), tensors, documents)
-    off = max(map(_difference, found, exact))
-    bar = _SLACK * max(*map(_difference, usual, exact), torch.finfo(tensors[0].dtype).eps)
+    exact = forward_backward(Chunked(), in_dtype(tensors, wide), documents)
+    usual = forward_backward(Chunked(), tensors, documents)
+    off = max(map(difference, found, exact))
+    bar = _SLACK * max(*map(difference, usual, exact), torch.finfo(tensors[0].dtype).eps)
     repeatable = all(map(torch.equal, found, again))
     kernel = running_kernel(backend, shape, documents, device)
     verdict = Verdict("", off, repeatable, kernel, ms, launch)
@@ -153,14 +153,14 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
     rest = slice(documents.lengths[0], None)
     for ours, theirs in zip(found, others, strict=True):
         a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
-        if not (torch.equal(a, b) if repeatable else _difference(a, b) <= bar):
+        if not (torch.equal(a, b) if repeatable else difference(a, b) <= bar):
             return Verdict("wrong: what another document holds changes its results")
     return verdict
 
 
-def _documents(shape: Shape) -> Documents:
+def random_documents(shape: Shape, seed: int = 0) -> Documents:
     """Rows of documents of all lengths from 1 to 1024; the last of several rows is a single one."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     lengths: list[int] = []
     for row in range(shape.batch):
         left = shape.seq
@@ -172,39 +172,45 @@ def _documents(shape: Shape) -> Documents:
     return Documents(shape.batch, shape.seq, tuple(lengths))
 
 
-def inputs(shape: Shape, device: torch.device) -> list[Tensor]:
+def inputs(shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
     """q, k, v, and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     made = [torch.randn(shape.batch, shape.seq, n, shape.head_dim, generator=generator) for n in heads]
     *inputs, grad = (x.to(device, getattr(torch, shape.dtype)) for x in made)
     return [*(x.requires_grad_() for x in inputs), grad]
 
 
-def _with_another_first_document(tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
+def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies of what `inputs` made."""
+    return [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in tensors]
+
+
+def with_another_first_document(tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
     changed = [x.detach().clone() for x in tensors]
     for x in changed:
         x[0, : documents.lengths[0]] *= -3
     return [*(x.requires_grad_() for x in changed[:3]), changed[3]]
 
 
-def _run(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
+def forward_backward(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
     """The output and the three gradients."""
     q, k, v, grad = tensors
     out = backend(q, k, v, backend.prepare(documents, grad.device))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference, relative to the largest expected element."""
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
     """Of one forward and backward. Args: tensors: as `inputs` makes them."""
-    _wait(tensors[0].device)
+    wait(tensors[0].device)
     started = time.perf_counter()
-    _run(backend, tensors, documents)
-    _wait(tensors[0].device)
+    forward_backward(backend, tensors, documents)
+    wait(tensors[0].device)
     return 1000 * (time.perf_counter() - started)
 
 
@@ -213,12 +219,12 @@ def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents
     return statistics.median(milliseconds(backend, tensors, documents) for _ in range(_ROUNDS))
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -> str:
+def fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -> str:
     """One kernel after the other: the tile with which the whole is fastest."""
     from titan_mi100.attention.triton_backend import CANDIDATES, Triton
 

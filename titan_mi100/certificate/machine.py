@@ -1,0 +1,97 @@
+"""The machine that a certificate is bound to, as this process sees it."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from titan_mi100.certificate.form import Machine
+from titan_mi100.parallel.distributed import device_name
+
+_PACKAGE = Path(__file__).parents[1]
+# What decides whether a kernel is right and how fast it is; attention and the optimizer have all there are.
+KERNELS = ("attention/*.py", "optim/kernels.py")
+# A certificate holds on a machine that has all of these in common with it.
+BOUND = ("device", "arch", "compute_units", "driver", "torch", "runtime", "triton", "kernels")
+_CPU_PROCESSES = 2  # stand for two cards
+
+
+def describe(device: torch.device, cards: int, with_commit: bool = True) -> Machine:
+    """Args: cards: of this node that a run would use. with_commit: ask git, which takes a moment."""
+    words, arch, units = device_name(device)
+    is_gpu = device.type == "cuda"
+    runtimes = {"hip": torch.version.hip, "cuda": torch.version.cuda}
+    return Machine(
+        device=words if is_gpu else f"CPU: {_cpu()}, {os.cpu_count()} cores",
+        arch=arch,
+        compute_units=units,
+        memory=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
+        cards=cards if is_gpu else _CPU_PROCESSES,
+        driver=_driver() if is_gpu else "",
+        torch=torch.__version__,
+        runtime=next((f"{name} {found}" for name, found in runtimes.items() if found), ""),
+        triton=next(filter(None, map(_version, ("triton", "pytorch-triton-rocm"))), ""),
+        python=platform.python_version(),
+        version=_version("titan_mi100"),
+        commit=_commit() if with_commit else "",
+        kernels=hash_of_kernels(),
+    )
+
+
+def differences(certified: Machine, here: Machine) -> list[str]:
+    """What a certificate is bound to and this machine has otherwise: "torch 2.8.0 there, 2.13.0 here"."""
+    pairs = [(name, str(getattr(certified, name)), str(getattr(here, name))) for name in BOUND]
+    return [f"{name} {there or 'none'} there, {ours or 'none'} here" for name, there, ours in pairs if there != ours]
+
+
+def hash_of_kernels() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in KERNELS for path in _PACKAGE.glob(pattern)):
+        digest.update(f"{path.relative_to(_PACKAGE)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _driver() -> str:
+    for name in ("amdgpu", "nvidia"):
+        module = Path("/sys/module") / name
+        with suppress(OSError):
+            return f"{name} {(module / 'version').read_text().strip()}"
+        if module.is_dir():  # one that came with the kernel has no version of its own
+            return f"{name} of Linux {platform.release()}"
+    return ""
+
+
+def _cpu() -> str:
+    """The processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def _commit() -> str:
+    """Of the checkout that this package is in; "": it is installed, or there is no git."""
+    root = _PACKAGE.parent
+    if not (root / ".git").exists():
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        commit, changed = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "titan_mi100")
+        return commit + ("+changes" if changed else "")
+    return ""
+
+
+def _git(root: Path, *arguments: str) -> str:
+    ran = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=30)
+    return ran.stdout.strip()

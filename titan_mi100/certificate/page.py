@@ -1,0 +1,99 @@
+"""A certificate for people: a page in Markdown, and the table of training steps. No torch."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from titan_mi100.certificate.form import Certificate, Machine, Part, Steps
+from titan_mi100.certificate.verdicts import FAIL, PASS, all_pass
+
+_MARKS = {PASS: "pass", FAIL: "**FAIL**"}
+_TITLES = {
+    "attention": "Attention, each backend against fp64",
+    "gemm": "Matrix products of the model's shapes",
+    "bandwidth": "Memory bandwidth of one device",
+    "collective": "Collectives and point-to-point",
+    "parity": "The same losses in other layouts",
+    "steps": "Training steps, and the plan beside them",
+    "conclusion": "What follows from it",
+}
+_HEADER = ("layout", "N", "m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms", "planned_ms")
+
+
+def page(certificate: Certificate) -> str:
+    """The whole certificate but the samples, in Markdown."""
+    machine = certificate.machine
+    verdict = "all passed" if all_pass(certificate.verdicts) else "NOT all passed"
+    lines = [f"# Certificate: {machine.device}", "", f"**{verdict}.** Made {certificate.made}.", ""]
+    lines += _table(("what", "found"), _facts(machine))
+    for kind, title in _TITLES.items():
+        rows = [
+            (one.of.partition("/")[2] or one.of, _MARKS.get(one.verdict, one.verdict), one.said)
+            for one in certificate.verdicts
+            if one.of.split("/")[0] == kind
+        ]
+        if rows:
+            lines += ["", f"## {title}", "", *_table(("part", "verdict", "found"), rows)]
+        if kind == "steps" and rows:
+            lines += ["", *table(certificate).splitlines()]
+    lines += ["", f"certificate.json has every sample. Its sha256: `{certificate.sha256}`"]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(machine: Machine) -> list[tuple[str, str]]:
+    memory = f", {machine.memory / 2**30:.1f} GiB each" if machine.memory else ""
+    what = "cards" if machine.memory else "processes"
+    return [
+        ("device", f"{machine.device}; {machine.cards} {what}{memory}"),
+        ("architecture", f"{machine.arch}, {machine.compute_units} compute units"),
+        ("driver", machine.driver or "none found"),
+        ("torch", f"{machine.torch}, {machine.runtime or 'for CPUs only'}"),
+        ("triton", machine.triton or "none"),
+        ("Python", machine.python),
+        ("titan_mi100", f"{machine.version} {machine.commit}".strip()),
+        ("kernel sources", f"`{machine.kernels}`"),
+    ]
+
+
+def table(certificate: Certificate) -> str:
+    """The results table of the training steps: measured rows, then those that were not measured, by name."""
+    parts = [part for part in certificate.parts if part.kind == "steps"]
+    rows = [_row(part.found) for part in parts if isinstance(part.found, Steps)]
+    lines = _table(_HEADER, rows) if rows else ["No training step was measured."]
+    lines += ["", *_legend(certificate, parts)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(found: Steps) -> tuple[str, ...]:
+    seconds = statistics.median(found.seconds)
+    planned = f"{1000 * found.plan.seconds:,.0f}" if found.plan.seconds else "n/a"
+    bf16 = "yes" if found.dtype == "bfloat16" else f"no ({found.dtype})"
+    return (
+        found.layout, str(found.ranks), str(found.batch), f"{1000 * seconds:,.0f}", f"{found.tokens / seconds:,.0f}",
+        f"{found.peak_memory_gib:.2f}", found.checkpointing, bf16,
+        str(found.ga), f"{max(found.comm_ms):,.0f}", planned,
+    )  # fmt: skip
+
+
+def _legend(certificate: Certificate, parts: Sequence[Part]) -> Iterable[str]:
+    for found in [part.found for part in parts if isinstance(part.found, Steps)][:1]:
+        held = "reserved by the allocator" if certificate.machine.memory else "resident in the process"
+        yield (
+            f"{found.model}, rows of {found.seq} tokens, {certificate.machine.device}. N: processes, one per device. "
+            "m: rows per data-parallel rank and forward. GA: forwards of a step. step_ms: median of "
+            f"{len(found.seconds)} steps. peak_mem: GiB of the rank that held most, {held}. ckpt: activations that are "
+            "computed again in backward. comm_ms: time in collectives per step, of the rank with most, waiting for "
+            "others included, from profiled steps. planned_ms: the plan's, by the data sheet; n/a: unknown device."
+        )
+    for part in parts:
+        if part.found is None:
+            yield f"- {part.name}: {part.status}: {part.said}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in cells]
+
+
+def _cell(text: str) -> str:
+    """A message of a stranger's machine stays in its cell, and is shown as it is."""
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -1,0 +1,150 @@
+"""Certify this machine: attention, matrix products, memory, links between cards, training steps: right, and how fast?
+
+Each part runs in a process of its own, which may crash or hang without ending the others. docs/CERTIFY.md explains
+what is measured and what the verdicts mean.
+"""
+
+import argparse
+import datetime
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_mi100 import cli as tool
+from titan_mi100.certificate.check import check, checked
+from titan_mi100.certificate.form import DTYPES, FORMAT, Certificate, as_json, sealed
+from titan_mi100.certificate.page import page, table
+from titan_mi100.certificate.verdicts import FAIL, NOT_RUN, all_pass, verdicts
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files import durable
+from titan_mi100.logging import log, setup_logging
+from titan_mi100.measure import tasks
+from titan_mi100.measure.children import Task
+from titan_mi100.measure.session import Session, backends, machine_here
+
+CERTIFICATE, PAGE = "certificate.json", "certificate.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _certify(_parser().parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def _certify(options: argparse.Namespace) -> int:
+    setup_logging(0)
+    if options.check:
+        found = check(options.check)
+        print(f"{len(found)} certificate(s): each verdict follows from its numbers")
+        return 0
+    if options.table:
+        path = options.table / CERTIFICATE if options.table.is_dir() else options.table
+        print(table(checked(path)), end="")
+        return 0
+    if options.json:
+        log.setLevel("WARNING")  # standard output is for the certificate
+    now = datetime.datetime.now(datetime.timezone.utc)
+    folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
+    with durable.atomic_output_folder(folder) as aside:
+        certificate = make(options.minutes, options.model)
+        (aside / CERTIFICATE).write_text(as_json(certificate), encoding="utf-8")
+        (aside / PAGE).write_text(page(certificate), encoding="utf-8")
+    _keep(certificate)
+    if options.json:
+        print(as_json(certificate), end="")
+    _say(certificate, folder)
+    return 0 if all_pass(certificate.verdicts) else 1
+
+
+def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None = None) -> Certificate:
+    """Measure this machine.
+
+    Args:
+        models: names in PRESETS; none: Qwen3-0.6B on a GPU, the debug model on a CPU.
+        only: measure these instead of what belongs to a machine.
+
+    Raises:
+        UserError: the device cannot be described.
+    """
+    machine = machine_here()
+    log.info(f"{machine.device}, torch {machine.torch} {machine.runtime}; {minutes:g} minutes at most")
+    session, models = Session(machine, minutes), models or ("0.6B" if machine.memory else "debug",)
+    if only is not None:
+        session.measure(only, len(only))
+    else:
+        before = tasks.before_steps(machine, models)
+        count = len(before) + len(list(tasks.steps(machine, models, {})))
+        session.measure(before, count)
+        session.measure(tasks.steps(machine, models, backends(session.parts, DTYPES)), count)
+    made = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
+    found = verdicts(machine, session.parts)
+    return sealed(Certificate(FORMAT, made, minutes, machine, session.parts, found, ""))
+
+
+def _keep(certificate: Certificate) -> None:
+    """Where the trainer looks for it."""
+    from titan_mi100.certificate.known import store  # torch takes seconds
+    from titan_mi100.data.prepare import cache_folder
+
+    try:
+        log.info(f"the trainer will read it from {store(cache_folder(DataConfig()), certificate)}")
+    except (OSError, UserError) as error:
+        log.warning(f"the trainer will not find it: it cannot be kept in the cache folder: {error}")
+
+
+def _say(certificate: Certificate, folder: Path) -> None:
+    """The closing lines."""
+    for verdict in certificate.verdicts:
+        if verdict.of.startswith("conclusion/"):
+            log.info(f"{verdict.of.removeprefix('conclusion/')}: {verdict.said}")
+    for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
+        if names := [verdict.of for verdict in certificate.verdicts if verdict.verdict == kind]:
+            log.warning(f"{len(names)} {words}: {', '.join(names)}")
+    log.info(f"certificate: {folder / CERTIFICATE}; for people: {folder / PAGE}; docs/CERTIFY.md says how to send it")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="python -m titan_mi100.certify",
+        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...] [--json]\n"
+        "       %(prog)s --table CERTIFICATE\n       %(prog)s --check FOLDER_OR_FILE ...",
+        description=__doc__,
+        epilog="Exit code: 0 all passed; 1 a part failed or was not run for want of time (the certificate is written "
+        "and names it); 2 a mistake in the command, a device that cannot be used, or a certificate that is refused; "
+        "130 interrupted, nothing is written.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
+    add(
+        "--minutes",
+        type=_minutes,
+        default=10.0,
+        help="for all parts (default 10); those that did not come to run are named",
+    )
+    add("--model", type=_model, nargs="+", default=(), help=f"whose shapes: {', '.join(tasks.MODELS)}")
+    add("--json", action="store_true", help="print the certificate, too")
+    add("--table", type=Path, metavar="CERTIFICATE", help="print its results table of training steps, as Markdown")
+    add("--check", type=Path, nargs="+", metavar="PATH", help="compute each verdict again from the raw numbers")
+    return parser
+
+
+def _model(name: str) -> str:
+    if name not in tasks.MODELS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not known{did_you_mean(name, tasks.MODELS)}")
+    return tasks.MODELS[name]
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes <= 1440:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of minutes above 0, at most a day")
+    return minutes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The process in which a part of a certificate is measured: calls one function and writes what it returned."""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.certificate.form import MEASURED, UNAVAILABLE
+from titan_mi100.errors import UserError
+from titan_mi100.files import durable
+from titan_mi100.measure.children import tidy
+from titan_mi100.run.forecast import is_out_of_memory
+
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone
+
+
+def main() -> None:
+    target, arguments, path, parent = json.loads(sys.argv[2])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            sys.exit(1)
+    answer = _answer(target, arguments)
+    durable.replace(Path(path), json.dumps(answer))
+    sys.stderr.flush()
+    # Without teardown: some jobs of several processes abort in it after all is done, and a library that is broken
+    # might hang there.
+    os._exit(0)
+
+
+def _answer(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
+    module, name = target.split(":")
+    try:
+        return MEASURED, "", getattr(importlib.import_module(module), name)(**arguments)
+    except UserError as error:
+        return UNAVAILABLE, tidy(str(error)), None
+    except Exception as error:
+        status = "out of memory" if is_out_of_memory(error) else "failed"
+        return status, tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"), None

@@ -1,0 +1,57 @@
+"""The same rows in several layouts: their losses must agree. Also on cards whose collectives arrive damaged."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.settings import (
+    Config,
+    LRSchedulerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.measure.device import finite
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel.distributed import init_distributed
+
+_SEQ = 128
+LAYOUTS = {"fsdp2": 3, "ddp": 0}  # zero_stage
+
+
+def measure(rows: int, steps: int, layouts: list[str]) -> dict[str, Any]:
+    """form.Parity of a tiny model in fp32. A collective.
+
+    Args:
+        rows: of a step, one per forward; a multiple of the ranks.
+    """
+    world, spec = init_distributed(), PRESETS["debug"]
+    data, runs = made_up(random_rows(rows * steps, _SEQ, spec.vocab_size, 0.5)), []
+    for name in layouts:
+        run = open_run(_config(LAYOUTS[name], rows // world.size, steps), world, spec=spec, data=data)
+        results = [run.step() for _ in range(steps)]
+        losses, norms = ([finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
+        shown = name if world.size > 1 else "one rank"
+        runs.append({"layout": shown, "ranks": world.size, "losses": losses, "norms": norms})
+    dist.barrier()  # none ends while another one still needs it
+    return {"runs": runs}
+
+
+def _config(zero_stage: int, accumulation: int, steps: int) -> Config:
+    """No clipping, and an eps that is large: both would hide gradients of a wrong scale."""
+    return Config(
+        model=ModelConfig(attention_backend="chunked"),  # works everywhere; backends are compared elsewhere
+        training=TrainingConfig(
+            seq_len=_SEQ,
+            gradient_accumulation_steps=accumulation,
+            steps=steps,
+            max_norm=0.0,
+            mixed_precision_param="float32",
+        ),
+        optimizer=OptimizerConfig(lr=1e-3, eps=1e-3),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),
+        parallelism=ParallelismConfig(zero_stage=zero_stage),
+    )

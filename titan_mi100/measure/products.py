@@ -1,0 +1,69 @@
+"""Matrix products of a model's real shapes, and the memory bandwidth of one device."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from titan_mi100.config.model_spec import PRESETS, ModelSpec
+from titan_mi100.measure.device import finite, samples, use_device
+
+_SHARE = 16  # of a card's free memory that one array takes
+_LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes of an array
+
+
+def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
+    """Matrix -> (outputs, inputs, how many of them a forward multiplies with)."""
+    heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers
+    return {
+        "q": (heads, hidden, layers),
+        "k, v": (kv_heads, hidden, 2 * layers),
+        "o": (hidden, heads, layers),
+        "gate, up": (inner, hidden, 2 * layers),
+        "down": (hidden, inner, layers),
+        "head": (spec.vocab_size, hidden, 1),
+    }
+
+
+def gemm(model: str, tokens: int, dtype: str) -> dict:
+    """form.Gemm: each weight's product and both its gradients, on `tokens` tokens."""
+    device, found = use_device(), []
+    generator = torch.Generator(device).manual_seed(0)
+    for name, (outputs, inputs, count) in weights_of(PRESETS[model]).items():
+        shapes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        x, w, grad = (
+            torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype)) for shape in shapes
+        )
+        for what, a, b in (
+            (name, x, w.t()),
+            (f"{name}: input's gradient", grad, w),
+            (f"{name}: weight's gradient", grad.t(), x),
+        ):
+            error, scale = _error(a, b)
+            sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
+            times = samples(partial(torch.mm, a, b), device)
+            found.append({"name": what, **sizes, "error": error, "scale": scale, "seconds": times})
+    return {"model": model, "dtype": dtype, "products": found}
+
+
+def _error(a: Tensor, b: Tensor) -> tuple[float | None, float]:
+    """The largest error of their product against fp64, and the largest element in fp64."""
+    exact = a.double() @ b.double()
+    scale = exact.abs().max().item()
+    return finite((exact - (a @ b)).abs().max().item()), scale
+
+
+def bandwidth() -> dict:
+    """form.Bandwidth, on fp32."""
+    device = use_device()
+    size = _ON_CPU
+    if device.type == "cuda":
+        size = min(_LARGEST, torch.cuda.mem_get_info(device)[0] // _SHARE // 4 * 4)
+    b = torch.arange(size // 4, device=device, dtype=torch.int32).remainder_(1 << 20).float()
+    a, c = torch.zeros_like(b), b.clone()
+    copied = samples(lambda: a.copy_(b), device)
+    wrong = int((a != b).sum())
+    triad = samples(lambda: torch.add(b, c, alpha=3, out=a), device)
+    wrong += int((a != b * 4).sum())
+    return {"size": size, "copy": copied, "triad": triad, "wrong": wrong}

@@ -1,0 +1,41 @@
+"""Training steps of a model in one layout, with what the plan said of them."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_mi100.config.costs import train_flops
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.measure.device import finite
+from titan_mi100.measure.layouts import config_of
+from titan_mi100.open_run import open_run
+from titan_mi100.parallel.distributed import init_distributed
+from titan_mi100.run.communication import communication
+
+_WARM_UP, _STEPS = 2, 3
+_SUPERVISED = 0.65  # share of the tokens, as in the benches
+
+
+def measure(row: dict[str, Any]) -> dict[str, Any]:
+    """form.Steps. Args: row: as in config_of. A collective."""
+    world = init_distributed()
+    config = config_of(row, world.size)
+    spec = config.spec()
+    # one step's rows, which every step learns again
+    rows = config.batch(world.size).global_batch_size
+    data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, _SUPERVISED))
+    run = open_run(config, world, spec=spec, data=data)
+    for _ in range(_WARM_UP):
+        run.step()
+    results = [run.step() for _ in range(_STEPS)]
+    first, plan = results[0], run.forecast.plan
+    comm = communication(run.trainer.step, world)
+    dist.barrier()  # none ends while another one still needs it
+    return {
+        **row, "ranks": world.size, "attention": run.about["chosen"]["attention"]["name"], "tokens": first.tokens,
+        "flops": train_flops(spec, first.tokens, first.supervised, first.attention_pairs),
+        "seconds": [result.seconds for result in results], "losses": [finite(result.loss) for result in results],
+        "peak_memory_gib": results[-1].peak_memory_gib, "comm_ms": comm["comm_ms_by_rank"],
+        "exposed_ms": comm["comm_exposed_ms_by_rank"], "profiled_seconds": comm["profiled_step_ms"] / 1000,
+        "plan": {"least": plan.least, "most": plan.most, "seconds": plan.step},
+    }  # fmt: skip

@@ -1,0 +1,120 @@
+"""What is measured on a machine, and how long each part may take. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from titan_mi100.certificate.form import DTYPES, Machine
+from titan_mi100.config.check import check
+from titan_mi100.config.hardware import find_gpu
+from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.config.plan import GIB, make_plan
+from titan_mi100.measure.children import Task
+from titan_mi100.measure.layouts import config_of
+
+MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
+_BACKENDS = ("sdpa", "chunked", "eager", "triton", "varlen", "flash_attn", "flex")
+_ALWAYS = _BACKENDS[:3]  # need nothing but PyTorch
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+# Kind -> share of the time after which no part of it begins any more, so that each kind has its turn.
+SHARES: Mapping[str, float] = {
+    "attention": 0.45, "gemm": 0.55, "bandwidth": 0.6, "collective": 0.7, "parity": 0.8, "steps": 1.0,
+}  # fmt: skip
+# Layout, rows per forward, forwards, recomputation, dtype; what says most comes first, for the time may end.
+_ROWS = (
+    ("fsdp2", 1, 8, "full", "bfloat16"),
+    ("pp", 1, 8, "full", "bfloat16"),
+    ("ddp", 1, 8, "full", "bfloat16"),
+    ("fsdp2", 4, 8, "full", "bfloat16"),
+    ("pp", 4, 8, "full", "bfloat16"),
+    ("fsdp2", 1, 8, "none", "bfloat16"),
+    ("fsdp2", 1, 32, "full", "bfloat16"),
+    ("pp", 1, 32, "full", "bfloat16"),
+    ("fsdp2", 1, 8, "full", "float32"),
+    ("fsdp2", 1, 8, "full", "float16"),
+)
+_ROWS_ON_CPU = (
+    ("fsdp2", 1, 2, "full", "float32"),
+    ("pp", 1, 2, "full", "float32"),
+    ("ddp", 1, 2, "full", "float32"),
+    ("fsdp2", 1, 8, "none", "float32"),
+)
+_STEPS_ALONE = ("ddp", "pp")  # layouts that one card has not
+
+
+def before_steps(machine: Machine, models: Sequence[str]) -> list[Task]:
+    """All parts but the training steps, in order."""
+    return [*_attention(machine, models), *_gemm(machine, models), *_between_cards(machine)]
+
+
+def _seq(machine: Machine) -> int:
+    return 1024 if machine.memory else 256
+
+
+def _attention(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
+    shapes: dict[tuple[int, ...], str] = {}
+    for model in models:
+        spec = PRESETS[model]
+        shapes.setdefault((spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim), model)
+    for (heads, kv_heads, head_dim), model in shapes.items():
+        for dtype in DTYPES:
+            shape = {"batch": 2, "seq": _seq(machine), "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+            for name in _BACKENDS:
+                part, target = f"attention/{name}/{model}/{dtype}", "titan_mi100.measure.attention:measure"
+                arguments = {"name": name, "shape": {**shape, "dtype": dtype}}
+                yield Task(part, target, arguments, seconds=150, optional=name not in _ALWAYS)
+
+
+def _gemm(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
+    for model in models:
+        for dtype in DTYPES:
+            arguments = {"model": model, "tokens": _seq(machine), "dtype": dtype}
+            yield Task(f"gemm/{model}/{dtype}", "titan_mi100.measure.products:gemm", arguments)
+
+
+def _between_cards(machine: Machine) -> Iterable[Task]:
+    yield Task("bandwidth/device 0", "titan_mi100.measure.products:bandwidth", seconds=60)
+    ranks = machine.cards
+    refused = "" if ranks > 1 else "needs two cards; this machine has one"
+    sizes = [1 << 20, 1 << 25, 1 << 28] if machine.memory else [1 << 16, 1 << 20, 1 << 24]
+    for operation in _OPERATIONS:
+        asked: dict[str, Any] = {"operation": operation, "sizes": sizes}
+        target = "titan_mi100.measure.collectives:measure"
+        yield Task(f"collective/{operation}", target, asked, ranks, seconds=90, refused=refused)
+    target, rows = "titan_mi100.measure.parity:measure", {"rows": 2 * ranks, "steps": 3}
+    yield Task("parity/one rank", target, {**rows, "layouts": ["fsdp2"]}, seconds=90)
+    both = {**rows, "layouts": ["fsdp2", "ddp"]}
+    yield Task(f"parity/{ranks} ranks", target, both, ranks, seconds=90, refused=refused)
+
+
+def steps(machine: Machine, models: Sequence[str], backends: Mapping[str, str]) -> Iterable[Task]:
+    """Training steps of the models.
+
+    Args:
+        backends: of attention, by dtype: the fastest that was right; another dtype takes "auto".
+    """
+    gpu, target = find_gpu(machine.arch, machine.compute_units), "titan_mi100.measure.steps:measure"
+    for model in models:
+        for layout, batch, ga, mode, dtype in _ROWS if machine.memory else _ROWS_ON_CPU:
+            if machine.cards == 1 and layout in _STEPS_ALONE:
+                continue
+            row: dict[str, Any] = {
+                "model": model, "layout": layout if machine.cards > 1 else "one card", "batch": batch, "ga": ga,
+                "seq": _seq(machine), "checkpointing": mode, "dtype": dtype, "attention": backends.get(dtype, "auto"),
+            }  # fmt: skip
+            name = f"steps/{model}/{row['layout']} m={batch} GA={ga} {mode} {dtype}"
+            task = Task(name, target, {"row": row}, machine.cards, seconds=180)
+            yield replace(task, refused=_refusal(row, machine, gpu))
+
+
+def _refusal(row: dict[str, Any], machine: Machine, gpu: Any) -> str:
+    """Why the trainer would not start it; "": it would."""
+    config = config_of(row, machine.cards)
+    unused = ("[data]", "[model] tokenizer_path")  # the rows are made up
+    if problems := [one for one in check(config, machine.cards, with_files=False) if not one.startswith(unused)]:
+        return problems[0]
+    if machine.memory:
+        plan = make_plan(config, machine.cards, machine.memory, gpu)
+        if not plan.fits:
+            return f"does not fit: {plan.most / GIB:.1f} GiB by plan, of {machine.memory / GIB:.1f}"
+    return ""

@@ -1,0 +1,105 @@
+"""How long the collectives of a step take, and how much of that nothing is computed beside: from the profiler."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from titan_mi100.parallel.distributed import World
+from titan_mi100.run.metrics import StepResult
+
+PROFILED_STEPS = 2  # after the timed ones: profiling slows a step
+WINDOW = "titan_mi100: profiled steps"
+COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)  # in the name of a kernel
+COPY = re.compile("^Mem(cpy|set)|^Copy(Host|Device)|^FillBuffer")  # on the device, but no kernel
+
+Interval = tuple[float, float]
+
+
+def communication(step: Callable[[], StepResult], world: World) -> dict[str, Any]:
+    """Milliseconds per step in collectives, from the profiler: of the rank that has most, and of each. A collective."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    # the profiler's first step pays for its start, and is not kept
+    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), acc_events=True) as profiler:
+        step()
+        profiler.step()
+        dist.barrier()  # profilers do not start at one time: that wait is not the step's
+        with record_function(WINDOW):
+            results = [step() for _ in range(PROFILED_STEPS)]
+    found = times(profiler.events() or [], on_device=world.device.type == "cuda")
+    by_rank: list[tuple[float, float]] = [(0.0, 0.0)] * world.size
+    dist.all_gather_object(by_rank, tuple(microseconds / 1000 / PROFILED_STEPS for microseconds in found))
+    total, exposed = ([rank[kind] for rank in by_rank] for kind in (0, 1))
+    return {
+        "comm_ms": max(total),
+        "comm_exposed_ms": max(exposed),
+        "comm_ms_by_rank": total,
+        "comm_exposed_ms_by_rank": exposed,
+        "profiled_step_ms": 1000 * sum(result.seconds for result in results) / PROFILED_STEPS,
+    }
+
+
+def times(events: Iterable[Any], on_device: bool) -> tuple[float, float]:
+    """Time in collectives inside the profiled window, in the events' unit: all of it, and what of it is exposed.
+
+    Args:
+        events: torch.autograd.profiler_util.FunctionEvent.
+        on_device: kernels are counted, not what runs on the host.
+
+    Exposed is what no computation runs beside. On a device: the sum over NCCL's or RCCL's kernels, and any other kernel
+    (no copies) on any stream. Their names also stand there as annotations, over the gaps between kernels: left out.
+
+    On the host: gloo's `gloo:*` events last from when an operation is posted until it is done, waiting for the other
+    ranks included, on gloo's own threads; `c10d::*` and `FSDP::*` only post most of them, on the thread that computes.
+    There the computation is `aten::*` without `wait_tensor`, which may lie inside. A schedule posts receives long
+    before it needs them, many at once: the sum would be many times the step, so it is the time with any in flight.
+    """
+    events = list(events)
+    (window,) = (e for e in events if e.name == WINDOW and e.device_type == DeviceType.CPU)
+    if on_device:
+        kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+        kernels = [e for e in kernels if not COPY.match(e.name)]
+        comm = _intervals(e for e in kernels if COLLECTIVE.search(e.name))
+        compute = _intervals(e for e in kernels if not COLLECTIVE.search(e.name))
+    else:
+        comm = union(_intervals(e for e in events if e.name.startswith("gloo:")))
+        mine = [e for e in events if e.thread == window.thread]
+        waits = _intervals(e for e in mine if e.name.endswith("::wait_tensor"))
+        compute = without(_intervals(e for e in mine if e.name.startswith("aten::")), waits)
+    (span,) = _intervals([window])
+    comm = [cut for interval in comm if (cut := (max(interval[0], span[0]), min(interval[1], span[1])))[0] < cut[1]]
+    return sum(end - start for start, end in comm), sum(end - start for start, end in without(comm, compute))
+
+
+def _intervals(events: Iterable[Any]) -> list[Interval]:
+    return [(e.time_range.start, e.time_range.end) for e in events]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points in time as disjoint intervals in order, touching ones joined."""
+    found: list[Interval] = []
+    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What of the intervals' union lies in none of the others, in order."""
+    found, taken, place = [], union(others), 0
+    for start, end in union(intervals):
+        while place < len(taken) and taken[place][0] < end:
+            if start < taken[place][0]:
+                found.append((start, taken[place][0]))
+            start = max(start, taken[place][1])
+            if taken[place][1] > end:  # it reaches into what comes next
+                break
+            place += 1
+        if start < end:
+            found.append((start, end))
+    return found
