@@ -25,6 +25,7 @@ from titan_mi100.measure.children import Task
 from titan_mi100.measure.session import Session, backends, machine_here
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
+_MINUTES = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
+    _refuse_pairs(options)
     if options.check:
         found = check(options.check)
         print(f"{len(found)} certificate(s): each verdict follows from its numbers")
@@ -47,7 +49,7 @@ def _certify(options: argparse.Namespace) -> int:
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
     with durable.atomic_output_folder(folder) as aside:
-        certificate = make(options.minutes, options.model)
+        certificate = make(options.minutes or _MINUTES, options.model)
         (aside / CERTIFICATE).write_text(as_json(certificate), encoding="utf-8")
         (aside / PAGE).write_text(page(certificate), encoding="utf-8")
     _keep(certificate)
@@ -55,6 +57,14 @@ def _certify(options: argparse.Namespace) -> int:
         print(as_json(certificate), end="")
     _say(certificate, folder)
     return 0 if all_pass(certificate.verdicts) else 1
+
+
+def _refuse_pairs(options: argparse.Namespace) -> None:
+    """Nothing that is given goes unheeded. Raises UserError."""
+    what = next((name for name in ("check", "table") if getattr(options, name)), "")
+    others = [name for name, value in vars(options).items() if value and name != what]
+    if what and others:
+        raise UserError(f"--{what} does not go with --{others[0]}; leave one of them out")
 
 
 def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None = None) -> Certificate:

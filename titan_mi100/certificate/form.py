@@ -260,7 +260,12 @@ def digest(certificate: Certificate) -> str:
 
 
 def as_json(certificate: Certificate) -> str:
-    return json.dumps(asdict(certificate), indent=1, allow_nan=False) + "\n"
+    """A line for each part and verdict."""
+    values = []
+    for key, value in asdict(certificate).items():
+        items = [json.dumps(item, allow_nan=False) for item in (value if isinstance(value, list) else [value])]
+        values.append(f'"{key}": ' + ("[\n" + ",\n".join(items) + "\n]" if isinstance(value, list) else items[0]))
+    return "{\n" + ",\n".join(values) + "\n}\n"
 
 
 def read(path: Path) -> Certificate:

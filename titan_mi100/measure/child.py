@@ -13,7 +13,6 @@ from titan_mi100.certificate.form import MEASURED, UNAVAILABLE
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.measure.children import tidy
-from titan_mi100.run.forecast import is_out_of_memory
 
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone
 
@@ -39,5 +38,12 @@ def _answer(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
     except UserError as error:
         return UNAVAILABLE, tidy(str(error)), None
     except Exception as error:
-        status = "out of memory" if is_out_of_memory(error) else "failed"
+        status = "out of memory" if isinstance(error, MemoryError) or _is_torchs(error) else "failed"
         return status, tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"), None
+
+
+def _is_torchs(error: Exception) -> bool:
+    """Whether torch ran out of memory."""
+    from titan_mi100.run.forecast import is_out_of_memory  # it imports torch, which the part may not need
+
+    return is_out_of_memory(error)

@@ -68,25 +68,25 @@ def run(task: Task, until: float) -> Ended:
     left = until - started
     if left <= 0:
         return Ended(NOT_RUN, "there was no time left for it; give more --minutes", 0.0)
-    with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if task.processes > 1 else {}
             for rank in range(task.processes):
                 processes.append(_start(task, rank, place, Path(folder)))
             has_ended = _wait(processes, Path(folder), started + min(task.seconds, left))
+            codes = [process.poll() for process in processes]
         finally:
-            for process in processes:
-                _kill(process)
-        status, said, found = _outcome(processes, Path(folder))
+            has_stuck = not all([_kill(process) for process in processes])
+        status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
         status, said = (
             NOT_RUN,
-            f"stopped after {took:.0f} s, when the time for all was over; give more --minutes",
+            f"stopped after {took:.0f} s, when the time for it was over; give more --minutes",
         )
     elif not has_ended:
-        status, said = "hung", f"no end after {task.seconds:g} s"
+        status, said = "hung", f"no end after {task.seconds:g} s" + has_stuck * "; not even SIGKILL ends it"
     return Ended(status, said, took, found if status == MEASURED else None)
 
 
@@ -135,22 +135,28 @@ def _failed(code: int, folder: Path, rank: int) -> bool:
     return code != 0 or _read(folder, rank)[0] != MEASURED
 
 
-def _outcome(processes: Sequence["subprocess.Popen[bytes]"], folder: Path) -> tuple[str, str, Any]:
-    """Of all ranks: the first of those that say most about why it failed; rank 0's result if none did."""
-    ended = [(_of_process(process.returncode, folder, rank), rank) for rank, process in enumerate(processes)]
-    # a lost neighbour is what all others then complain of; those that this process ended have nothing to say
-    order = ("out of memory", "unavailable", "killed", "crashed", "failed", "ended by us")
+def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[str, str, Any]:
+    """Of all ranks: the first of those that say most about why it failed; rank 0's result if none did.
+
+    Args:
+        codes: None: the rank had not ended by itself.
+    """
+    ended = [(_of_process(code, folder, rank), rank) for rank, code in enumerate(codes)]
+    # after a lost rank the others fail, or wait for it
+    order = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
     failed = [(order.index(status), rank, status, said) for (status, said, _), rank in ended if status != MEASURED]
     if not failed:
         return ended[0][0]
     _, rank, status, said = min(failed)
-    return status, said if len(processes) == 1 else f"rank {rank}: {said}", None
+    return status, said if len(codes) == 1 else f"rank {rank}: {said}", None
 
 
-def _of_process(code: int, folder: Path, rank: int) -> tuple[str, str, Any]:
+def _of_process(code: int | None, folder: Path, rank: int) -> tuple[str, str, Any]:
     status, said, found = _read(folder, rank)
     if status:
         return status, said, found
+    if code is None:
+        return "hung", "no end", None
     last = _last_words(folder, rank)
     if code == -signal.SIGKILL:
         return "killed", f"SIGKILL, as the system does when memory runs out{last}", None
@@ -181,8 +187,10 @@ def tidy(text: str) -> str:
     return shortened(printable(" ".join(text.replace(home, "~").split())), 200)
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process with all that it started."""
+def _kill(process: "subprocess.Popen[bytes]") -> bool:
+    """End a process with all that it started; whether it ended: one that waits inside of a broken driver does not."""
     with suppress(OSError):  # its group is gone
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+    return process.returncode is not None

@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
     return asdict(describe(use_device(), max(1, count_gpus())))
 
 
-def samples(call: Callable[[], Any], device: torch.device, seconds: float = 0.3, most: int = 50) -> list[float]:
+def samples(call: Callable[[], Any], device: torch.device, seconds: float = 0.3, most: int = 20) -> list[float]:
     """Seconds of single calls, after one that is not counted: at least three, until they add up to `seconds`."""
     call()
     found: list[float] = []

@@ -1,0 +1,73 @@
+"""Parts of a certificate that go wrong, for tests/test_certify.py: each runs in a child process."""
+
+import os
+import signal
+import time
+from typing import Any
+
+
+def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
+    """What measure.attention.measure returns for a backend that is wrong as `fault` says."""
+    import torch
+    from torch import Tensor
+
+    from titan_mi100.attention.base import Documents, Shape
+    from titan_mi100.attention.plain import Sdpa
+    from titan_mi100.measure.attention import of_backend
+
+    class Wrong(Sdpa):
+        def prepare(self, documents: Documents, device: torch.device) -> Documents:
+            if fault == "knows no documents":
+                return Documents.one_per_row(documents.batch, documents.seq)
+            return documents
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Documents) -> Tensor:
+            if fault == "wrong gradient":
+                k = k * 0.9 + k.detach() * 0.1
+            if fault == "not a number":
+                q = q / 0
+            if fault == "leaks a little":  # too little to be found by the comparison with fp64
+                v = v + 1e-7 * v.mean(dim=1, keepdim=True)
+            return super().__call__(q, k, v, prepared)
+
+    found = of_backend(Wrong(), Shape(**shape), torch.device("cpu"))
+    return {**found, "backend": "wrong", "launch": ""}
+
+
+def crash() -> None:
+    os.abort()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def leave() -> None:
+    os.write(2, b"no device\n")
+    os._exit(3)
+
+
+def out_of_memory() -> None:
+    raise MemoryError("16 GiB")
+
+
+def refuse() -> None:
+    from titan_mi100.errors import UserError
+
+    raise UserError("its package is not installed")
+
+
+def no_numbers() -> dict[str, Any]:
+    return {"size": 8, "copy": [0.0], "triad": [1.0], "wrong": 0}
+
+
+def one_rank_hangs() -> None:
+    hang() if os.environ["RANK"] == "1" else None
+
+
+def one_rank_crashes() -> None:
+    crash() if os.environ["RANK"] == "1" else hang()

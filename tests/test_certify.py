@@ -1,0 +1,483 @@
+"""Certificates: parts that go wrong are named and end nothing else, verdicts follow from numbers, the trainer reads."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPO, job_environment
+
+from titan_mi100 import certify
+from titan_mi100.certificate import form, known
+from titan_mi100.certificate.check import check, checked
+from titan_mi100.certificate.form import Certificate, Machine
+from titan_mi100.certificate.machine import describe
+from titan_mi100.certificate.page import page, table
+from titan_mi100.certificate.verdicts import best_dtype, ranking, verdicts
+from titan_mi100.config.settings import Config, DataConfig, ModelConfig, TrainingConfig
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.measure import children, tasks
+from titan_mi100.measure.children import Task
+from titan_mi100.open_run import open_run
+
+CERTIFICATES = REPO / "certificates"
+CPU = torch.device("cpu")
+SHAPE = {"batch": 2, "seq": 40, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+SDPA = Task("attention/sdpa/debug/float32", "titan_mi100.measure.attention:measure", {"name": "sdpa", "shape": SHAPE})
+
+
+def faulty(name: str, function: str, **options: Any) -> Task:
+    return Task(name, f"faulty_parts:{function}", **options)
+
+
+def wrong(fault: str) -> Task:
+    arguments = {"shape": SHAPE, "fault": fault}
+    return faulty(f"attention/{fault}/debug/float32", "wrong_kernel", arguments=arguments)
+
+
+FAULTS = [
+    faulty("bandwidth/crash", "crash"),
+    faulty("bandwidth/killed", "killed"),
+    faulty("bandwidth/hang", "hang", seconds=1),
+    faulty("bandwidth/leave", "leave"),
+    faulty("bandwidth/no numbers", "no_numbers"),
+    faulty("bandwidth/one rank hangs", "one_rank_hangs", processes=2, seconds=1),
+    faulty("bandwidth/one rank crashes", "one_rank_crashes", processes=2, seconds=60),
+    faulty("attention/absent/debug/float32", "refuse"),
+    wrong("wrong gradient"),
+    SDPA,
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """Exit code and folder of the command, on parts of which most go wrong."""
+    folder = tmp_path_factory.mktemp("made") / "certificate"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "before_steps", lambda *_: FAULTS)
+        patch.setattr(tasks, "steps", lambda *_: [])
+        patch.setattr(children, "_GRACE", 0.5)
+        patch.setattr(certify, "machine_here", lambda: describe(CPU, 1))  # a child's answer takes seconds
+        patch.setenv("XDG_CACHE_HOME", str(folder.parent))
+        return certify.main(["--output", str(folder), "--minutes", "5"]), folder
+
+
+def test_each_fault_is_named_and_the_rest_is_measured(made: tuple[int, Path]) -> None:
+    code, folder = made
+    assert code == 1
+    certificate = checked(folder / "certificate.json")
+    said = {verdict.of: (verdict.verdict, verdict.said) for verdict in certificate.verdicts}
+    assert said["bandwidth/crash"] == ("fail", "killed: SIGABRT")
+    assert said["bandwidth/killed"] == ("fail", "killed: SIGKILL, as the system does when memory runs out")
+    assert said["bandwidth/hang"] == ("fail", "hung: no end after 1 s")
+    assert said["bandwidth/leave"] == ("fail", "crashed: exit code 3 without a result: no device")
+    assert said["bandwidth/no numbers"][0] == "fail" and "copy = 0.0 must be above 0" in said["bandwidth/no numbers"][1]
+    assert said["bandwidth/one rank hangs"] == ("fail", "hung: no end after 1 s")
+    assert said["bandwidth/one rank crashes"] == ("fail", "killed: rank 1: SIGABRT")
+    assert said["attention/absent/debug/float32"] == ("unavailable", "its package is not installed")
+    verdict, words = said["attention/wrong gradient/debug/float32"]
+    assert verdict == "fail" and words.startswith("gradient of k is wrong by ")
+    assert said[SDPA.name][0] == "pass"
+    assert said["conclusion/attention/float32"][1].startswith("the fastest that is right: sdpa ")
+    assert page(certificate) == (folder / "certificate.md").read_text()
+    assert certify.main(["--check", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("fault", ["knows no documents", "not a number", "leaks a little"])
+def test_a_planted_wrong_kernel_fails(fault: str) -> None:
+    import faulty_parts
+
+    found = form.parse_found("attention", faulty_parts.wrong_kernel(SHAPE, fault), "attention/wrong")
+    part = form.Part("attention/wrong", form.MEASURED, "", 1.0, found)
+    (verdict, *_) = verdicts(describe(CPU, 1, with_commit=False), [part])
+    words = "what another document holds" if fault == "leaks a little" else "is wrong by"
+    assert verdict.verdict == "fail" and words in verdict.said
+    assert ranking([part], "float32") == []
+
+
+def test_running_out_of_memory_is_a_result_of_its_own() -> None:
+    ended = children.run(faulty("bandwidth/memory", "out_of_memory"), time.monotonic() + 60)
+    assert (ended.status, ended.said) == ("out of memory", "MemoryError: 16 GiB")
+
+
+def test_what_has_no_time_left_is_named_and_what_is_cut_off_is_no_hang() -> None:
+    late = children.run(SDPA, time.monotonic() - 1)
+    assert (late.status, late.seconds) == ("not run", 0.0)
+    cut = children.run(faulty("bandwidth/hang", "hang", seconds=60), time.monotonic() + 0.5)
+    assert cut.status == "not run" and "when the time for it was over" in cut.said
+    assert children.run(replace(SDPA, refused="one card"), time.monotonic() + 60).status == "unavailable"
+
+
+def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_mi100.certify", "--output", str(tmp_path / "made")]
+    with subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True) as process:
+        limit = time.monotonic() + 60
+        while not (started := children_of(process.pid)):
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in errors
+    assert list(tmp_path.iterdir()) == []
+    assert not any(Path(f"/proc/{child}").exists() for child in started)
+
+
+def children_of(parent: int) -> list[int]:
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+# what a certificate says
+
+
+def project_certificates() -> list[Path]:
+    return sorted(CERTIFICATES.rglob("*.json"))
+
+
+def test_every_certificate_of_the_project_says_what_its_numbers_give() -> None:
+    assert check([CERTIFICATES]) and len(project_certificates()) == len(check(project_certificates()))
+    assert all(path.with_suffix(".md").exists() for path in project_certificates())
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    """Of a real certificate: every kind of part is in it."""
+    found = json.loads(project_certificates()[0].read_text())
+    assert {part["name"].split("/")[0] for part in found["parts"] if part["found"]} == form.KINDS.keys()
+    return found
+
+
+def first(content: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The raw numbers of the first part of this kind that was measured."""
+    return next(part["found"] for part in content["parts"] if part["found"] and part["name"].startswith(kind))
+
+
+def spoil_error(content: dict[str, Any]) -> None:
+    first(content, "attention")["layouts"][0]["errors"][1]["error"] *= 100
+
+
+def spoil_time(content: dict[str, Any]) -> None:
+    first(content, "gemm")["products"][3]["seconds"] = [1e-3]
+
+
+def spoil_wrong(content: dict[str, Any]) -> None:
+    first(content, "collective")["transfers"][0]["wrong"] = 1
+
+
+def spoil_loss(content: dict[str, Any]) -> None:
+    first(content, "parity")["runs"][0]["losses"][0] += 0.01
+
+
+def spoil_steps(content: dict[str, Any]) -> None:
+    first(content, "steps")["losses"][0] = None
+
+
+def spoil_bandwidth(content: dict[str, Any]) -> None:
+    first(content, "bandwidth")["wrong"] = 5
+
+
+def claim_failure(content: dict[str, Any]) -> None:
+    content["verdicts"][0]["verdict"] = "fail"
+
+
+def claim_words(content: dict[str, Any]) -> None:
+    content["verdicts"][-1]["said"] += "!"
+
+
+def forget_verdict(content: dict[str, Any]) -> None:
+    del content["verdicts"][0]
+
+
+def forget_part(content: dict[str, Any]) -> None:
+    del content["parts"][0]
+
+
+SPOILS = [
+    spoil_error, spoil_time, spoil_wrong, spoil_loss, spoil_steps, spoil_bandwidth, claim_failure, claim_words,
+    forget_verdict, forget_part,
+]  # fmt: skip
+
+
+def written(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / "certificate.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_changed_number_or_verdict_is_refused_also_with_a_digest_that_fits(
+    spoil: Callable[[dict[str, Any]], None], content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(content)
+    path = written(tmp_path, content)
+    assert certify.main(["--check", str(path)]) == 2
+    assert "its sha256 does not fit its content" in capsys.readouterr().err
+    path.write_text(form.as_json(form.sealed(form._parsed(content))))
+    assert certify.main(["--check", str(tmp_path)]) == 2
+    words = (
+        "its verdicts are not those of its parts" if spoil in (forget_verdict, forget_part) else "but its numbers give"
+    )
+    assert words in capsys.readouterr().err
+
+
+def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        *way, last = keys
+        for key in way:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: content.pop("machine"), "lacks machine"),
+        (lambda content: content["machine"].pop("driver"), "machine lacks driver"),
+        (put("machine", "kernels", value="0" * 64), "its sha256 does not fit its content"),
+        (put("machine", "hostname", value="node7"), "machine has the unknown key hostname"),
+        (put("approved", value=True), "has the unknown key approved"),
+        (put("format", value=2), "its format is 2, not 1"),
+        (put("parts", 0, "name", value="prayer/x"), "is of no kind that is known"),
+        (put("parts", 0, "status", value="hung"), "has numbers exactly if it was measured"),
+        (put("parts", 0, "found", "dtype", value="int4"), "must be one of bfloat16, float16, float32"),
+        (put("parts", 0, "found", "layouts", 0, "errors", 0, "scale", value=0), "scale = 0.0 must be above 0"),
+        (put("parts", 0, "found", "layouts", value=[]), "layouts: is empty"),
+        (put("parts", 0, "found", "ms", value=[1.0, -1.0]), "ms = -1.0 must be above 0"),
+        (put("parts", 0, "found", "ms", value=["1"]), "must be a finite number"),
+        (put("parts", 0, "seconds", value=float("nan")), "must be a finite number"),
+    ],
+)
+def test_a_certificate_of_another_form_is_refused(
+    change: Callable[[dict[str, Any]], None], said: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    change(content)
+    with pytest.raises(UserError) as error:
+        check([written(tmp_path, content)])
+    assert said in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_all_that_is_wrong_is_said_at_once_and_a_page_must_be_its_certificates_own(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    written(tmp_path, content)
+    (tmp_path / "certificate.md").write_text("# All passed\n")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(UserError) as error:
+        check([tmp_path])
+    assert len(str(error.value).splitlines()) == 2
+    assert "certificate.md: is not the page of certificate.json" in str(error.value)
+    assert "other.json: must hold one JSON object" in str(error.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no certificate"):
+        check([tmp_path / "empty"])
+    with pytest.raises(UserError, match="no such file"):
+        check([tmp_path / "gone.json"])
+
+
+def on_a_card(content: dict[str, Any]) -> Certificate:
+    """The same numbers as if of a known card: made up, to see what verdicts say of one."""
+    changed = copy.deepcopy(content)
+    changed["machine"].update(arch="sm90", compute_units=132, memory=80 << 30)
+    return form._parsed(changed)
+
+
+def said_of(certificate: Certificate, kind: str) -> tuple[str, str]:
+    found = next(one for one in verdicts(certificate.machine, certificate.parts) if one.of.startswith(kind))
+    return found.verdict, found.said
+
+
+def test_a_rate_above_the_data_sheets_is_a_wrong_time(content: dict[str, Any]) -> None:
+    assert said_of(on_a_card(content), "gemm")[0] == "pass"
+    first(content, "gemm")["products"][0]["seconds"] = [1e-9]
+    verdict, said = said_of(on_a_card(content), "gemm")
+    assert verdict == "fail" and "above the data sheet's 989.4: its time is wrong" in said
+
+
+def test_steps_are_compared_with_their_plan(content: dict[str, Any]) -> None:
+    steps = first(content, "steps")
+    steps["plan"] = {"least": 1 << 30, "most": 2 << 30, "seconds": 2 * steps["seconds"][0]}
+    steps["peak_memory_gib"], steps["seconds"] = 1.5, steps["seconds"][:1]
+    verdict, said = said_of(on_a_card(content), "steps")
+    assert verdict == "pass" and "(-50%)" in said and "1.50 GiB at the peak, planned 1.00 to 2.00" in said
+    steps["peak_memory_gib"] = 2.5
+    assert said_of(on_a_card(content), "steps")[0] == "fail"
+
+
+def test_a_device_whose_own_products_are_wrong_does_not_set_the_limit(content: dict[str, Any]) -> None:
+    for error in (one := first(content, "attention"))["layouts"][0]["errors"]:
+        error["error"] = error["usual"] = error["scale"] / 2
+    assert one["dtype"] == "bfloat16" and said_of(form._parsed(content), "attention")[0] == "fail"
+
+
+def test_the_widest_dtype_that_is_hardly_slower_is_recommended_unless_it_is_wrong(content: dict[str, Any]) -> None:
+    gemms = [part["found"] for part in content["parts"] if part["name"].startswith("gemm")]
+    for gemm, seconds in zip(gemms, (1.0, 1.05, 1.09), strict=True):
+        for product in gemm["products"]:
+            product["seconds"] = [seconds]
+    assert [gemm["dtype"] for gemm in gemms] == ["bfloat16", "float16", "float32"]
+    assert best_dtype(form._parsed(content).parts) == "float32"
+    gemms[2]["products"][0]["error"] = gemms[2]["products"][0]["scale"]
+    assert best_dtype(form._parsed(content).parts) == "bfloat16"
+
+
+def test_the_fastest_backend_is_right_repeatable_and_needs_no_explicit_scores(content: dict[str, Any]) -> None:
+    sdpa = first(content, "attention/sdpa/debug/float32")
+    dim, names = sdpa["head_dim"], lambda: [one.backend for one in ranking(form._parsed(content).parts, "float32", dim)]
+    sdpa["ms"] = [1e-3]
+    assert names() == ["sdpa", "chunked"]  # eager is explicit
+    sdpa["repeatable"] = False
+    assert names() == ["chunked"]
+    assert ranking(form._parsed(content).parts, "float32", dim + 1) == []
+
+
+def test_the_table_has_the_columns_of_the_first_user_and_names_what_is_missing(content: dict[str, Any]) -> None:
+    steps = [part for part in content["parts"] if part["name"].startswith("steps")]
+    steps[0].update(status="out of memory", said="a message | with a bar", found=None)
+    lines = table(form._parsed(content)).splitlines()
+    assert lines[0].split(" | ")[2:10] == ["m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms"]
+    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(steps) - 1
+    assert lines[-1] == f"- {steps[0]['name']}: out of memory: a message | with a bar"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
+        (["--minutes", "0"], "must be a number of minutes above 0"),
+        (["--check", "/nowhere"], "/nowhere: no such file"),
+        (["--check", "/nowhere", "--minutes", "3"], "--check does not go with --minutes"),
+        (["--table", "/nowhere", "--json"], "--table does not go with --json"),
+        (["--table", "/nowhere", "--check", "/nowhere"], "--check does not go with --table"),
+        (["--table", "/nowhere"], "/nowhere: no such file"),
+        (["--output", str(REPO / "docs")], "is there already, and is not overwritten"),
+    ],
+)
+def test_a_mistake_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert certify.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
+    two = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "", "", "", "", "", "", "")
+    rows = {task.name: task for task in tasks.steps(two, ["0.6B"], {"bfloat16": "chunked"})}
+    row = rows["steps/0.6B/pp m=1 GA=8 full bfloat16"]
+    assert row.processes == 2 and not row.refused and row.arguments["row"]["attention"] == "chunked"
+    assert rows["steps/0.6B/fsdp2 m=1 GA=8 full float16"].arguments["row"]["attention"] == "auto"
+    refused = [task.refused for task in tasks.steps(two, ["8B"], {})]
+    assert refused[0].startswith("does not fit: ") and refused[0].endswith("GiB by plan, of 32.0")
+    one = [task.name for task in tasks.steps(replace(two, cards=1), ["0.6B"], {})]
+    assert one[0] == "steps/0.6B/one card m=1 GA=8 full bfloat16" and len(set(one)) == len(one)
+    alone = {task.name: task.refused for task in tasks.before_steps(replace(two, cards=1), ["0.6B"])}
+    assert alone["collective/all_reduce"] == "needs two cards; this machine has one" and not alone["parity/one rank"]
+
+
+# the trainer
+
+
+@pytest.fixture
+def lines() -> Any:
+    """What the log says."""
+    found: list[str] = []
+
+    class Keep(type(log.handlers[0]) if log.handlers else __import__("logging").Handler):  # type: ignore[misc]
+        def emit(self, record: Any) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep()
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    yield found
+    log.removeHandler(handler)
+
+
+def of_this_machine(content: dict[str, Any], **changes: Any) -> Certificate:
+    """In which another backend is the fastest than without it."""
+    for part in content["parts"]:
+        if part["name"].startswith("attention/chunked/"):
+            part["found"]["ms"] = [1e-3]
+    certificate = form._parsed(content)
+    machine = replace(describe(CPU, 1, with_commit=False), **changes)
+    found = verdicts(machine, certificate.parts)
+    return form.sealed(replace(certificate, machine=machine, verdicts=found))
+
+
+def chosen(cache: Path, world: Any, backend: str = "auto") -> str:
+    config = Config(
+        model=ModelConfig(flavor="debug", attention_backend=backend),
+        training=TrainingConfig(seq_len=64, steps=1, mixed_precision_param="float32"),
+        data=DataConfig(cache_folder=str(cache)),
+    )
+    run = open_run(config, world, data=made_up(random_rows(8, 64, config.spec().vocab_size, 0.5)))
+    return run.about["chosen"]["attention"]["name"]
+
+
+def test_the_trainer_takes_what_the_certificate_of_its_machine_found(
+    content: dict[str, Any], tmp_path: Path, world: Any, lines: list[str]
+) -> None:
+    assert chosen(tmp_path, world) == "sdpa" and not any("certificate" in line for line in lines)
+    path = known.store(tmp_path, of_this_machine(content))
+    assert chosen(tmp_path, world) == "chunked"
+    assert any(line.startswith(f"certificate of {content['made']}: {path}") for line in lines)
+    assert any("matrix products by the certificate" in line for line in lines)
+    assert any(line.startswith("attention: chunked (the fastest that is right by the certificate") for line in lines)
+    assert chosen(tmp_path, world, "sdpa") == "sdpa"  # named
+
+
+@pytest.mark.parametrize("name", ["device", "driver", "torch", "triton", "kernels"])
+def test_a_certificate_of_another_machine_is_ignored_with_the_reason(
+    name: str, content: dict[str, Any], tmp_path: Path, world: Any, lines: list[str]
+) -> None:
+    known.store(tmp_path, of_this_machine(content, **{name: "another"}))
+    assert known.find(tmp_path, CPU) is None
+    (said,) = [line for line in lines if "certificate" in line]
+    assert said.startswith(f"a certificate is there, but not of this machine as it is now: {name} another there, ")
+
+
+def test_a_damaged_certificate_is_ignored_with_the_reason(
+    content: dict[str, Any], tmp_path: Path, world: Any, lines: list[str]
+) -> None:
+    path = known.store(tmp_path, of_this_machine(content))
+    path.write_text(path.read_text().replace('"repeatable": true', '"repeatable": false', 1))
+    assert chosen(tmp_path, world) == "sdpa"
+    assert any(line.startswith("the certificate is ignored: ") and "its sha256" in line for line in lines)
+
+
+def test_a_backend_that_fails_at_the_runs_own_shape_is_not_taken(
+    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_mi100.attention import choice
+    from titan_mi100.attention.base import Shape
+    from titan_mi100.attention.trial import Verdict
+
+    monkeypatch.setattr(choice, "try_backend", lambda *_: Verdict("it crashed"))
+    found, said = choice.choose("auto", Shape(**SHAPE), CPU, "cpu", tmp_path, certified=("flex", "measured"))
+    assert found.name == "sdpa" and said == ["attention: flex, measured, is refused here: it crashed"]
+    before = choice.Choice("chunked", "until now", "cpu")
+    assert choice.choose("auto", Shape(**SHAPE), CPU, "cpu", tmp_path, before, ("sdpa", "measured")) == (before, [])
+
+
+@pytest.mark.full
+def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_mi100.certify", "--output", str(tmp_path / "made"), "--minutes", "8"]
+    environment = {**job_environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)  # the tests' own
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    certificate = checked(tmp_path / "made" / "certificate.json")
+    measured = {part.kind for part in certificate.parts if part.status == form.MEASURED}
+    assert measured == form.KINDS.keys()
+    assert len(list((tmp_path / "cache" / "titan_mi100" / "certificates").iterdir())) == 1
+    assert os.listdir(tmp_path) == ["made", "cache"] or sorted(os.listdir(tmp_path)) == ["cache", "made"]
