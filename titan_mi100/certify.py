@@ -130,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--minutes",
         type=_minutes,
-        default=10.0,
         help="for all parts (default 10); those that did not come to run are named",
     )
     add("--model", type=_model, nargs="+", default=(), help=f"whose shapes: {', '.join(tasks.MODELS)}")

@@ -77,7 +77,7 @@ def run(task: Task, until: float) -> Ended:
             has_ended = _wait(processes, Path(folder), started + min(task.seconds, left))
             codes = [process.poll() for process in processes]
         finally:
-            has_stuck = not all([_kill(process) for process in processes])
+            stuck = [process for process in processes if not _kill(process)]
         status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
@@ -86,7 +86,7 @@ def run(task: Task, until: float) -> Ended:
             f"stopped after {took:.0f} s, when the time for it was over; give more --minutes",
         )
     elif not has_ended:
-        status, said = "hung", f"no end after {task.seconds:g} s" + has_stuck * "; not even SIGKILL ends it"
+        status, said = "hung", f"no end after {task.seconds:g} s" + ("; not even SIGKILL ends it" if stuck else "")
     return Ended(status, said, took, found if status == MEASURED else None)
 
 
