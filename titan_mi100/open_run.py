@@ -35,7 +35,7 @@ from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.scheduler import RUN_FOLDER
-from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
+from titan_mi100.config.settings import Config, DataConfig, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import cache_folder, prepare_run
 from titan_mi100.data.prepared import Prepared
@@ -202,7 +202,7 @@ def open_run(
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
         log.info(line)
-    certificate = _find_certificate(config, world)
+    certificate = _find_certificate(world)
     _log_machine(config, world, certificate)
     with raise_together():
         spec = spec or config.spec()
@@ -325,12 +325,12 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
     return config
 
 
-def _find_certificate(config: Config, world: World) -> Certificate | None:
-    """This machine's, on rank 0, which decides for all; None on the others."""
+def _find_certificate(world: World) -> Certificate | None:
+    """This machine's, on rank 0, which decides for all; None on the others. It does not lie in a cache of the run's."""
     if world.rank != 0:
         return None
     with suppress(UserError):  # no home folder: nothing can be kept in it
-        return find_certificate(cache_folder(config.data), world.device)
+        return find_certificate(cache_folder(DataConfig()), world.device)
     return None
 
 

@@ -16,7 +16,20 @@ _TITLES = {
     "steps": "Training steps, and the plan beside them",
     "conclusion": "What follows from it",
 }
-_HEADER = ("layout", "N", "m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms", "planned_ms")
+_HEADER = (
+    "layout",
+    "N",
+    "m",
+    "step_ms",
+    "toks/s",
+    "peak_mem",
+    "ckpt",
+    "bf16",
+    "GA",
+    "comm_ms",
+    "planned_ms",
+    "planned_mem",
+)
 
 
 def page(certificate: Certificate) -> str:
@@ -57,20 +70,22 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
 def table(certificate: Certificate) -> str:
     """The results table of the training steps: measured rows, then those that were not measured, by name."""
     parts = [part for part in certificate.parts if part.kind == "steps"]
-    rows = [_row(part.found) for part in parts if isinstance(part.found, Steps)]
+    is_card = certificate.machine.memory > 0
+    rows = [_row(part.found, is_card) for part in parts if isinstance(part.found, Steps)]
     lines = _table(_HEADER, rows) if rows else ["No training step was measured."]
     lines += ["", *_legend(certificate, parts)]
     return "\n".join(lines) + "\n"
 
 
-def _row(found: Steps) -> tuple[str, ...]:
+def _row(found: Steps, is_card: bool) -> tuple[str, ...]:
     seconds = statistics.median(found.seconds)
     planned = f"{1000 * found.plan.seconds:,.0f}" if found.plan.seconds else "n/a"
+    memory = f"{found.plan.least / 2**30:.2f} to {found.plan.most / 2**30:.2f}" if is_card else "n/a"
     bf16 = "yes" if found.dtype == "bfloat16" else f"no ({found.dtype})"
     return (
         found.layout, str(found.ranks), str(found.batch), f"{1000 * seconds:,.0f}", f"{found.tokens / seconds:,.0f}",
         f"{found.peak_memory_gib:.2f}", found.checkpointing, bf16,
-        str(found.ga), f"{max(found.comm_ms):,.0f}", planned,
+        str(found.ga), f"{max(found.comm_ms):,.0f}", planned, memory,
     )  # fmt: skip
 
 
@@ -82,7 +97,8 @@ def _legend(certificate: Certificate, parts: Sequence[Part]) -> Iterable[str]:
             "m: rows per data-parallel rank and forward. GA: forwards of a step. step_ms: median of "
             f"{len(found.seconds)} steps. peak_mem: GiB of the rank that held most, {held}. ckpt: activations that are "
             "computed again in backward. comm_ms: time in collectives per step, of the rank with most, waiting for "
-            "others included, from profiled steps. planned_ms: the plan's, by the data sheet; n/a: unknown device."
+            "others included, from profiled steps. planned_ms, planned_mem: the plan's, by the data sheet; n/a: "
+            "unknown device, or a CPU."
         )
     for part in parts:
         if part.found is None:

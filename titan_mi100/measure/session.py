@@ -79,7 +79,7 @@ class Session:
         verdict = verdicts(self._machine, [part])[0]
         done, elapsed = len(self.parts), time.monotonic() - self._started
         left = min(elapsed / done * (of - done), max(0.0, self._seconds - elapsed))
-        text = f"[{done}/{of}] {part.name}: {verdict.verdict}: {verdict.said} (at most {duration_in_words(left)} left)"
+        text = f"[{done}/{of}] {part.name}: {verdict.verdict}: {verdict.said} (about {duration_in_words(left)} left)"
         (log.warning if verdict.verdict in (FAIL, NOT_RUN) else log.info)(text)
 
 
