@@ -55,6 +55,10 @@ def out_of_memory() -> None:
     raise MemoryError("16 GiB")
 
 
+def fail() -> None:
+    raise RuntimeError("no kernel image\nfor this device")
+
+
 def refuse() -> None:
     from titan_mi100.errors import UserError
 

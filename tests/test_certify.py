@@ -27,7 +27,7 @@ from titan_mi100.config.settings import Config, ModelConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
-from titan_mi100.measure import children, tasks
+from titan_mi100.measure import children, collectives, tasks
 from titan_mi100.measure.children import Task
 from titan_mi100.open_run import open_run
 
@@ -54,7 +54,10 @@ FAULTS = [
     faulty("bandwidth/no numbers", "no_numbers"),
     faulty("bandwidth/one rank hangs", "one_rank_hangs", processes=2, seconds=1),
     faulty("bandwidth/one rank crashes", "one_rank_crashes", processes=2, seconds=60),
-    faulty("attention/absent/debug/float32", "refuse"),
+    faulty("bandwidth/fail", "fail"),
+    faulty("attention/fails/debug/float32", "fail", optional=True),
+    faulty("attention/absent/debug/bfloat16", "refuse"),
+    faulty("attention/absent/debug/float32", "crash"),  # not started: what is absent is absent in every dtype
     wrong("wrong gradient"),
     SDPA,
 ]
@@ -85,7 +88,10 @@ def test_each_fault_is_named_and_the_rest_is_measured(made: tuple[int, Path]) ->
     assert said["bandwidth/no numbers"][0] == "fail" and "copy = 0.0 must be above 0" in said["bandwidth/no numbers"][1]
     assert said["bandwidth/one rank hangs"] == ("fail", "hung: no end after 1 s")
     assert said["bandwidth/one rank crashes"] == ("fail", "killed: rank 1: SIGABRT")
-    assert said["attention/absent/debug/float32"] == ("unavailable", "its package is not installed")
+    assert said["bandwidth/fail"] == ("fail", "failed: RuntimeError: no kernel image")
+    assert said["attention/fails/debug/float32"] == ("unavailable", "RuntimeError: no kernel image")
+    for dtype in ("bfloat16", "float32"):
+        assert said[f"attention/absent/debug/{dtype}"] == ("unavailable", "its package is not installed")
     verdict, words = said["attention/wrong gradient/debug/float32"]
     assert verdict == "fail" and words.startswith("gradient of k is wrong by ")
     assert said[SDPA.name][0] == "pass"
@@ -117,6 +123,31 @@ def test_what_has_no_time_left_is_named_and_what_is_cut_off_is_no_hang() -> None
     cut = children.run(faulty("bandwidth/hang", "hang", seconds=60), time.monotonic() + 0.5)
     assert cut.status == "not run" and "when the time for it was over" in cut.said
     assert children.run(replace(SDPA, refused="one card"), time.monotonic() + 60).status == "unavailable"
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_collective_that_moves_nothing_is_found_out(operation: str, world: Any) -> None:
+    _, check = collectives._collective(operation, 0, 2, 8, CPU)
+    wrong, seconds = collectives._times(lambda: None, check, CPU)
+    assert wrong > 0 and len(seconds) == 5
+    call, check = collectives._collective(operation, 0, 1, 8, CPU)
+    assert collectives._times(call, check, CPU)[0] == 0
+
+
+@pytest.mark.parametrize(("mantissa", "verdict"), [(23, "pass"), (10, "fail")])
+def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, verdict: str) -> None:
+    """TF32 in the place of fp32, say."""
+    a, b = torch.randn(128, 1024), torch.randn(1024, 128)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return (x.view(torch.int32) & -(1 << (23 - mantissa))).view(torch.float32)
+
+    exact = a.double() @ b.double()
+    error, scale = ((exact - cut(a) @ cut(b)).abs().max().item(), exact.abs().max().item())
+    product = {"name": "q", "m": 128, "k": 1024, "n": 128, "count": 1, "error": error, "scale": scale, "seconds": [1.0]}
+    found = form.parse_found("gemm", {"model": "debug", "dtype": "float32", "products": [product]}, "gemm")
+    part = form.Part("gemm/debug/float32", form.MEASURED, "", 1.0, found)
+    assert verdicts(describe(CPU, 1, with_commit=False), [part])[0].verdict == verdict
 
 
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:

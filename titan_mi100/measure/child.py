@@ -38,12 +38,13 @@ def _answer(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
     except UserError as error:
         return UNAVAILABLE, tidy(str(error)), None
     except Exception as error:
-        status = "out of memory" if isinstance(error, MemoryError) or _is_torchs(error) else "failed"
+        status = "out of memory" if _is_out_of_memory(error) else "failed"
         return status, tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"), None
 
 
-def _is_torchs(error: Exception) -> bool:
-    """Whether torch ran out of memory."""
-    from titan_mi100.run.forecast import is_out_of_memory  # it imports torch, which the part may not need
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # a part that does not need it is not made to wait for its import
+        return isinstance(error, MemoryError)
+    from titan_mi100.run.forecast import is_out_of_memory
 
     return is_out_of_memory(error)
