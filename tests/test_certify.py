@@ -2,12 +2,13 @@
 
 import copy
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,16 @@ def test_a_collective_that_moves_nothing_is_found_out(operation: str, world: Any
 @pytest.mark.parametrize(("mantissa", "verdict"), [(23, "pass"), (10, "fail")])
 def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, verdict: str) -> None:
     """TF32 in the place of fp32, say."""
-    a, b = torch.randn(128, 1024), torch.randn(1024, 128)
+    a, b = torch.randn(128, 4096), torch.randn(4096, 128)
 
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        return (x.view(torch.int32) & -(1 << (23 - mantissa))).view(torch.float32)
+    def cut(x: torch.Tensor) -> torch.Tensor:  # rounded to so many bits
+        less = 23 - mantissa
+        half = (1 << less) // 2
+        return ((x.view(torch.int32) + half) & -(1 << less)).view(torch.float32)
 
     exact = a.double() @ b.double()
     error, scale = ((exact - cut(a) @ cut(b)).abs().max().item(), exact.abs().max().item())
-    product = {"name": "q", "m": 128, "k": 1024, "n": 128, "count": 1, "error": error, "scale": scale, "seconds": [1.0]}
+    product = {"name": "q", "m": 128, "k": 4096, "n": 128, "count": 1, "error": error, "scale": scale, "seconds": [1.0]}
     found = form.parse_found("gemm", {"model": "debug", "dtype": "float32", "products": [product]}, "gemm")
     part = form.Part("gemm/debug/float32", form.MEASURED, "", 1.0, found)
     assert verdicts(describe(CPU, 1, with_commit=False), [part])[0].verdict == verdict
@@ -437,12 +440,12 @@ def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
 
 
 @pytest.fixture
-def lines() -> Any:
+def lines() -> Iterator[list[str]]:
     """What the log says."""
     found: list[str] = []
 
-    class Keep(type(log.handlers[0]) if log.handlers else __import__("logging").Handler):  # type: ignore[misc]
-        def emit(self, record: Any) -> None:
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
     handler = Keep()

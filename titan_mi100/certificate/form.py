@@ -229,7 +229,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes: of: a part's name, or "conclusion/..." for what follows from several. verdict: one of VERDICTS."""
+    """Attributes: of: a part's name, or "conclusion/..." for what follows from several parts. verdict: "pass", "fail",
+    UNAVAILABLE or NOT_RUN.
+    """
 
     of: str
     verdict: str

@@ -13,6 +13,7 @@ from titan_mi100.certificate.form import (
     Certificate,
     Collective,
     Gemm,
+    Losses,
     Machine,
     Parity,
     Part,
@@ -23,7 +24,6 @@ from titan_mi100.config.hardware import find_gpu
 from titan_mi100.wording import bytes_in_words
 
 PASS, FAIL = "pass", "fail"
-VERDICTS = (PASS, FAIL, UNAVAILABLE, NOT_RUN)
 EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 # An error is relative to the largest element. Attention: at most so many times the error of explicit attention in the
 # same dtype, which counts as at most so many roundings: else a device whose products are wrong would set the limit.
@@ -52,7 +52,7 @@ def _of_part(machine: Machine, part: Part) -> Verdict:
         return Verdict(part.name, FAIL, f"{part.status}: {part.said}")
     problem, said = {
         Attention: _attention,
-        Gemm: lambda found: _gemm(machine, found),
+        Gemm: lambda found: _gemm(found, _peak(machine, found.dtype)),
         Bandwidth: _bandwidth,
         Collective: _collective,
         Parity: lambda found: _parity(found.runs),
@@ -85,8 +85,9 @@ def _attention(found: Attention) -> Judged:
     return "; ".join(problems), said + repeated
 
 
-def _gemm(machine: Machine, found: Gemm) -> Judged:
-    problems, peak = [], _peak(machine, found.dtype)
+def _gemm(found: Gemm, peak: float | None = None) -> Judged:
+    """Args: peak: TFLOP/s by the data sheet; None: not known."""
+    problems = []
     for product in found.products:
         # the result's rounding, and that of sums in fp32
         limit = 2 * (EPSILON[found.dtype] + EPSILON["float32"] * math.sqrt(product.k))
@@ -134,7 +135,7 @@ def _collective(found: Collective) -> Judged:
     return "; ".join(bad), "bus bandwidth " + ", ".join(said)
 
 
-def _parity(runs: Sequence) -> Judged:
+def _parity(runs: Sequence[Losses]) -> Judged:
     """All runs against the first one."""
     first, problems, worst = runs[0], [], 0.0
     for run in runs:
@@ -142,9 +143,9 @@ def _parity(runs: Sequence) -> Judged:
             ("loss", run.losses, first.losses, _PARITY),
             ("gradient norm", run.norms, first.norms, 10 * _PARITY),
         ):
-            off = math.inf
-            if len(ours) == len(theirs) and None not in (*ours, *theirs):
-                off = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True))
+            pairs = [*zip(ours, theirs, strict=False)]
+            apart = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs if a is not None and b is not None]
+            off = max(apart) if len(apart) == len(ours) == len(theirs) else math.inf
             worst = max(worst, off)
             if off > limit:
                 names = f"{run.layout} on {run.ranks} and {first.layout} on {first.ranks}"
@@ -204,13 +205,8 @@ def rates(parts: Sequence[Part]) -> dict[str, float]:
     """Dtype -> TFLOP/s of the first model's products, of dtypes whose products are right; in order of preference."""
     gemms = [part.found for part in parts if isinstance(part.found, Gemm)]
     first = [one for one in gemms if one.model == gemms[0].model]
-    right = {one.dtype: step_rate(one) for one in first if not _gemm_is_wrong(one)}
+    right = {one.dtype: step_rate(one) for one in first if not _gemm(one)[0]}
     return {dtype: right[dtype] for dtype in _IN_ORDER if dtype in right}
-
-
-def _gemm_is_wrong(found: Gemm) -> bool:
-    nowhere = Machine("", "", 0, 0, 1, "", "", "", "", "", "", "", "")  # only the errors count
-    return bool(_gemm(nowhere, found)[0])
 
 
 def best_dtype(parts: Sequence[Part]) -> str:

@@ -19,7 +19,7 @@ from titan_mi100.wording import printable, shortened
 
 # Isolated (-I): no file of the current folder takes the place of a module.
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.measure import child; child.main()"
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOK = 0.05  # seconds
 _GRACE = 10  # seconds for the other ranks once one has failed: their own words may say more
 
@@ -81,17 +81,15 @@ def run(task: Task, until: float) -> Ended:
         status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
-        status, said = (
-            NOT_RUN,
-            f"stopped after {took:.0f} s, when the time for it was over; give more --minutes",
-        )
+        status, said = NOT_RUN, f"stopped after {took:.0f} s, when the time for it was over; give more --minutes"
     elif not has_ended:
         status, said = "hung", f"no end after {task.seconds:g} s" + ("; not even SIGKILL ends it" if stuck else "")
     return Ended(status, said, took, found if status == MEASURED else None)
 
 
 def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "subprocess.Popen[bytes]":
-    environment = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment = {name: value for name, value in mine.items() if name not in _PLACE}
     if task.processes > 1:
         size = str(task.processes)
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

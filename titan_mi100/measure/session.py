@@ -12,7 +12,7 @@ from titan_mi100.certificate.form import (
     Part,
     parse_found,
 )
-from titan_mi100.certificate.verdicts import FAIL, verdicts
+from titan_mi100.certificate.verdicts import FAIL, ranking, verdicts
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
@@ -85,7 +85,5 @@ class Session:
 
 def backends(parts: Sequence[Part], dtypes: Iterable[str]) -> dict[str, str]:
     """Dtype -> the attention backend that is fastest of those that were right."""
-    from titan_mi100.certificate.verdicts import ranking
-
     ranked = {dtype: ranking(parts, dtype) for dtype in dtypes}
     return {dtype: found[0].backend for dtype, found in ranked.items() if found}
