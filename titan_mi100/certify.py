@@ -23,6 +23,7 @@ from titan_mi100.logging import log, setup_logging
 from titan_mi100.measure import tasks
 from titan_mi100.measure.children import Task
 from titan_mi100.measure.session import Session, backends, machine_here
+from titan_mi100.wording import some
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
 _MINUTES = 10.0
@@ -93,10 +94,13 @@ def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None
 
 
 def _keep(certificate: Certificate) -> None:
-    """Where the trainer looks for it."""
+    """Where the trainer looks for it, if it has all that the trainer reads: an earlier one may be there."""
     from titan_mi100.certificate.known import store  # torch takes seconds
     from titan_mi100.data.prepare import cache_folder
 
+    if any(part.status == NOT_RUN and part.kind in ("attention", "gemm") for part in certificate.parts):
+        log.warning("not kept for the trainer: parts that it would read did not come to run; give more --minutes")
+        return
     try:
         log.info(f"the trainer will read it from {store(cache_folder(DataConfig()), certificate)}")
     except (OSError, UserError) as error:
@@ -110,7 +114,7 @@ def _say(certificate: Certificate, folder: Path) -> None:
             log.info(f"{verdict.of.removeprefix('conclusion/')}: {verdict.said}")
     for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
         if names := [verdict.of for verdict in certificate.verdicts if verdict.verdict == kind]:
-            log.warning(f"{len(names)} {words}: {', '.join(names)}")
+            log.warning(f"{len(names)} {words}: {some(names)}")
     log.info(f"certificate: {folder / CERTIFICATE}; for people: {folder / PAGE}; docs/CERTIFY.md says how to send it")
 
 

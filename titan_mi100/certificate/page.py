@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
-from titan_mi100.certificate.form import Certificate, Machine, Part, Steps
+from titan_mi100.certificate.form import Certificate, Machine, Steps
 from titan_mi100.certificate.verdicts import FAIL, PASS, all_pass
 
 _MARKS = {PASS: "pass", FAIL: "**FAIL**"}
@@ -17,19 +17,9 @@ _TITLES = {
     "conclusion": "What follows from it",
 }
 _HEADER = (
-    "layout",
-    "N",
-    "m",
-    "step_ms",
-    "toks/s",
-    "peak_mem",
-    "ckpt",
-    "bf16",
-    "GA",
-    "comm_ms",
-    "planned_ms",
+    "model", "layout", "N", "m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms", "planned_ms",
     "planned_mem",
-)
+)  # fmt: skip
 
 
 def page(certificate: Certificate) -> str:
@@ -47,7 +37,7 @@ def page(certificate: Certificate) -> str:
         if rows:
             lines += ["", f"## {title}", "", *_table(("part", "verdict", "found"), rows)]
         if kind == "steps" and rows:
-            lines += ["", *table(certificate).splitlines()]
+            lines += ["", *_results(certificate)]
     lines += ["", f"certificate.json has every sample. Its sha256: `{certificate.sha256}`"]
     return "\n".join(lines) + "\n"
 
@@ -69,12 +59,17 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
 
 def table(certificate: Certificate) -> str:
     """The results table of the training steps: measured rows, then those that were not measured, by name."""
-    parts = [part for part in certificate.parts if part.kind == "steps"]
+    parts = [part for part in certificate.parts if part.kind == "steps" and part.found is None]
+    missing = [f"- {part.name}: {part.status}: {part.said}" for part in parts]
+    return "\n".join([*_results(certificate), *([""] if missing else []), *missing]) + "\n"
+
+
+def _results(certificate: Certificate) -> list[str]:
+    steps = [part.found for part in certificate.parts if isinstance(part.found, Steps)]
+    if not steps:
+        return ["No training step was measured."]
     is_card = certificate.machine.memory > 0
-    rows = [_row(part.found, is_card) for part in parts if isinstance(part.found, Steps)]
-    lines = _table(_HEADER, rows) if rows else ["No training step was measured."]
-    lines += ["", *_legend(certificate, parts)]
-    return "\n".join(lines) + "\n"
+    return [*_table(_HEADER, [_row(found, is_card) for found in steps]), "", _legend(certificate.machine, steps[0])]
 
 
 def _row(found: Steps, is_card: bool) -> tuple[str, ...]:
@@ -83,26 +78,21 @@ def _row(found: Steps, is_card: bool) -> tuple[str, ...]:
     memory = f"{found.plan.least / 2**30:.2f} to {found.plan.most / 2**30:.2f}" if is_card else "n/a"
     bf16 = "yes" if found.dtype == "bfloat16" else f"no ({found.dtype})"
     return (
-        found.layout, str(found.ranks), str(found.batch), f"{1000 * seconds:,.0f}", f"{found.tokens / seconds:,.0f}",
-        f"{found.peak_memory_gib:.2f}", found.checkpointing, bf16,
-        str(found.ga), f"{max(found.comm_ms):,.0f}", planned, memory,
+        found.model, found.layout, str(found.ranks), str(found.batch), f"{1000 * seconds:,.0f}",
+        f"{found.tokens / seconds:,.0f}", f"{found.peak_memory_gib:.2f}", found.checkpointing, bf16, str(found.ga),
+        f"{max(found.comm_ms):,.0f}", planned, memory,
     )  # fmt: skip
 
 
-def _legend(certificate: Certificate, parts: Sequence[Part]) -> Iterable[str]:
-    for found in [part.found for part in parts if isinstance(part.found, Steps)][:1]:
-        held = "reserved by the allocator" if certificate.machine.memory else "resident in the process"
-        yield (
-            f"{found.model}, rows of {found.seq} tokens, {certificate.machine.device}. N: processes, one per device. "
-            "m: rows per data-parallel rank and forward. GA: forwards of a step. step_ms: median of "
-            f"{len(found.seconds)} steps. peak_mem: GiB of the rank that held most, {held}. ckpt: activations that are "
-            "computed again in backward. comm_ms: time in collectives per step, of the rank with most, waiting for "
-            "others included, from profiled steps. planned_ms, planned_mem: the plan's, by the data sheet; n/a: "
-            "unknown device, or a CPU."
-        )
-    for part in parts:
-        if part.found is None:
-            yield f"- {part.name}: {part.status}: {part.said}"
+def _legend(machine: Machine, first: Steps) -> str:
+    held = "reserved by the allocator" if machine.memory else "resident in the process"
+    return (
+        f"Rows of {first.seq} tokens, {machine.device}. N: processes, one per device. m: rows per data-parallel rank "
+        f"and forward. GA: forwards of a step. step_ms: median of {len(first.seconds)}. peak_mem: GiB of the rank "
+        f"that held most, {held}. ckpt: activations that are computed again in backward. comm_ms: time in collectives "
+        "per step, of the rank with most, waiting for others included, from profiled steps. planned_ms, planned_mem: "
+        "the plan's, by the data sheet; n/a: unknown device, or a CPU."
+    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
