@@ -326,7 +326,7 @@ def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -
 
 
 def _find_certificate(world: World) -> Certificate | None:
-    """This machine's, on rank 0, which decides for all; None on the others. It does not lie in a cache of the run's."""
+    """This machine's, on rank 0, which decides for all; None on the others. It is in the default cache folder."""
     if world.rank != 0:
         return None
     with suppress(UserError):  # no home folder: nothing can be kept in it
