@@ -1,12 +1,6 @@
-"""Writes the weights of a DCP folder, such as a run's checkpoint, as an HF folder: transformers and vLLM load it."""
+"""The same as `titan-mi100 convert dcp-to-hf`, from the checkout."""
 
-from titan_mi100.weights import convert
+from titan_mi100.convert.dcp_to_hf import main
 
 if __name__ == "__main__":
-    convert.command(
-        str(__doc__),
-        "DCP folder, such as RUN/checkpoint/step-500",
-        "HF folder to make; must not be there yet",
-        convert.to_hf,
-        "auto",
-    )
+    main()

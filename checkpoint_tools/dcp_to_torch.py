@@ -1,11 +1,6 @@
-"""Writes the weights of a DCP folder as one file of torch.save, model.pt; optimizer state stays behind."""
+"""The same as `titan-mi100 convert dcp-to-torch`, from the checkout."""
 
-from titan_mi100.weights import convert
+from titan_mi100.convert.dcp_to_torch import main
 
 if __name__ == "__main__":
-    convert.command(
-        str(__doc__),
-        "DCP folder, such as RUN/checkpoint/step-500",
-        "folder to make; must not be there yet",
-        convert.to_torch,
-    )
+    main()

@@ -1,11 +1,6 @@
-"""Writes the weights of an HF folder as a DCP folder: what the trainer starts from, and torch's own tools read."""
+"""The same as `titan-mi100 convert hf-to-dcp`, from the checkout."""
 
-from titan_mi100.weights import convert
+from titan_mi100.convert.hf_to_dcp import main
 
 if __name__ == "__main__":
-    convert.command(
-        str(__doc__),
-        "HF folder: config.json and safetensors",
-        "DCP folder to make; must not be there yet",
-        convert.to_dcp,
-    )
+    main()

@@ -1,11 +1,6 @@
-"""Writes the weights in a file of torch.save as a DCP folder."""
+"""The same as `titan-mi100 convert torch-to-dcp`, from the checkout."""
 
-from titan_mi100.weights import convert
+from titan_mi100.convert.torch_to_dcp import main
 
 if __name__ == "__main__":
-    convert.command(
-        str(__doc__),
-        "a file of torch.save with a dict of tensors; nothing else in it is run",
-        "DCP folder to make; must not be there yet",
-        convert.to_dcp,
-    )
+    main()

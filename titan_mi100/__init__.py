@@ -1,1 +1,3 @@
 """titan_mi100: a native PyTorch trainer for Qwen3."""
+
+__version__ = "0.1.0"

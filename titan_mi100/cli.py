@@ -15,7 +15,7 @@ from typing import Any
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.streams import flush_output, open_streams
-from titan_mi100.wording import shortened, with_level
+from titan_mi100.wording import command_name, shortened, with_level
 
 
 def say(message: object) -> None:
@@ -27,6 +27,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses an option that is given twice, of which argparse would drop the first without a word."""
 
     def __init__(self, **options: Any) -> None:
+        options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse makes one
         super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)  # the action of an option that names none
 

@@ -42,7 +42,7 @@ from titan_mi100.machine.start import before_start
 from titan_mi100.outcome import Outcome, read_outcome
 >>>>>>> 8f73d1c (The launcher says what of the machine does not pass, and ends where no run can work; recorded machines)
 from titan_mi100.streams import open_streams
-from titan_mi100.wording import printable
+from titan_mi100.wording import command_name, printable
 
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
@@ -187,7 +187,7 @@ def set_defaults(processes: int) -> None:
 
 def say(words: object) -> None:
     with suppress(OSError):  # its reader is gone; the run goes on
-        os.write(2, f"run_train: {printable(str(words))}\n".encode(errors="backslashreplace"))
+        os.write(2, f"{command_name('run_train')}: {printable(str(words))}\n".encode(errors="backslashreplace"))
 
 
 class Launcher:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import resource
 import sys
 import time
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):  # also where the number is missing
         arguments = ["--help"]
+    elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # titan-mi100 rehearse N
+        arguments = ["--rehearse", *arguments]
     return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
 
 

@@ -2,10 +2,16 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 # C0, DEL and C1, line separators, and what changes the direction of text
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def command_name(otherwise: str) -> str:
+    """What the user has typed to start this command: `titan-mi100 WORD`, or else another name for it."""
+    return sys.argv[0] if sys.argv[0].startswith("titan-mi100 ") else otherwise
 
 
 def printable(text: str) -> str:

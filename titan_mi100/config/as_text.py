@@ -52,11 +52,13 @@ def toml_value(value: Any) -> str:
 def help_text() -> str:
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
+        "or, where the package is installed, from any folder: titan-mi100 train with the same arguments",
         "on each of several nodes also: --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT (docs/CLUSTER.md)",
         "       ./run_train.sh --rehearse N ... counts what a run of N devices takes and sends; --rehearse --help",
         "",
         'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
-        "inherits. Relative paths are relative to the TOML file, or on the command line to the current folder.",
+        "inherits; X.toml may be the name of a bundled one (titan-mi100 configs lists them). Relative paths are",
+        "relative to the TOML file, or on the command line to the current folder.",
         "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
     ]
     parts = [(f"[{name}]", f"--{name}.", section) for name, section in sections()]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100 import cli
+from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
@@ -34,7 +35,6 @@ else:
 
 _Name = tuple[str, str]  # section and key
 
-_SHIPPED = Path(__file__).parents[2] / "train_configs"
 # What a command line names that is not about the model and the data of debug.toml.
 _OWN_MODEL_OR_DATA = (
     *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
@@ -59,7 +59,7 @@ class _Setting(NamedTuple):
 def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: bool = True) -> Config:
     """Read the config file that `argv` names, with its `base` files, apply overrides, check everything.
 
-    Without a name it is train_configs/debug.toml, or finetune.toml where `argv` names a model or data.
+    Without a name it is the bundled debug.toml, or finetune.toml where `argv` names a model or data.
 
     Args:
         argv: `--job.config_file x.toml`, then any `--section.key value` (or `=value`; a lone `--section.key` is true;
@@ -73,8 +73,9 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     errors: list[str] = []
     overrides = _parse_arguments(argv, errors)
     shipped = "finetune" if any(map(overrides.get, _OWN_MODEL_OR_DATA)) else "debug"
-    default = _Setting(str(_SHIPPED / f"{shipped}.toml"), "default config file", Path(), is_text=True)
-    config_file = overrides.setdefault(("job", "config_file"), default)
+    default = _Setting(str(bundled.FOLDER / f"{shipped}.toml"), "default config file", Path(), is_text=True)
+    named = overrides.get(("job", "config_file"), default)
+    config_file = overrides["job", "config_file"] = named._replace(value=bundled.or_bundled(named.value))
     settings: dict[_Name, _Setting] = {}
     is_read = _read_toml(Path(config_file.value), settings, errors, chain=())
     settings.update(overrides)
@@ -93,20 +94,22 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
                 errors.append(f"{setting.where} = {shown(setting.value)} {problem}")
                 refused.add(where)
     notes = _replace_alternatives(values, overrides)
-    if config_file is default:
+    if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
+    elif named.value != config_file.value:
+        notes.append(f"no {named.value} is here: settings from the bundled {config_file.value}")
     built = {
         name: section(**{key.name: values[name, key.name] for key in keys_of(section)}) for name, section in sections()
     }
     if made := os.environ.get(RUN_FOLDER):
         built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes))
-    named = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
+    origins = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
     for error in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
         if (start := re.match(r"\[\w+\] \w+", error)) is None:
             errors.append(error)
         elif start[0] not in refused:
-            errors.append(named.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
+            errors.append(origins.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
@@ -165,7 +168,7 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     if problem := _refused_path(str(path)):
         errors.append(f"{shown(str(path))}: {problem}")
         return False
-    problem = unusable(str(path), "*.toml") if os.path.lexists(path) else "no such file"
+    problem = unusable(str(path), "*.toml") if os.path.lexists(path) else bundled.no_such_file(str(path))
     document: dict[str, Any] = {}
     if not problem and (real := path.resolve()) in chain:
         problem = f"`base` forms a cycle: {' -> '.join(map(str, chain))}"
@@ -182,7 +185,8 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
         return False
     base, is_read = document.pop("base", None), True
     if isinstance(base, str):
-        is_read = _read_toml(path.parent / base, settings, errors, (*chain, real))
+        inherited = bundled.or_bundled(base, str(path.parent))
+        is_read = _read_toml(Path(inherited), settings, errors, (*chain, real))
     elif base is not None:
         errors.append(f"{path}: base = {shown(base)} is not the name of a TOML file")
     known = {name: {key.name for key in keys_of(section)} for name, section in sections()}

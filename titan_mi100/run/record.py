@@ -107,7 +107,7 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress) ->
     log.info(f"done. Everything is in {folder}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.checkpoint.export_hf:
-        what = "adapter, for peft and checkpoint_tools/merge_lora.py" if config.lora.rank else "for transformers, vLLM"
+        what = "adapter, for peft and titan-mi100 convert merge-lora" if config.lora.rank else "for transformers, vLLM"
         log.info(f"  hf-step-{progress.step}/   {what}")
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")

@@ -1,0 +1,99 @@
+"""The console command: `titan-mi100 WORD ...` or `python -m titan_mi100 WORD ...`. Each word is a module's `main`.
+
+A module is imported only when its word is used, and torch by none of what is here, so that help and mistakes answer at
+once. `train` goes the way of run_train.sh: signals are blocked first of all, then launch.py supervises the run.
+"""
+
+import os
+import signal
+import sys
+from importlib import import_module
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as run_train.sh blocks them
+COMMANDS = {  # word or words: module, and what it does
+    "train": ("launch", "check the config, prepare the data, start the processes and supervise them"),
+    "configs": ("config.bundled", "list the bundled configs, or print one"),
+    "inspect": ("inspect_data", "show what will train, token by token"),
+    "plan": ("planner", "tell before a run whether it fits its cards, and which layout does best"),
+    "rehearse": ("rehearse", "count what a run on N devices takes and sends, without the devices"),
+    "prepare": ("prepare_corpus", "tokenise a corpus for pretraining into shards"),
+    "generate": ("generate", "generate text with a model, or chat with it"),
+    "evaluate exact-match": ("exact_match", "exact match of generated answers, in GSM8K's format"),
+    "evaluate harness": ("harness", "any task of the lm-evaluation-harness (extra eval)"),
+    "convert hf-to-dcp": ("convert.hf_to_dcp", "Hugging Face folder to DCP folder"),
+    "convert dcp-to-hf": ("convert.dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
+    "convert dcp-to-torch": ("convert.dcp_to_torch", "DCP folder to a file of torch.save"),
+    "convert torch-to-dcp": ("convert.torch_to_dcp", "file of torch.save to DCP folder"),
+    "convert merge-lora": ("convert.merge_lora", "merge an adapter into its base"),
+    "convert inspect-dcp": ("convert.inspect_dcp", "list what a checkpoint holds, or compare two"),
+}
+_LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken", "safetensors", "tensorboard")
+
+
+def console() -> int:
+    """What pyproject.toml installs as `titan-mi100`."""
+    # processes that this one starts find the installed package, not another titan_mi100 in the caller's folder
+    os.environ["PYTHONSAFEPATH"] = "1"
+    return main()
+
+
+def main() -> int:
+    """Run the command that sys.argv names; its exit code. It finds its own arguments in sys.argv[1:]."""
+    if sys.argv[1:2] == ["train"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before anything is imported: the launcher waits for them
+    from titan_mi100 import cli
+
+    given = sys.argv[1:]
+    if not given or given[0] in ("-h", "--help"):
+        return cli.exit_code(lambda: print(_help()), cli.say)
+    if given[0] == "--version":
+        return cli.exit_code(lambda: print(_versions()), cli.say)
+    count = 2 if any(name.startswith(f"{given[0]} ") for name in COMMANDS) else 1
+    name = " ".join(given[:count])
+    if count == 2 and (len(given) == 1 or given[1] in ("-h", "--help")):
+        return cli.exit_code(lambda: print(_help(f"{given[0]} ")), cli.say)
+    if name not in COMMANDS:
+        cli.say(f"titan-mi100: {_unknown(given, count)}")
+        return 2
+    sys.argv = [f"titan-mi100 {name}", *given[count:]]
+    module = import_module(f"titan_mi100.{COMMANDS[name][0]}")
+    code = module.main(sys.argv[1:]) if name == "train" else module.main()
+    return code if isinstance(code, int) else 0
+
+
+def _help(group: str = "") -> str:
+    """Args: group: of which commands, such as "convert "; empty: all."""
+    shown = {name: what for name, (_, what) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, shown))
+    lines = [f"usage: titan-mi100 {group}COMMAND [arguments]; titan-mi100 {group}COMMAND --help explains them", ""]
+    return "\n".join([*lines, *(f"  {name:<{width}}  {what}" for name, what in shown.items())])
+
+
+def _unknown(given: list[str], count: int) -> str:
+    """What is wrong with the words."""
+    from titan_mi100.errors import did_you_mean
+    from titan_mi100.wording import shown
+
+    of_group = [name.split()[1] for name in COMMANDS if count == 2 and name.startswith(f"{given[0]} ")]
+    known = of_group or [*dict.fromkeys(name.split()[0] for name in COMMANDS)]
+    where = f"{given[0]} " * (count - 1)
+    return f"{where}{shown(given[count - 1])} is not a command{did_you_mean(given[count - 1], known, where)}"
+
+
+def _versions() -> str:
+    from importlib import metadata
+
+    lines = [
+        f"titan_mi100 {import_module('titan_mi100').__version__} in {os.path.dirname(__file__)}",
+        f"Python {sys.version.split()[0]}",
+    ]
+    for name in _LIBRARIES:
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The configs that come with the package. `python -m titan_mi100.config.bundled` lists them, with a NAME prints one.
+
+They lie in train_configs/, inside the package where it is installed; in the checkout beside it, and a link leads there.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_mi100 import cli
+from titan_mi100.errors import UserError
+
+FOLDER = (Path(__file__).parents[1] / "train_configs").resolve()
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def or_bundled(path: str, folder: str = "") -> str:
+    """The path in the folder, or the bundled config of that name where no such file is there.
+
+    A name without a folder in it may be a bundled one's, with or without `.toml`. What is there has precedence, but a
+    folder has not: one that is called `debug` is most likely that of a run.
+    """
+    wanted = os.path.join(folder, path)
+    if os.path.dirname(path) or (os.path.lexists(wanted) and not os.path.isdir(wanted)):
+        return wanted
+    name = path.removesuffix(".toml")
+    return str(FOLDER / f"{name}.toml") if name in names() else wanted
+
+
+def no_such_file(path: str) -> str:
+    """What is wrong with the path of a config that is not there."""
+    close = difflib.get_close_matches(os.path.basename(path).removesuffix(".toml"), names(), n=1, cutoff=0.8)
+    return f"no such file; a bundled config is called {close[0]}.toml, without a folder" if close else "no such file"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.exit_code(lambda: _show(_parser().parse_args(argv).name))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        description="List the bundled configs, or print one: to read it, or to make your own of it. A config of yours "
+        'can inherit from it with base = "NAME.toml".',
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="print this one")
+    return parser
+
+
+def _show(name: str) -> None:
+    if name:
+        file = FOLDER / f"{name.removesuffix('.toml')}.toml"
+        if file.stem not in names():
+            raise UserError(f"{name}: {no_such_file(name)}; without a name all are listed")
+        print(file.read_text(encoding="utf-8"), end="")
+        return
+    width = max(map(len, names()))
+    for stem in names():
+        first_line = (FOLDER / f"{stem}.toml").read_text(encoding="utf-8").partition("\n")[0]
+        print(f"{stem:<{width}}  {first_line.removeprefix('#').strip()}")
+    print(f"\nin {FOLDER}; train on one: --job.config_file NAME")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

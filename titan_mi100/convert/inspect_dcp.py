@@ -1,0 +1,138 @@
+"""Lists what a checkpoint holds, or what is different in two. Any form will do: DCP, HF folder, file of torch.save.
+
+Exit codes: 0; with two, as of `diff`: 0 alike, 1 different, 2 one cannot be read.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_mi100 import cli as tool
+from titan_mi100.checkpoint.keys import is_weight
+from titan_mi100.checkpoint.resume import differing
+from titan_mi100.config.layout import Layout
+from titan_mi100.logging import setup_logging
+from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
+from titan_mi100.weights.source import open_weights, read_manifest, verify_files
+from titan_mi100.wording import printable
+
+_AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
+    parser.add_argument("other", type=Path, nargs="?", help="another one, to be compared with")
+    parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
+    parser.add_argument("--json", action="store_true", help="for a program to read")
+    options = parser.parse_args()
+    setup_logging(0)
+    sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
+
+
+def show(options: argparse.Namespace) -> None:
+    found = describe(options.checkpoint, options.verify)
+    if options.json:
+        print(json.dumps(found))
+        return
+    print(printable(f"{options.checkpoint}: {facts(found)}"))
+    for name, value in found["fingerprints"].items():
+        print(printable(f"  {name}: {json.dumps(value) if isinstance(value, dict) else value}"))
+    width = max(len(name) for name in found["tensors"])
+    for name, tensor in found["tensors"].items():
+        print(printable(f"{name:<{width}}  {tensor['dtype']:<9} {tuple(tensor['shape'])}"))
+
+
+def describe(path: Path, verify: bool) -> dict[str, Any]:
+    """All that is known without reading tensors."""
+    weights = open_weights(path, only_weights=False)
+    manifest = read_manifest(path)
+    if verify:
+        verify_files(path)
+    layout = {key: value for key, value in manifest.get("layout", {}).items() if key in Layout.__dataclass_fields__}
+    tensors = {name: {"shape": kind.shape, "dtype": dtype_name(kind.dtype)} for name, kind in weights.kinds.items()}
+    return {
+        "step": manifest.get("step"),
+        "layout": Layout(**layout).describe() if layout else None,
+        "processes": manifest.get("processes"),
+        "torch": manifest.get("torch"),
+        "sealed": bool(manifest),
+        "verified": verify and bool(manifest),
+        "fingerprints": manifest.get("fingerprints", {}),
+        "model_values": sum(torch.Size(k.shape).numel() for n, k in weights.kinds.items() if is_weight(n)),
+        "bytes": sum(kind.nbytes for kind in weights.kinds.values()),
+        "tensors": tensors,
+    }
+
+
+def facts(found: dict[str, Any]) -> str:
+    parts = [f"step {found['step']}" if found["sealed"] else "no manifest"]
+    parts += [f"{found['layout']}, {found['processes']} process(es)"] if found["layout"] else []
+    parts += [f"torch {found['torch']}"] if found["torch"] else []
+    weights = sum(map(is_weight, found["tensors"]))
+    parts.append(f"{weights} weights with {found['model_values']:,} values")
+    parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in all")
+    return "; ".join(parts + (["files verified"] if found["verified"] else []))
+
+
+def diff(options: argparse.Namespace) -> None:
+    paths = options.checkpoint, options.other
+    found = compare(*paths)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for side, path in zip(("only_first", "only_second"), paths, strict=True):
+            for name in found[side]:
+                print(printable(f"only in {path}: {name}"))
+        for name, words in found["kinds"].items():
+            print(printable(f"{name}: {words}"))
+        for name, largest in found["values"].items():
+            print(printable(f"{name}: values differ by up to {largest:.3g}"))
+        for words in found["manifest"]:
+            print(printable(f"manifest: {words}"))
+        print(f"{found['equal']} tensors are bit-identical, {len(found['values'])} have other values")
+    if any(found[key] for key in ("only_first", "only_second", "kinds", "values")):
+        sys.exit(1)
+
+
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """What is different; the difference of values is NaN where only one of the two is."""
+    a, b = (open_weights(path, only_weights=False) for path in (first, second))
+    manifests = [read_manifest(path) for path in (first, second)]
+    facts = [{key: m.get(key) for key in ("step", "layout", "processes", "fingerprints")} for m in manifests]
+    found: dict[str, Any] = {
+        "only_first": [name for name in a.kinds if name not in b.kinds],
+        "only_second": [name for name in b.kinds if name not in a.kinds],
+        "kinds": {},
+        "values": {},
+        "equal": 0,
+        "manifest": list(differing(*facts).values()) if all(manifests) else [],
+    }
+    for name in a.kinds:
+        if name not in b.kinds:
+            continue
+        if a.kinds[name] != b.kinds[name]:
+            words = [f"{tuple(kind.shape)} {dtype_name(kind.dtype)}" for kind in (a.kinds[name], b.kinds[name])]
+            found["kinds"][name] = ", ".join(words)
+        elif (largest := largest_difference(a, b, name)) is None:
+            found["equal"] += 1
+        else:
+            found["values"][name] = largest
+    return found
+
+
+def largest_difference(a: Weights, b: Weights, name: str) -> float | None:
+    """Of all values; None: the same bytes."""
+    left, right = a.tensor(name).flatten(), b.tensor(name).flatten()
+    if torch.equal(raw_bytes(left), raw_bytes(right)):
+        return None
+    pairs = zip(left.split(_AT_ONCE), right.split(_AT_ONCE), strict=True)
+    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
+
+
+if __name__ == "__main__":
+    main()

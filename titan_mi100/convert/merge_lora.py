@@ -1,0 +1,33 @@
+"""Writes a base with a LoRA adapter merged into it as an HF folder: W + (alpha / rank) B A, summed in fp32."""
+
+from pathlib import Path
+
+from titan_mi100 import cli
+from titan_mi100.weights import convert, hub
+from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.source import open_source
+
+
+def main() -> None:
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="the model that the adapter was trained on")
+    parser.add_argument(
+        "--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500"
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to make; must not be there yet")
+    parser.add_argument(
+        "--dtype", choices=convert.DTYPES, default="keep", help="of the written weights (default: the base's)"
+    )
+    parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
+    hub.add_options(parser)
+    options = parser.parse_args()
+
+    def merge() -> None:
+        source = merged(open_source(options.base), options.adapter)
+        convert.to_hf(source, options.output_dir, options.dtype, options.verify)
+
+    hub.run(merge, options)
+
+
+if __name__ == "__main__":
+    main()
