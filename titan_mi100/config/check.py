@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields
+from importlib.util import find_spec
 
 from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
 from titan_mi100.config.layout import SCHEDULES, check_schedule
@@ -51,6 +52,9 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
                 errors.append(f"[{section}] {key} = {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
+    # where wandb is missing, find_spec finds the folder that wandb writes to here, as a package without a file
+    if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
+        errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install 'titan_mi100[wandb]'")
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
     needing = {"[validation] freq": config.validation.freq, "[checkpoint] keep_best": config.checkpoint.keep_best}
     for key, value in needing.items():

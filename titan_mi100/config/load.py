@@ -44,7 +44,10 @@ _OWN_MODEL_OR_DATA = (
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
-_OURS = ("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock")
+_OURS = (
+    *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock"),
+    "wandb_id",
+)
 
 
 class _Setting(NamedTuple):

@@ -342,6 +342,7 @@ class CheckpointConfig:
 class MetricsConfig:
     log_freq: int = _key(1, "optimizer steps between printed lines", low=1)
     enable_tensorboard: bool = _key(True, "write TensorBoard events")
+    enable_wandb: bool = _key(False, "send the same to Weights & Biases (extra wandb); its WANDB_... variables hold")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run tells about itself: a line and a TensorBoard point a step, `metrics.jsonl`, and the progress bar."""
+"""What a run tells about itself: a line a step, `metrics.jsonl`, the progress bar, and what sinks.py sends on."""
 
 import json
 import math
@@ -18,6 +18,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
+from titan_mi100.run.sinks import Sink
 
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 
@@ -66,7 +67,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Reporter:
-    """Rank 0's record of the run: `metrics.jsonl`, TensorBoard, the printed lines and, on a terminal, the bar."""
+    """Rank 0's record of the run: `metrics.jsonl`, the sinks, the printed lines and, on a terminal, the bar."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Reporter:
         dtype: str,
         last_step: int = 0,
         validation_due: bool = False,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
 
@@ -90,6 +92,7 @@ class Reporter:
             dtype: the compute dtype, for the printed line.
             last_step: of the checkpoint that the run resumes from; 0: none.
             validation_due: its validation is still to come.
+            sinks: get the same values.
         """
         self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
         self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
@@ -97,11 +100,7 @@ class Reporter:
         _drop_after(path, last_step, validation_due)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
-        self._events: Any = None
-        if config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
-
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+        self._sinks, self._step = sinks, last_step
         self._bar = tqdm(
             total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
@@ -137,6 +136,7 @@ class Reporter:
                 f"mem {result.peak_memory_gib:.2f} GiB  data wait {record['data_wait']:.1%}"
             )
         self._bar.update(1)
+        self._step = step
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None, sources: dict[str, float]) -> None:
         """Args: bits_per_byte: None: unknown, or the tokens spell nothing; sources: the loss of each of several."""
@@ -152,10 +152,10 @@ class Reporter:
         try:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
-            if self._events is not None:
-                for name, value in values.items():
-                    if name != "step" and value is not None:
-                        self._events.add_scalar(prefix + name.removeprefix("validation_"), value, step)
+            named = {prefix + name.removeprefix("validation_"): value for name, value in values.items()}
+            shown = {tag: float(value) for tag, value in named.items() if value is not None and tag != f"{prefix}step"}
+            for sink in self._sinks:
+                sink.scalars(shown, step)
         except OSError as error:  # a full disk: the next save will end the run, all ranks together
             if self._writes:
                 log.warning(f"{self._file.name}: cannot be written to: {error.strerror}")
@@ -164,8 +164,8 @@ class Reporter:
     def close(self) -> None:
         self._bar.close()
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for sink in self._sinks:
+            sink.close(is_done=self._step == self._steps)
 
 
 def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:

@@ -3,7 +3,7 @@
 import json
 import platform
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
-from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
@@ -26,6 +26,7 @@ from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.progress import Progress
+from titan_mi100.run.sinks import Explanation, open_sinks
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -60,8 +61,13 @@ def open_record(
     tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
     with raise_together():
         if world.rank == 0:
-            ran = {"device": device_words, "processes": world.size, "attention_kernel": kernel, "compute_dtype": dtype}
-            _write_explanation(folder, config, progress.step, ran)
+            layout = config.layout(world.size).describe()
+            ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
+            ran["compute_dtype"] = dtype
+            about = _write_explanation(folder, config, progress.step, ran)
+            about = replace(about, settings=_flat(config, world.size))
+            flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
+            sinks = open_sinks(folder, *flags, about, progress.step)
             return Reporter(
                 folder,
                 config.metrics,
@@ -72,19 +78,22 @@ def open_record(
                 dtype,
                 progress.step,
                 progress.validation_due,
+                sinks,
             )
     return None
 
 
-def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> None:
+def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> Explanation:
     """What a reader of the folder needs to know: the resolved config, versions, hardware, what really runs.
 
     Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`; of
     several starts at a step those of the first, which made it. So is a config.toml that is not the run's.
     """
     of_every_start = replace(config.checkpoint, fresh=False, load_step=-1)  # who starts with the file goes on
-    path, text = folder / "config.toml", to_toml(replace(config, checkpoint=of_every_start))
+    path, environment = folder / "config.toml", folder / "environment.json"
+    text = to_toml(replace(config, checkpoint=of_every_start))
     aside = folder / f"config-until-step-{last_step}.toml"
+    before = [file.read_bytes() for file in (path, environment) if file.exists()]
     if path.exists() and path.read_bytes() != text.encode() and not aside.exists():
         path.rename(aside)
     path.write_text(text, encoding="utf-8")
@@ -96,7 +105,18 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
         "cuda": torch.version.cuda,
         "command": sys.argv,
     }
-    (folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    about = json.dumps(record, indent=1) + "\n"
+    environment.write_text(about, encoding="utf-8")
+    texts = {"config": text, "layout": str(ran.get("layout", "")), "environment": about}
+    return Explanation({}, texts, is_known=before == [text.encode(), about.encode()])
+
+
+def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
+    """Config and layout by "section.key"; what is no number is text."""
+    groups = {name: asdict(getattr(config, name)) for name, _ in sections()}
+    groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
+    values = {f"{group}.{key}": value for group, own in groups.items() for key, value in own.items()}
+    return {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
 
 
 def log_where_everything_is(folder: Path, config: Config, progress: Progress) -> None:
