@@ -1,15 +1,24 @@
-"""What scripts/evaluate.sh promises, with stand-ins for Python, the export and lm_eval."""
+"""What scripts/evaluate.sh and titan_mi100.harness promise, with stand-ins for Python, the export and lm_eval."""
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from test_scripts import REPO, STUB, Checkout, write_executable
 
-LM_EVAL = """\
-elif argv[0].endswith("checkpoint_tools/dcp_to_hf.py"):
-    log("export", argv)
+LM_EVAL = (
+    f"""\
+elif argv[1] == "titan_mi100.harness":  # the real one, but what it starts is the stub
+    sys.path += {[str(REPO), *(path for path in sys.path if path.endswith("-packages"))]!r}
+    sys.path.append(os.environ["STUB_PACKAGES"])
+    sys.executable, sys.argv = sys.argv[0], argv[1:]
+    runpy.run_module("titan_mi100.harness", run_name="__main__", alter_sys=True)
+"""
+    + """\
+elif argv[1] == "titan_mi100.convert.dcp_to_hf":
+    log("export", argv[1:])
     if code := int(os.environ.get("STUB_EXPORT_CODE", "0")):
         sys.exit(code)
     output = argv[argv.index("--output_dir") + 1]
@@ -22,12 +31,16 @@ elif argv[1] == "lm_eval":
     sys.exit(int(os.environ.get("STUB_LM_EVAL_CODE", "0")))
 elif argv[1] == "venv":
 """
+)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     checkout = Checkout(tmp_path)
     shutil.copy(REPO / "scripts" / "evaluate.sh", checkout.folder / "scripts")
+    shutil.copy(REPO / "titan_mi100" / "harness.py", checkout.folder / "titan_mi100")
+    write_executable(tmp_path / "packages" / "lm_eval.py", "")
+    checkout.environ["STUB_PACKAGES"] = str(tmp_path / "packages")
     stub = STUB.replace('elif argv[1] == "venv":\n', LM_EVAL)
     assert stub != STUB
     for name in ("python3", "python"):
@@ -171,10 +184,25 @@ def test_mistakes_in_the_arguments_start_nothing(checkout: Checkout, arguments: 
 def test_help_needs_nothing(checkout: Checkout) -> None:
     result = evaluate(checkout, "--help", STUB_VERDICT="no torch")
     assert result.returncode == 0
-    assert "scripts/evaluate.sh CKPT TASKS" in result.stdout and "set -euo" not in result.stdout
+    assert "scripts/evaluate.sh CKPT TASKS" in result.stdout and "import os" not in result.stdout
 
 
 def test_an_environment_without_lm_eval_gets_the_remedy(checkout: Checkout, hf_folder: Path) -> None:
     result = evaluate(checkout, hf_folder, "gsm8k", STUB_VERDICT="missing lm_eval")
     assert result.returncode == 1
     assert "[eval]" in result.stderr
+
+
+def test_an_adapter_is_refused_with_the_way_to_merge_it(checkout: Checkout, dcp_folder: Path) -> None:
+    (dcp_folder / "manifest.json").write_text('{"lora": {"rank": 4}}')
+    result = evaluate(checkout, dcp_folder, "gsm8k")
+    assert result.returncode == 2
+    assert "titan-mi100 convert merge-lora" in result.stderr and checkout.calls("export") == []
+
+
+def test_an_installed_package_without_lm_eval_names_the_extra(checkout: Checkout, hf_folder: Path) -> None:
+    (Path(checkout.environ["STUB_PACKAGES"]) / "lm_eval.py").unlink()
+    (checkout.elsewhere / "lm_eval").mkdir()  # a folder of that name is no package
+    result = evaluate(checkout, hf_folder, "gsm8k")
+    assert result.returncode == 2
+    assert "pip install 'titan_mi100[eval]'" in result.stderr
