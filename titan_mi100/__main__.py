@@ -12,11 +12,14 @@ from importlib import import_module
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as run_train.sh blocks them
 COMMANDS = {  # word or words: module, and what it does
     "train": ("launch", "check the config, prepare the data, start the processes and supervise them"),
+    "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),
+    "certify": ("certify", "measure this machine's cards: kernels, precision, bandwidth"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
     "inspect": ("inspect_data", "show what will train, token by token"),
     "plan": ("planner", "tell before a run whether it fits its cards, and which layout does best"),
     "rehearse": ("rehearse", "count what a run on N devices takes and sends, without the devices"),
     "prepare": ("prepare_corpus", "tokenise a corpus for pretraining into shards"),
+    "report": ("report", "one page about a run, or several side by side"),
     "generate": ("generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("exact_match", "exact match of generated answers, in GSM8K's format"),
     "evaluate harness": ("harness", "any task of the lm-evaluation-harness (extra eval)"),
@@ -39,11 +42,15 @@ def console() -> int:
 
 def main() -> int:
     """Run the command that sys.argv names; its exit code. It finds its own arguments in sys.argv[1:]."""
-    if sys.argv[1:2] == ["train"]:
+    given = sys.argv[1:]
+    if given[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before anything is imported: the launcher waits for them
+        from titan_mi100 import launch
+
+        sys.argv[0] = "titan-mi100 train"
+        return launch.main(given[1:])
     from titan_mi100 import cli
 
-    given = sys.argv[1:]
     if not given or given[0] in ("-h", "--help"):
         return cli.exit_code(lambda: print(_help()), cli.say)
     if given[0] == "--version":
@@ -56,8 +63,7 @@ def main() -> int:
         cli.say(f"titan-mi100: {_unknown(given, count)}")
         return 2
     sys.argv = [f"titan-mi100 {name}", *given[count:]]
-    module = import_module(f"titan_mi100.{COMMANDS[name][0]}")
-    code = module.main(sys.argv[1:]) if name == "train" else module.main()
+    code = import_module(f"titan_mi100.{COMMANDS[name][0]}").main()
     return code if isinstance(code, int) else 0
 
 

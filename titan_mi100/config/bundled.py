@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(name: str) -> None:
     if name:
-        file = FOLDER / f"{name.removesuffix('.toml')}.toml"
-        if file.stem not in names():
+        stem = name.removesuffix(".toml")
+        if stem not in names():
             raise UserError(f"{name}: {no_such_file(name)}; without a name all are listed")
-        print(file.read_text(encoding="utf-8"), end="")
+        print((FOLDER / f"{stem}.toml").read_text(encoding="utf-8"), end="")
         return
     width = max(map(len, names()))
     for stem in names():
