@@ -32,6 +32,7 @@ elif argv[1] == "lm_eval":
 elif argv[1] == "venv":
 """
 )
+TRACEBACK = '    raise ValueError(f"Tasks not found: {missing}")\nValueError: Tasks not found: no_such'
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_lm_evals_failures_have_codes_and_leave_a_log(checkout: Checkout, hf_fol
     for variables, code, said in (
         ({"STUB_LM_EVAL_CODE": "1", "STUB_LM_EVAL_SAYS": "out of memory"}, 1, "lm_eval.log"),
         ({"STUB_LM_EVAL_CODE": "2"}, 2, "lm_eval.log"),
-        ({"STUB_LM_EVAL_CODE": "1", "STUB_LM_EVAL_SAYS": "ValueError: Tasks not found: no_such"}, 2, "no_such;"),
+        ({"STUB_LM_EVAL_CODE": "1", "STUB_LM_EVAL_SAYS": TRACEBACK}, 2, "ERROR Tasks not found: no_such;"),
     ):
         result = evaluate(checkout, hf_folder, "no_such", **variables)
         assert result.returncode == code, result.stderr

@@ -151,8 +151,8 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
     if process.returncode == 0:
         _say(f"results: {results}")
         return 0
-    if missing := re.search(rb"Tasks not found.*", said):
-        words = missing[0].decode(errors="replace")
+    if missing := re.findall(rb"Tasks not found.*", said):
+        words = missing[-1].decode(errors="replace")  # the first may be a line of the traceback
         raise UserError(f"{words}; python -m lm_eval ls tasks lists them")
     cli.say(f"lm_eval failed with exit code {process.returncode}; all it said: {log}")
     return 2 if process.returncode == 2 else 1
