@@ -85,6 +85,7 @@ def test_a_bundled_config_is_found_by_its_name_where_no_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert bundled.FOLDER == REPO / "train_configs"  # not by the link: messages name the place to edit
     (tmp_path / "debug").mkdir()  # such as a run's folder: it hides nothing
     for name in ("debug", "debug.toml"):
         config = load_config(["--job.config_file", name])
@@ -151,7 +152,8 @@ def test_an_installed_wheel_trains_plans_and_converts_from_an_empty_folder(wheel
     subprocess.run([python, *install], check=True, capture_output=True)
     empty.mkdir()
     (empty / "titan_mi100").mkdir()  # a folder of that name is not the package
-    (empty / "titan_mi100" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    if sys.version_info >= (3, 11):  # before, -m looks into the current folder first
+        (empty / "titan_mi100" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TITAN_"))}
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     before = {path for path in (packages / "titan_mi100").rglob("*") if "__pycache__" not in path.parts}
