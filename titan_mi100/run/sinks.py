@@ -21,17 +21,22 @@ _INIT_SECONDS, _FINISH_SECONDS = 10.0, 60.0  # W&B tries to connect for about tw
 _STEP = "step"  # W&B's x axis: its own counter only rises, ours falls back to the checkpoint after a restart
 
 
+Settings = Mapping[str, bool | int | float | str]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What a reader of the values needs to know.
 
     Attributes:
         settings: config and layout, "section.key" to a value that TensorBoard and W&B can hold.
+        chosen: those of them that are not the default, and the layout: a table of all has a hundred columns.
         texts: name to content: the config as TOML, the layout, versions and hardware.
         is_known: an earlier start of the run had the same texts.
     """
 
-    settings: Mapping[str, bool | int | float | str]
+    settings: Settings
+    chosen: Settings
     texts: Mapping[str, str]
     is_known: bool = False
 
@@ -58,7 +63,7 @@ class TensorBoard:
             for name, text in about.texts.items():
                 self.text(f"about/{name}", f"```\n{text}\n```", last_step)
         # SummaryWriter.add_hparams would make a run of its own beside this one
-        experiment, start, self._end = hparams(dict(about.settings), {"train/loss": 0.0, "validation/loss": 0.0})
+        experiment, start, self._end = hparams(dict(about.chosen), {"train/loss": 0.0, "validation/loss": 0.0})
         if is_new:
             self._write(experiment)
             self._write(start)
