@@ -20,7 +20,7 @@ from titan_mi100.config import bundled
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 
-COMING = {"doctor", "certify", "report"}  # modules that other branches bring
+COMING = {"report"}  # modules that other branches bring
 WORDS = [name for name in console.COMMANDS if name not in COMING]
 
 

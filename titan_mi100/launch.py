@@ -23,7 +23,7 @@ from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
 from titan_mi100.launch_nodes import Leader, follow
-<<<<<<< HEAD
+from titan_mi100.machine.start import before_start
 from titan_mi100.outcome import (
     ATTEMPTS,
     HUNG,
@@ -37,10 +37,6 @@ from titan_mi100.outcome import (
 )
 from titan_mi100.run.heartbeat import WATCHED
 from titan_mi100.run.watchdog import LOOK, Watch
-=======
-from titan_mi100.machine.start import before_start
-from titan_mi100.outcome import Outcome, read_outcome
->>>>>>> 8f73d1c (The launcher says what of the machine does not pass, and ends where no run can work; recorded machines)
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import command_name, printable
 
