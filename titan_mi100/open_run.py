@@ -57,6 +57,7 @@ from titan_mi100.run.metrics import Reporter, StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
 from titan_mi100.run.rows import fit_progress, last_step, open_rows
+from titan_mi100.run.samples import Sampler, open_sampler
 from titan_mi100.run.stragglers import Stragglers
 from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
@@ -81,6 +82,7 @@ class Run:
         forecast: the plan of its memory and time.
         observers: are shown each step's result.
         wants_to_stop: whether this process was told to stop.
+        sampler: answers held-out prompts at each validation; None: there are none to answer.
     """
 
     config: Config
@@ -102,6 +104,7 @@ class Run:
     heartbeat: Heartbeat
     stragglers: Stragglers | None
     wants_to_stop: Callable[[], bool]
+    sampler: Sampler | None
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
@@ -142,12 +145,18 @@ class Run:
         if not self.data.validation:
             return False
         losses = self.validation_losses()
+        answered: list[dict[str, Any]] | None = []
+        if losses and self.sampler is not None:
+            answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, self.wants_to_stop)
+            losses = None if answered is None else losses
         loss = losses[0] if losses else None
         if losses and self.reporter is not None:
             names = [source.name for source in self.data.validation]
             each = dict(zip(names, losses[1:], strict=True)) if len(names) > 1 else {}
             bits = bits_per_byte(losses[0], self.data.validation_counts)
             self.reporter.validation(self.progress.step, losses[0], bits, each)
+            if answered:
+                self.reporter.samples(self.progress.step, answered)
         return self.progress.after_validation(loss)
 
     def save(self) -> None:
@@ -252,6 +261,7 @@ def open_run(
         with raise_together():
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    sampler = open_sampler(config, data)
     child.end()  # no more files from elsewhere are read
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
@@ -269,7 +279,7 @@ def open_run(
         config.training.skip_loss_spikes,
     )
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
-    return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop)
+    return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop, sampler)
 
 
 def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:

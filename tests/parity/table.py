@@ -6,7 +6,8 @@
 
 Each cell trains the same small model on the same packed rows for 8 steps with the trainer's own step, and is compared
 with one process: every gradient of step 1, the loss and the norm before clipping of each step, the weights at the end
-and the validation loss with them (in the column of losses). Clipping is off and AdamW's eps large, because both hide a
+and the validation loss with them (in the column of losses), and the greedy answers to held-out prompts, token by token
+(the share of prompts that are answered otherwise). Clipping is off and AdamW's eps large, because both hide a
 wrong gradient scale. Rows hold several documents, and what is supervised in them is very uneven. With --resume each
 layout saves a checkpoint after 4 steps and every layout goes on from each: the rest must be as if nothing had happened.
 """
@@ -44,17 +45,21 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset
+from titan_mi100.data.prompts import held_out_prompts
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run.samples import answer_greedily
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
-KINDS = ("gradients", "loss", "norm", "weights")
-BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8}}
-BARS["float32"] = dict.fromkeys(KINDS, 1e-5)
-# gradients are bf16 where weights are, and summed over microbatches and DDP's ranks in that
-LEAN_BARS = {"gradients": 1e-2, "loss": 1e-3, "norm": 3e-3, "weights": 1e-2}
-BARS["float16"] = {"gradients": 1e-2, "loss": 1e-3, "norm": 1e-2, "weights": 1e-3}
+PROMPTS, ANSWER = 5, 6  # held-out prompts, and tokens of an answer
+KINDS = ("gradients", "loss", "norm", "weights", "answers")
+BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8, "answers": 0.0}}
+BARS["float32"] = {**dict.fromkeys(KINDS, 1e-5), "answers": 0.0}
+# gradients are bf16 where weights are, and summed over microbatches and DDP's ranks in that; weights that differ so
+# much may answer otherwise
+LEAN_BARS = {"gradients": 1e-2, "loss": 1e-3, "norm": 3e-3, "weights": 1e-2, "answers": 1.0}
+BARS["float16"] = {"gradients": 1e-2, "loss": 1e-3, "norm": 1e-2, "weights": 1e-3, "answers": 1.0}
 
 
 @dataclass(frozen=True)
@@ -174,15 +179,18 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     data = made_up(dataset(), validation=dataset())
     run = open_run(config_of(cell), world, spec=spec_of(cell), data=data, checkpoint=checkpoint)
     gradients = keep_gradients(run)
+    prompts = [prompt.ids for prompt in held_out_prompts([data.validation[0].rows], PROMPTS)]
     steps = []
     for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
         steps += [run.step() for _ in range(cell.steps // 2)]
         held_out = run.validation_losses()[0]
+        answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream.batch, run.stream.dp_rank)
     if cell.save_to:
         save(run, Path(cell.save_to))
     return {
         "loss": [*(step.loss for step in steps), held_out],
         "norm": [step.grad_norm for step in steps],
+        "answers": answers,
         "gradients": gradients,
         "weights": [(name, whole(p)) for name, p in run.model.named_parameters()],
     }
@@ -195,6 +203,8 @@ def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[st
         if kind in ("loss", "norm"):
             pairs = [pair for record in records for pair in zip(record[kind], expected, strict=True)]
             differences = [abs(a - b) / abs(b) for a, b in pairs]
+        elif kind == "answers":
+            differences = [np.mean([a != b for a, b in zip(r[kind], expected, strict=True)]) for r in records]
         else:
             exact = {name: tensor.double() for name, tensor in expected}
             found = [pair for record in records for pair in record[kind]]
@@ -250,7 +260,8 @@ def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
             (reference,) = exact[str(reference_of(cell))]
             if cell.load_from:
                 later = {kind: reference[kind][cell.steps // 2 :] for kind in ("loss", "norm")}
-                reference = {**later, "weights": reference["weights"]}  # step 1 and its gradients were before
+                at_the_end = {kind: reference[kind] for kind in ("weights", "answers")}
+                reference = {**later, **at_the_end}  # step 1 and its gradients were before
             results.append((cell, compare(records, reference)))
     return results + [(cell, why) for cell, why in zip(jobs, refusals, strict=True) if why is not None]
 
@@ -288,8 +299,9 @@ def resume(
 
 def table(results: Sequence[Result]) -> str:
     lines = [
-        "| layout | processes | tied | GA | dtype | gradients of step 1 | loss | norm | weights after 8 steps | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| layout | processes | tied | GA | dtype "
+        "| gradients of step 1 | loss | norm | weights after 8 steps | answers | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell, found in results:
         start = f"| {cell.layout} | {cell.processes} | {'yes' if cell.tied else 'no'} | {cell.accumulation} "
@@ -297,7 +309,7 @@ def table(results: Sequence[Result]) -> str:
         kinds += [f"{cell.offload} on the host"] if cell.offload != "nothing" else []
         start += f"| {', '.join(kinds)} | "
         if isinstance(found, str):
-            lines.append(start + f"refused: {found} | | | | |")
+            lines.append(start + f"refused: {found} | | | | | |")
         else:
             values = " | ".join(f"{found[kind]:.1e}" if kind in found else "" for kind in KINDS)
             lines.append(start + values + f" | {'ok' if holds(cell, found) else '**OVER**'} |")

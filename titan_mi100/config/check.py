@@ -23,6 +23,7 @@ ALTERNATIVES = (
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
+    ("validation", "prompts"): ("prompt_tokens",),
     ("lora", "rank"): ("alpha", "dropout", "target_modules", "base"),
     ("compile", "enable"): ("backend",),
     ("checkpoint", "export_hf"): ("export_dtype",),
@@ -56,7 +57,9 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install 'titan_mi100[wandb]'")
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
-    needing = {"[validation] freq": config.validation.freq, "[checkpoint] keep_best": config.checkpoint.keep_best}
+    validation, best = config.validation, config.checkpoint.keep_best
+    needing = {"[validation] freq": validation.freq, "[checkpoint] keep_best": best}
+    needing["[validation] prompts"] = validation.prompts
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
             errors.append(f"{key} = {value!r} needs [data] validation_path or validation_fraction")

@@ -194,6 +194,8 @@ class TrainingConfig:
 @dataclass(frozen=True)
 class ValidationConfig:
     freq: int = _key(0, "optimizer steps between validations; 0: only after the last step")
+    prompts: int = _key(0, "beginnings of held-out documents that the model continues at each validation", high=1024)
+    prompt_tokens: int = _key(128, "most tokens of each answer; each costs a forward", low=1)
 
 
 @dataclass(frozen=True)

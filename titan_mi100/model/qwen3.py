@@ -144,6 +144,8 @@ class Decoder(nn.Module):
         return x if self.dtype is None else x.to(self.dtype)
 
 
+_HEAD_BLOCK = 1 << 14  # rows of the head
+
 # hidden states, the head's weight, labels, index of the supervised tokens -> (1,); see loss.head_loss
 HeadLoss = Callable[..., Tensor]
 
@@ -162,8 +164,11 @@ class Head(nn.Module):
 def logits_or_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss
 ) -> Tensor:
-    if labels is None:
+    if labels is None and supervised is None:
         return multiply(hidden, local_weight(weight, hidden.dtype))
+    if labels is None:  # a few tokens of a model in training: its fp32 head is cast block by block, as in the loss
+        few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_HEAD_BLOCK)
+        return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
     assert supervised is not None, "labels need the index of the supervised tokens"
     return loss(hidden, local_weight(weight, weight.dtype), labels, supervised)  # which casts it block by block
 
@@ -201,12 +206,13 @@ class Qwen3(nn.Module):
                 hidden states of the stage before it, (batch, seq, hidden), instead of input_ids.
             positions: (batch, seq), restarting per document; default 0, 1, ...
             documents: what the backend prepared for this microbatch; default one document per row.
-            supervised: (n,), only with labels: parallel.base.supervised_index on the device. A loader's microbatch has
-                document_ends and supervised_columns instead of these two, which parallel.base.read_on_host exchanges.
+            supervised: (n,): parallel.base.supervised_index on the device; without labels the tokens whose logits are
+                wanted, default all. A loader's microbatch has document_ends and supervised_columns instead of
+                documents and these, which parallel.base.read_on_host exchanges.
 
         Returns:
-            (batch, seq, vocab_size) in the weights' dtype without labels, else (1,) in fp32 at least. A stage that is
-            not the last returns hidden states.
+            (1,) in fp32 at least; without labels the logits, in the activations' dtype: (batch, seq, vocab_size), or
+            (n, vocab_size) of those tokens. A stage that is not the last returns hidden states.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Backend, Documents, to_device
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
+from titan_mi100.parallel.tensor_parallel import gather_vocabulary
 
 
 class ParallelModel(ABC):
@@ -38,6 +40,7 @@ class ParallelModel(ABC):
 
     parts: list[Qwen3]
     device: torch.device
+    _tp: DeviceMesh
     counts_rows = True
     counts_loss = True
     gradient_bytes: int | None = None
@@ -57,20 +60,47 @@ class ParallelModel(ABC):
             the others that took part in it return zeros. So the sum over all ranks is the step's loss.
         """
 
-    @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
         """The loss summed over the microbatches, (1,) fp64, without gradients; counted as in forward_backward."""
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        with without_dropout(self.parts):
+        with self.evaluating():
             for microbatch in microbatches:
-                loss_sum += self.parts[0](**self._on_device(microbatch))
-        self._after_evaluation()
+                loss = self._forward(self._on_device(microbatch))
+                loss_sum += 0 if loss is None else loss
         return self._counted_once(loss_sum)
+
+    def logits(self, microbatch: Microbatch) -> Tensor | None:
+        """The logits of some tokens, the same on every rank that has them. Call it inside `evaluating`. A collective.
+
+        Args:
+            microbatch: without labels; its supervised_columns are the columns of these n tokens. Its shape may differ
+                from a step's; seq must be a multiple of the tensor-parallel degree.
+
+        Returns:
+            (n, vocabulary), in the order of the rows; None: another rank of the pipeline has them.
+        """
+        logits = self._forward(self._on_device(microbatch))
+        return None if logits is None else gather_vocabulary(logits, self._tp)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """For forwards without a backward: no gradients, no dropout, and nothing is left behind."""
+        with torch.no_grad(), without_dropout(self.parts):
+            yield
+        self._after_evaluation()
+
+    def _forward(self, inputs: Microbatch) -> Tensor | None:
+        """What the whole model makes of inputs on the device; None: another rank has it."""
+        return self.parts[0](**inputs)
 
     @property
     def weights_device(self) -> torch.device:
         """Of the parameters: the host, where each is fetched when it is used."""
         return next(self.named_parameters())[1].device
+
+    @property
+    def tp_degree(self) -> int:
+        return self._tp.size()
 
     def measure_gradients(self) -> Gradients:
         """What a step's gradients are, before they are used; on `device`."""

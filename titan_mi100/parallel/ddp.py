@@ -40,7 +40,7 @@ class ReplicatedModel(ParallelModel):
         device: torch.device,
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
-        self.parts, self.device = [model], device
+        self.parts, self.device, self._tp = [model], device, mesh["tp"]
         self._world_size, self._replica, self._step = mesh.size(), mesh["dp_replicate"].get_local_rank(), 0
         group = mesh["dp_replicate"].get_group()
         self.ddp = DistributedDataParallel(

@@ -4,7 +4,7 @@ Under a pipeline a stage's gathered weights and its gradients are kept whole, th
 reduction), until the schedule's last backward; then they are reduced once. That is ZeRO-1 within a stage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.parallel.base import ParallelModel, without_dropout
+from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
@@ -147,28 +147,27 @@ class PipelinedModel(ParallelModel):
         """The head's copy of a tied weight: it is counted as the embedding."""
         return self._tied_weights()[-1:] if self._stages - 1 in self._mine else []
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """Each microbatch through the stages in turn; while it is in the next stage, this one has the next."""
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
-        ranks, group = dist.get_process_group_ranks(self._pp.get_group()), self._pp.get_group()
-        with without_dropout(self.parts):
-            for microbatch in map(self._on_device, microbatches):
-                ids = microbatch.pop("input_ids")
-                x = ids
-                for index, part in zip(self._mine, self.parts, strict=True):
-                    before, after = self._rank_of(index - 1), self._rank_of(index + 1)
-                    here = self._pp.get_local_rank()
-                    if index > 0 and before != here:
-                        x = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self.device)
-                        dist.recv(x, ranks[before], group)
-                    x = part(x, **microbatch)
-                    if index == self._stages - 1:
-                        loss_sum += x
-                    elif after != here:
-                        dist.send(x.contiguous(), ranks[after], group)
+    def _forward(self, inputs: Microbatch) -> Tensor | None:
+        """Through the stages in turn: while a microbatch is in the next stage, this one may have the next."""
+        group, here = self._pp.get_group(), self._pp.get_local_rank()
+        ranks = dist.get_process_group_ranks(group)
+        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        ids = inputs["input_ids"]
+        boundary = (len(ids), ids.shape[1] // self._tp.size(), self._hidden.shape[2])
+        x: Tensor | None = ids
+        for index, part in zip(self._mine, self.parts, strict=True):
+            before, after = self._rank_of(index - 1), self._rank_of(index + 1)
+            if index > 0 and before != here:
+                x = torch.empty(boundary, dtype=self._hidden.dtype, device=self.device)
+                dist.recv(x, ranks[before], group)
+            x = part(x, **rest)
+            if index < self._stages - 1 and after != here:
+                dist.send(x.contiguous(), ranks[after], group)
+                x = None
+        return x
+
+    def _after_evaluation(self) -> None:
         free_gathered(self.parts)
-        return self._counted_once(loss_sum)
 
 
 def _local(gradient: Tensor | None) -> Tensor:

@@ -82,6 +82,15 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
         gradient.copy_(summed.view_as(gradient))
 
 
+def gather_vocabulary(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Each rank's columns, (n, vocabulary / ranks) -> (n, vocabulary) on all ranks."""
+    if mesh.size() == 1:
+        return logits
+    parts = logits.new_empty(mesh.size() * len(logits), logits.shape[1])
+    all_gather_tensor(parts, logits.contiguous(), mesh.get_group())
+    return torch.cat(parts.chunk(mesh.size()), dim=1)
+
+
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
     """A layer's own parameters: its weight, and of one in 4 bits its blocks' magnitudes."""
     for name, whole in list(module.named_parameters(recurse=False)):

@@ -5,9 +5,11 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -19,8 +21,12 @@ from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import checked
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
+from titan_mi100.wording import shortened
 
+SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
+_LONGEST_SAMPLE = 1 << 24  # bytes of a line of samples.jsonl, which holds a document
+_SHOWN = 200  # characters of an answer in the log
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,9 @@ class Reporter:
         """
         self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
         self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
-        path = folder / "metrics.jsonl"
+        path, self._samples = folder / "metrics.jsonl", folder / SAMPLES
         _drop_after(path, last_step, validation_due)
+        _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
         self._sinks, self._step = sinks, last_step
@@ -148,17 +155,37 @@ class Reporter:
         words = f"validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
         log.info(f"step {step}  {words}{each}")
 
+    def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
+        """Args: answered: entries of samples.jsonl without their step."""
+        lines = [json.dumps({"step": step, **entry}, ensure_ascii=False) + "\n" for entry in answered]
+        with self._disk(self._samples), self._samples.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+        for number, entry in enumerate(answered, 1):
+            log.info(f"step {step}  sample {number}: {shortened(repr(entry['answer']), _SHOWN)}")
+            prompt = entry["prompt"][-1]["content"]
+            parts = {"prompt": prompt, "reference": entry["reference"], "answer": entry["answer"]}
+            with self._disk("tensorboard"):  # an indented block is shown as it is
+                text = "\n\n".join(f"{name}\n\n{indent(part, '    ')}" for name, part in parts.items())
+                for sink in self._sinks:
+                    sink.text(f"samples/{number}", text, step)
+
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
-        try:
+        with self._disk(self._file.name):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
             named = {prefix + name.removeprefix("validation_"): value for name, value in values.items()}
             shown = {tag: float(value) for tag, value in named.items() if value is not None and tag != f"{prefix}step"}
             for sink in self._sinks:
                 sink.scalars(shown, step)
-        except OSError as error:  # a full disk: the next save will end the run, all ranks together
+
+    @contextmanager
+    def _disk(self, path: Path | str) -> Iterator[None]:
+        """A full disk is said once: the next save will end the run, all ranks together."""
+        try:
+            yield
+        except OSError as error:
             if self._writes:
-                log.warning(f"{self._file.name}: cannot be written to: {error.strerror}")
+                log.warning(f"{path}: cannot be written to: {error.strerror}")
             self._writes = False
 
     def close(self) -> None:
@@ -168,8 +195,11 @@ class Reporter:
             sink.close(is_done=self._step == self._steps)
 
 
-def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
+def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> None:
     """Rewrite the file without what will be done again, and without a line that a kill cut off.
+
+    Args:
+        longest: bytes of a line.
 
     Raises:
         UserError: it is no regular file, or a line of it is none of ours.
@@ -178,14 +208,15 @@ def _drop_after(path: Path, last_step: int, validation_due: bool) -> None:
         return
     kept = []
     with open_plain(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+        for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
             try:
                 content = json.loads(line)
             except (ValueError, RecursionError):  # a kill can cut off the last one
                 log.warning(f"{path}: line {number} cannot be read; it is left out")
                 continue
             entry = _entry(content, f"{path}: line {number}")
-            again = validation_due and "validation_loss" in entry and entry["step"] == last_step
+            is_validations = "validation_loss" in entry or "answer" in entry
+            again = validation_due and is_validations and entry["step"] == last_step
             if entry["step"] <= last_step and not again:
                 kept.append(line.rstrip(b"\n") + b"\n")
     aside = path.with_suffix(".tmp")

@@ -24,7 +24,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE
-from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.metrics import SAMPLES, Reporter
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 
@@ -140,5 +140,6 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress) ->
     if config.metrics.enable_tensorboard:
         log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
     ledger = "ledger.csv (every row of the data), " if (folder / "ledger.csv").exists() else ""
-    log.info(f"  {ledger}metrics.jsonl, train.log")
+    samples = f", {SAMPLES}" if (folder / SAMPLES).exists() else ""
+    log.info(f"  {ledger}metrics.jsonl{samples}, train.log")
     log.info("  config.toml (resolved), environment.json, run_state.json")

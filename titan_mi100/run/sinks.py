@@ -45,6 +45,9 @@ class Sink(Protocol):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Args: values: by tag. Raises OSError: the disk is full."""
 
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """Raises OSError: the disk is full."""
+
     def close(self, is_done: bool) -> None:
         """Args: is_done: the run's last step was reached."""
 
@@ -128,6 +131,9 @@ class WandB:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._try(lambda: self._run.log({**values, _STEP: step}))
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """Not sent: W&B shows no texts beside its curves."""
 
     def close(self, is_done: bool) -> None:
         """Wait for what is still to be sent, but not longer than a minute."""

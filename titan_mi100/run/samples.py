@@ -1,0 +1,186 @@
+"""Samples during training: held-out prompts, answered by the model as it is sharded, in every layout."""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_mi100.config.assets import GENERATION, folder_of, read_assets, stop_ids
+from titan_mi100.config.layout import Batch
+from titan_mi100.config.settings import Config
+from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.data.prompts import Prompt, held_out_prompts
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import from_rank_zero
+from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.load import load_tokenizer
+
+_ROUNDED_TO = 64  # tokens: rows of few different lengths
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The same prompts, answered at each validation.
+
+    Attributes:
+        tokenizer: None: this rank only takes part in the answers.
+        stop_ids: tokens that end an answer.
+        vocabulary: only ids below it are chosen, for a tokenizer that has fewer than the model.
+        most: tokens of an answer.
+        seq_len: most tokens of a prompt and its answer together.
+    """
+
+    prompts: Sequence[Prompt]
+    tokenizer: Tokenizer | None
+    stop_ids: Collection[int]
+    vocabulary: int
+    most: int
+    seq_len: int
+
+    def answer(
+        self, model: ParallelModel, batch: Batch, dp_rank: int, stop: Callable[[], bool]
+    ) -> list[dict[str, Any]] | None:
+        """Answer all prompts. A collective.
+
+        Args:
+            stop: whether this process was told to stop.
+
+        Returns:
+            Entries of samples.jsonl without their step; empty where there is no tokenizer. None, on all ranks: given
+            up, because a process was told to stop.
+        """
+        prompts = [prompt.ids for prompt in self.prompts]
+        limits = [min(self.most, self.seq_len - len(prompt)) for prompt in prompts]
+        answers = answer_greedily(model, prompts, limits, self.stop_ids, batch, dp_rank, self.vocabulary, stop)
+        if answers is None or self.tokenizer is None:
+            return None if answers is None else []
+        return [
+            {
+                # a template's text cannot be cut into messages again, so it is one
+                "prompt": [{"role": "prompt", "content": self.tokenizer.decode(prompt.ids)}],
+                "reference": self.tokenizer.decode(until_stop(prompt.reference, self.stop_ids)),
+                "answer": self.tokenizer.decode(answer),
+            }
+            for prompt, answer in zip(self.prompts, answers, strict=True)
+        ]
+
+
+def open_sampler(config: Config, data: Prepared) -> Sampler | None:
+    """The sampler that the config asks for. A collective.
+
+    Raises:
+        UserError: on all ranks: there is nothing to ask, or the tokenizer cannot be read.
+    """
+    wanted, tokenizer = config.validation.prompts, None
+    if not wanted:
+        return None
+    prompts = held_out_prompts([source.rows for source in data.validation], wanted)
+    if not prompts:
+        raise UserError(f"[validation] prompts = {wanted}: no validation document has two tokens; set it to 0")
+    if len(prompts) < wanted:
+        log.warning(
+            f"[validation] prompts = {wanted}: the validation set has only {len(prompts)} documents to ask from"
+        )
+
+    def read_stops() -> tuple[list[int], int]:
+        nonlocal tokenizer
+        tokenizer, base = load_tokenizer(config.tokenizer_path()), config.checkpoint.initial_load_path
+        folder = folder_of(base)
+        named = stop_ids(read_assets(folder), folder / GENERATION) if base else []
+        return [*tokenizer.end_ids(), *named], tokenizer.n_vocab
+
+    stops, vocabulary = from_rank_zero(read_stops)
+    return Sampler(prompts, tokenizer, stops, vocabulary, config.validation.prompt_tokens, config.training.seq_len)
+
+
+def until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """The ids before the first stop token."""
+    return ids[: next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))]
+
+
+def answer_greedily(
+    model: ParallelModel,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    stop_ids: Collection[int],
+    batch: Batch,
+    dp_rank: int,
+    vocabulary: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[list[int]] | None:
+    """Continue each prompt with the most probable tokens, the same result on every rank. A collective.
+
+    A token costs a forward of the whole row: a cache of keys and values would need its own code in every layout. The
+    prompts are dealt to the data-parallel ranks, at most local_batch_size at a time, so that a forward takes no more
+    memory than a step's.
+
+    Args:
+        limits: most new tokens of each prompt.
+        stop_ids: tokens that end a continuation; it is returned without them.
+        vocabulary: only ids below it are chosen; None: all.
+        stop: whether this process was told to stop.
+
+    Returns:
+        None: given up, because a process was told to stop.
+    """
+    answers: list[list[int]] = [[] for _ in prompts]
+    together = batch.dp_degree * batch.local_batch_size
+    with model.evaluating(), _not_compiled():
+        for first in range(0, len(prompts), together):
+            open_ = {number: limits[number] for number in range(first, min(first + together, len(prompts)))}
+            while open_:
+                mine = [number for number in open_ if number % batch.dp_degree == dp_rank]
+                rows = [prompts[number] + answers[number] for number in mine]
+                logits = model.logits(_microbatch(rows or [[0]], model))  # without rows: for the others' collectives
+                # What a rank has chosen is one above its token; the others add 0, and all learn who is to stop.
+                chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
+                if logits is not None and model.counts_loss and mine:
+                    chosen[torch.tensor(mine, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
+                chosen[-1] = stop()
+                dist.all_reduce(chosen)
+                *tokens, stopping = chosen.tolist()
+                if stopping:
+                    return None
+                for number in list(open_):
+                    token = tokens[number] - 1
+                    assert token >= 0, "no rank has chosen a token"
+                    if token not in stop_ids:
+                        answers[number].append(token)
+                    if token in stop_ids or len(answers[number]) == limits[number]:
+                        del open_[number]
+    return answers
+
+
+def _microbatch(rows: Sequence[list[int]], model: ParallelModel) -> Microbatch:
+    """Rows of one length, a document each, and the column of each one's last token. What fills a row up comes after
+    that token, which therefore does not see it.
+    """
+    multiple = _ROUNDED_TO * model.tp_degree
+    length = -(-max(map(len, rows)) // multiple) * multiple
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    ends, columns = (torch.full((len(rows), length), -1, dtype=torch.int32) for _ in range(2))
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row)
+        columns[place, 0] = len(row) - 1
+    ends[:, 0] = length
+    positions = torch.arange(length).repeat(len(rows), 1)
+    return {"input_ids": ids, "positions": positions, "document_ends": ends, "supervised_columns": columns}
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Run what torch.compile has compiled, or will, as it is written: a row's other lengths must not change which
+    kernels the next step runs, and with them its rounding.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is; and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
