@@ -5,7 +5,7 @@ several processes all begin here.
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.heartbeat import SAVE, START, VALIDATION, Heartbeat
 from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.profiling import SNAPSHOT, Profiler, open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
 from titan_mi100.run.rows import fit_progress, last_step, open_rows
@@ -83,6 +84,7 @@ class Run:
         observers: are shown each step's result.
         wants_to_stop: whether this process was told to stop.
         sampler: answers held-out prompts at each validation; None: there are none to answer.
+        profiler: traces some steps; None: it was not asked for.
     """
 
     config: Config
@@ -105,6 +107,7 @@ class Run:
     stragglers: Stragglers | None
     wants_to_stop: Callable[[], bool]
     sampler: Sampler | None
+    profiler: Profiler | None
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
@@ -113,7 +116,8 @@ class Run:
         scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
         if config.lora.dropout:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
-        result = self.trainer.step()
+        with self.profiler.around(number) if self.profiler else nullcontext():
+            result = self.trainer.step()
         self.heartbeat.note("what follows a step")
         self.progress.after_step(result)
         if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
@@ -176,6 +180,8 @@ class Run:
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
         self.heartbeat.begin(SAVE, "waiting for the save in the background")
+        if self.profiler is not None:
+            self.profiler.close()
         try:
             self.checkpointer.wait()
         finally:
@@ -260,7 +266,11 @@ def open_run(
         observers += [reporter] if reporter else []
         with raise_together():
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+    profiler = None if folder is None else open_profiler(folder, config.profiling, world, steps)
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    if profiler is not None:
+        observers.append(profiler)
+        flags[SNAPSHOT] = profiler.is_asked
     sampler = open_sampler(config, data)
     child.end()  # no more files from elsewhere are read
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
@@ -279,7 +289,7 @@ def open_run(
         config.training.skip_loss_spikes,
     )
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
-    return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop, sampler)
+    return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop, sampler, profiler)
 
 
 def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:

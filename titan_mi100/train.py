@@ -69,6 +69,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     except Exception as error:
         together, where = False, _where(rank, folder)
         if is_out_of_memory(error):
+            if run is not None and run.profiler is not None:
+                run.profiler.at_out_of_memory(folder.step if folder else None)
             ended = RunState("out_of_memory", 6, _what_was_planned(error, where, run), f"take less memory; {again}")
         else:
             state = LOST if distributed.is_about_a_lost_process(error) else "crashed"

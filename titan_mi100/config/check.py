@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
-from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, lora_identity
+from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
 
@@ -19,11 +19,14 @@ ALTERNATIVES = (
     (("data", "path"), ("data", "source")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
+_RUN_FOLDERS = ("checkpoint", "tensorboard", "logs")
 # keys that have no effect while another one of their section has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
     ("validation", "prompts"): ("prompt_tokens",),
+    ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
+    ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
     ("lora", "rank"): ("alpha", "dropout", "target_modules", "base"),
     ("compile", "enable"): ("backend",),
     ("checkpoint", "export_hf"): ("export_dtype",),
@@ -57,6 +60,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install 'titan_mi100[wandb]'")
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
+    errors += _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing = {"[validation] freq": validation.freq, "[checkpoint] keep_best": best}
     needing["[validation] prompts"] = validation.prompts
@@ -296,6 +300,24 @@ def _check_offload(config: Config) -> list[str]:
         )
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
         errors.append('[memory] offload_activations keeps blocks\' inputs; set [activation_checkpoint] mode = "full"')
+    return errors
+
+
+def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list[str]:
+    errors = []
+    for key in ("save_traces_folder", "save_memory_snapshot_folder"):
+        name = getattr(profiling, key)
+        if name != os.path.basename(name) or name in ("", ".", "..", *_RUN_FOLDERS):
+            what = f"must be a name for a folder in the run folder, other than {', '.join(_RUN_FOLDERS)}"
+            errors.append(f"[profiling] {key} = {name!r} {what}")
+    is_on = profiling.enable_profiling or profiling.enable_memory_snapshot
+    if is_on and not profiling.profile_ranks:
+        errors.append("[profiling] profile_ranks is empty; name at least one rank, or set enable_profiling to false")
+    if not is_on and profiling.profile_ranks != (0,):
+        what = "has no effect with enable_profiling and enable_memory_snapshot = false; leave it at [0]"
+        errors.append(f"[profiling] profile_ranks = {list(profiling.profile_ranks)} {what}")
+    if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
+        errors.append(f"[profiling] profile_ranks names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
     return errors
 
 

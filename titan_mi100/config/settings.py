@@ -361,6 +361,21 @@ class WatchdogConfig:
 
 
 @dataclass(frozen=True)
+class ProfilingConfig:
+    enable_profiling: bool = _key(False, "write Chrome traces of some steps, with a summary (docs/PROFILE.md)")
+    profile_freq: int = _key(10, "optimizer steps between traced ones", low=1)
+    profile_steps: tuple[int, ...] = _key((), "the steps to trace, e.g. [20, 21]; empty: every profile_freq", low=1)
+    profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces, and snapshots when they are asked for")
+    save_traces_folder: str = _key("profile_traces", "folder for traces, inside the run folder")
+    enable_memory_snapshot: bool = _key(
+        False,
+        "remember allocations on GPUs: a snapshot when a file `snapshot` is put into the run folder, and when "
+        "memory runs out",
+    )
+    save_memory_snapshot_folder: str = _key("memory_snapshot", "folder for snapshots, inside the run folder")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a run, checked. `spec`, `layout` and `batch` are what follows from them.
 
@@ -382,6 +397,7 @@ class Config:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     notes: tuple[str, ...] = ()
 

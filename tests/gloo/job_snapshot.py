@@ -1,0 +1,34 @@
+"""Runs under torchrun: the trainer, which takes its CPU for a GPU where snapshots of memory are concerned. One is asked
+for before step 2, and memory runs out in step 3. Arguments: the trainer's.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from titan_mi100 import open_run
+from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.preemption import Preemption
+from titan_mi100.run.profiling import Profiler
+from titan_mi100.train import main
+
+step = open_run.Run.step
+
+
+def fail(run: open_run.Run) -> Any:
+    if run.progress.step == 1 and run.folder is not None:
+        (run.folder / "snapshot").touch()
+    if run.progress.step == 2:
+        raise torch.OutOfMemoryError("no more")
+    return step(run)
+
+
+torch.cuda.memory = SimpleNamespace(  # type: ignore[assignment]
+    _record_memory_history=lambda **options: print("remembers", options["max_entries"]),
+    _dump_snapshot=lambda path: Path(path).write_text("snapshot"),
+)
+open_run.Run.step = fail  # type: ignore[method-assign]
+open_run.open_profiler = Profiler  # type: ignore[assignment]
+main(config_from_command_line(), Preemption())

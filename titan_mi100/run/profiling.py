@@ -1,0 +1,154 @@
+"""Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/PROFILE.md."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from titan_mi100.config.settings import ProfilingConfig
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.parallel.distributed import World, wait_for_all
+from titan_mi100.run.metrics import StepResult
+from titan_mi100.run.trace_summary import STEP, read_trace, summarise
+
+SNAPSHOT = "snapshot"  # a file of this name in the run folder asks for a snapshot; also the flag that tells all ranks
+_MOST_ENTRIES = 100_000  # allocations and frees that are remembered
+
+
+def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int) -> "Profiler | None":
+    """None: nothing is to be profiled. Args: last: the run's last step. Raises UserError, on all ranks."""
+    if not config.enable_profiling and not config.enable_memory_snapshot:
+        return None
+    if config.enable_memory_snapshot and world.device.type != "cuda":
+        what = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
+        raise UserError(f"[profiling] enable_memory_snapshot = true {what}")
+    return Profiler(folder, config, world, last)
+
+
+class Profiler:
+    """Of one rank. Steps that were not chosen run without a profiler. An observer of steps."""
+
+    def __init__(self, folder: Path, config: ProfilingConfig, world: World, last: int) -> None:
+        """Begin to remember allocations, if snapshots are wanted. Args: last: the run's last step."""
+        self._folder, self._config, self._world, self._last = folder, config, world, last
+        self._is_chosen_rank = world.rank in config.profile_ranks
+        self._warm: profile | None = None
+        self._asks = folder / SNAPSHOT
+        self._listens = config.enable_memory_snapshot and world.rank == 0
+        if config.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES, stacks="python")
+        if config.enable_profiling and not any(map(self._is_chosen, range(1, last + 1))):
+            log.warning(f"[profiling] none of the steps to trace is among the run's {last}: nothing will be traced")
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Trace what happens inside, if this is a chosen step. The step before a chosen one warms the profiler up."""
+        if self._is_chosen(step):
+            if self._is_chosen_rank:
+                yield from self._traced(step)
+            else:
+                yield
+            wait_for_all("profile")  # else the other ranks' next step would hold the time that writing a trace takes
+            ranks = ", ".join(map(str, self._config.profile_ranks))
+            log.info(f"step {step}: traces of rank {ranks} and summaries: {self._trace_folder(step)}")
+            return
+        if self._is_chosen_rank and self._is_chosen(step + 1) and step < self._last:
+            self._warm = self._profile(schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
+            self._warm.start()
+        yield
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        """Write a snapshot if the file asks for it."""
+        if SNAPSHOT not in result.flags:
+            return
+        if self._is_chosen_rank:
+            self.write_snapshot(f"step-{step}")
+        if self._world.rank == 0:
+            try:
+                self._asks.unlink()
+            except OSError as error:
+                self._listens = False  # else each step would write one
+                what = f"cannot be removed ({error.strerror}): no more snapshots in this start of the run"
+                log.warning(f"{self._asks}: {what}")
+
+    def is_asked(self) -> bool:
+        """Whether a snapshot is asked for: a flag of the trainer's, so that all ranks learn of it in the same step."""
+        return self._listens and self._asks.exists()
+
+    def at_out_of_memory(self, step: int | None) -> None:
+        """Write a snapshot, whatever rank this is. Args: step: the last finished one."""
+        if self._config.enable_memory_snapshot:
+            with suppress(Exception):  # the run ends with the message about memory, not with one about this
+                self.write_snapshot(f"step-{step or 0}-out-of-memory")
+
+    def write_snapshot(self, name: str) -> None:
+        """Write what is allocated, and what was of late, for pytorch.org/memory_viz."""
+        path = self._folder / self._config.save_memory_snapshot_folder / name / f"rank-{self._world.rank}.pickle"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.info(f"memory snapshot: {path}")
+        except OSError as error:
+            log.warning(f"{path}: cannot be written to: {error.strerror}")
+
+    def close(self) -> None:
+        """End a warm-up whose step does not come."""
+        if self._warm is not None:
+            self._warm.stop()
+            self._warm = None
+
+    def _is_chosen(self, step: int) -> bool:
+        config = self._config
+        if not config.enable_profiling:
+            return False
+        return step in config.profile_steps if config.profile_steps else step % config.profile_freq == 0
+
+    def _trace_folder(self, step: int) -> Path:
+        return self._folder / self._config.save_traces_folder / f"step-{step}"
+
+    def _profile(self, **options: Any) -> profile:
+        on_gpu = self._world.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        return profile(activities=activities, acc_events=True, **options)
+
+    def _traced(self, step: int) -> Iterator[None]:
+        self._synchronise()  # what the step before has left to the device is not this one's
+        tracer, self._warm = self._warm, None
+        if tracer is not None:
+            tracer.step()
+        else:
+            tracer = self._profile()
+            tracer.start()
+        with record_function(f"{STEP}{step}"):
+            yield
+        self._synchronise()
+        tracer.stop()
+        self._write(step, tracer)
+
+    def _synchronise(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+    def _write(self, step: int, tracer: profile) -> None:
+        """The trace and its summary. A disk that is full does not end the run."""
+        started, rank = time.perf_counter(), self._world.rank
+        path = self._trace_folder(step) / f"rank-{rank}.json.gz"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tracer.export_chrome_trace(str(path))
+            summary = summarise(read_trace(path))
+            text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
+            whole = "\n".join([text, *summary.lists()]) + "\n"
+            path.with_name(f"rank-{rank}.summary.txt").write_text(whole, encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: the trace was cut off
+            log.error(f"{path}: cannot be written, or not be read again: {error}")
+            return
+        log.info(text)
+        if self._world.device.type == "cuda" and not summary.on_gpu:
+            log.error(f"{path}: holds nothing of the GPU; what Kineto has printed says why")
+        log.info(f"step {step}: writing the trace took {time.perf_counter() - started:.1f} s")
