@@ -180,8 +180,6 @@ class Run:
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
         self.heartbeat.begin(SAVE, "waiting for the save in the background")
-        if self.profiler is not None:
-            self.profiler.close()
         try:
             self.checkpointer.wait()
         finally:

@@ -96,12 +96,6 @@ class Profiler:
         except OSError as error:
             log.warning(f"{path}: cannot be written to: {error.strerror}")
 
-    def close(self) -> None:
-        """End a warm-up whose step does not come."""
-        if self._warm is not None:
-            self._warm.stop()
-            self._warm = None
-
     def _is_chosen(self, step: int) -> bool:
         config = self._config
         if not config.enable_profiling:

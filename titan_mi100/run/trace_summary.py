@@ -138,7 +138,7 @@ def summarise(events: Iterable[Any]) -> Summary:
         raise ValueError("no event has a duration")
     steps = [span for span in spans if span.category == "user_annotation" and span.name.startswith(STEP)]
     start, stop = min(span.start for span in steps or spans), max(span.stop for span in steps or spans)
-    on_device = [span for span in spans if span.category in _ON_DEVICE and span.stop > start]
+    on_device = [span for span in spans if span.category in _ON_DEVICE]
     if on_device:  # the host may be done with a step before the device is
         stop = max(stop, *(span.stop for span in on_device))
     inside = [span for span in spans if span.start < stop and span.stop > start]
