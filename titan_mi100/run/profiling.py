@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
-from titan_mi100.parallel.distributed import World, wait_for_all
+from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
 
@@ -53,7 +53,9 @@ class Profiler:
                 yield from self._traced(step)
             else:
                 yield
-            wait_for_all("profile")  # else the other ranks' next step would hold the time that writing a trace takes
+            # All ranks meet, else the other ranks' next step would hold the time that writing a trace takes. Not in
+            # wait_for_all, whose ranks sleep for up to two seconds; the default group has a long time-out.
+            any_rank(False, self._world.device)
             ranks = ", ".join(map(str, self._config.profile_ranks))
             log.info(f"step {step}: traces of rank {ranks} and summaries: {self._trace_folder(step)}")
             return
