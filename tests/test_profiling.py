@@ -291,6 +291,8 @@ def test_snapshots_need_a_gpu(world: World, tmp_path: Path) -> None:
         ({"enable_profiling": "true", "profile_ranks": "[]"}, "profile_ranks is empty"),
         ({"enable_profiling": "true", "save_traces_folder": "../x"}, "must be a name for a folder in the run folder"),
         ({"enable_profiling": "true", "save_traces_folder": "checkpoint"}, "other than checkpoint, tensorboard"),
+        ({"enable_profiling": "true", "save_traces_folder": "snapshot"}, "must be a name for a folder"),
+        ({"enable_profiling": "true", "profile_steps": "2", "profile_freq": "5"}, "no effect with profile_steps"),
         ({"enable_profiling": "true", "profile_steps": "0"}, "profile_steps = .* must be at least 1"),
     ],
 )

@@ -10,6 +10,7 @@ from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
+from titan_mi100.wording import has_control_characters
 
 # Two ways to say one thing: the command line's replaces the file's.
 ALTERNATIVES = (
@@ -19,7 +20,7 @@ ALTERNATIVES = (
     (("data", "path"), ("data", "source")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
-_RUN_FOLDERS = ("checkpoint", "tensorboard", "logs")
+_TAKEN = ("checkpoint", "tensorboard", "logs", "snapshot")  # names in the run folder
 # keys that have no effect while another one of their section has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
@@ -262,6 +263,8 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("decay_type = 'constant'", "lr_scheduler", ("decay_ratio", "min_lr_factor")))
     if config.training.mixed_precision_param == "float64":
         idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
+    if config.profiling.profile_steps:
+        idle.append(("profile_steps", "profiling", ("profile_freq",)))
     if len(data.path) == 1:
         idle.append(("one path", "data", ("weights",)))
     if data.source:
@@ -307,8 +310,8 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list
     errors = []
     for key in ("save_traces_folder", "save_memory_snapshot_folder"):
         name = getattr(profiling, key)
-        if name != os.path.basename(name) or name in ("", ".", "..", *_RUN_FOLDERS):
-            what = f"must be a name for a folder in the run folder, other than {', '.join(_RUN_FOLDERS)}"
+        if name != os.path.basename(name) or name in ("", ".", "..", *_TAKEN) or has_control_characters(name):
+            what = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
             errors.append(f"[profiling] {key} = {name!r} {what}")
     is_on = profiling.enable_profiling or profiling.enable_memory_snapshot
     if is_on and not profiling.profile_ranks:

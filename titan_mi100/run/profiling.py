@@ -1,5 +1,6 @@
 """Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/PROFILE.md."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,7 +81,7 @@ class Profiler:
 
     def is_asked(self) -> bool:
         """Whether a snapshot is asked for: a flag of the trainer's, so that all ranks learn of it in the same step."""
-        return self._listens and self._asks.exists()
+        return self._listens and os.path.exists(self._asks)
 
     def at_out_of_memory(self, step: int | None) -> None:
         """Write a snapshot, whatever rank this is. Args: step: the last finished one."""
