@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from titan_mi100.inspect.report import visible
+from titan_mi100.pages.document import document
 from titan_mi100.wording import printable
 
 
@@ -33,19 +34,13 @@ _STYLES = {
     "supervised row": ("32", "mark"),  # of the table, which has a column for it: no brackets where there is no color
 }
 
-# It needs no other file and no script, and follows the reader's dark mode.
-_PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title><style>
-:root {{ color-scheme: light dark }}
-body {{ margin: 2em auto; max-width: 80em; padding: 0 1em; font: 14px/1.6 monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; unicode-bidi: plaintext }}
-h1, h2, h3 {{ display: inline; font-size: 1.2em }}
-b {{ font-weight: normal; border-radius: 3px }} b:nth-child(even), b:hover {{ background: #8883 }}
-mark {{ color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }}
-</style><h1>{title}</h1>
-Green and underlined: supervised. Point at a token for its id and position.
-{body}</html>
+_STYLE = """
+body { font: 14px/1.6 monospace; white-space: pre-wrap; unicode-bidi: plaintext }
+h1, h2, h3 { display: inline; font-size: 1.2em }
+b { font-weight: normal; border-radius: 3px } b:nth-child(even), b:hover { background: #8883 }
+mark { color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }
 """
+_HELP = "Green and underlined: supervised. Point at a token for its id and position."
 
 
 def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
@@ -68,7 +63,7 @@ def page(title: str, lines: Iterable[Line]) -> str:
             html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
             body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
         body += "\n"
-    return _PAGE.format(title=escape(title), body=body)
+    return document(title, _STYLE, f"<h1>{escape(title)}</h1>\n{_HELP}\n{body}")
 
 
 def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:

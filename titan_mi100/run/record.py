@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -143,3 +144,4 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress) ->
     samples = f", {SAMPLES}" if (folder / SAMPLES).exists() else ""
     log.info(f"  {ledger}metrics.jsonl{samples}, train.log")
     log.info("  config.toml (resolved), environment.json, run_state.json")
+    log.info(f"  report        python -m titan_mi100.report {shlex.quote(str(folder))}")

@@ -1,0 +1,230 @@
+"""Which curves a report has, of one run or of several: values and scales, nothing of how they are drawn. No torch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from titan_mi100.pages.bins import Bin, half_window, smoothed
+from titan_mi100.pages.tables import SOURCE
+
+_TINY = 1e-90  # smaller ones are drawn as zero: scales stay numbers
+_DOTS = 60  # points: fewer are drawn each, not only joined
+
+
+class Curve(NamedTuple):
+    """One line of a chart.
+
+    Attributes:
+        color: number of the palette's color; from 7 on also dashed.
+        strong: what the strong line shows at each bin: the smoothed means, or the means.
+        is_faint: also draw the means faintly.
+        has_band: also draw the range from minimum to maximum.
+    """
+
+    name: str
+    color: int
+    bins: Sequence[Bin]
+    strong: Sequence[float]
+    is_faint: bool
+    has_band: bool
+
+
+class Mark(NamedTuple):
+    """Something that happened at a step: `restart`, `config`, `skipped` or `best`."""
+
+    kind: str
+    step: int
+    text: str
+
+
+class Chart(NamedTuple):
+    """Curves over steps.
+
+    Attributes:
+        key: a name for files.
+        note: what the reader must know: bins, smoothing, the kind of scale.
+        is_percent: values are shares of 1.
+        steps, values: first and last of each axis; those of values have room above and below.
+        ticks: of the values' axis, with their labels.
+    """
+
+    key: str
+    title: str
+    note: str
+    is_percent: bool
+    is_log: bool
+    is_wide: bool
+    curves: list[Curve]
+    marks: list[Mark]
+    steps: tuple[int, int]
+    values: tuple[float, float]
+    ticks: list[tuple[float, str]]
+
+    def across(self, step: float) -> float:
+        """Where a step is, from 0 to 1."""
+        return (step - self.steps[0]) / (self.steps[1] - self.steps[0])
+
+    def up(self, value: float) -> float:
+        """Where a value is, from 0 to 1."""
+        low, high, value = (math.log(each) if self.is_log else each for each in (*self.values, value))
+        return (value - low) / (high - low)
+
+
+class _Kind(NamedTuple):
+    """How a key of metrics.jsonl is shown. `log_from`: ratio of its largest to its smallest mean, for a log scale."""
+
+    key: str
+    title: str
+    from_zero: bool = False
+    is_percent: bool = False
+    log_from: float = math.inf
+    is_smoothed: bool = False
+
+
+_KINDS = (
+    _Kind("loss", "Training loss (mean over supervised tokens, nats)", log_from=6, is_smoothed=True),
+    _Kind("validation_loss", "Validation loss (nats per token)", log_from=6),
+    _Kind("bits_per_byte", "Validation bits per byte"),
+    _Kind("lr", "Learning rate", from_zero=True),
+    _Kind("grad_norm", "Gradient norm before clipping", from_zero=True, log_from=30, is_smoothed=True),
+    _Kind("tokens_per_second", "Throughput (tokens/s)", from_zero=True, is_smoothed=True),
+    _Kind("seconds", "Time of a step (s)", from_zero=True, log_from=30, is_smoothed=True),
+    _Kind("mfu", "Model FLOPs utilisation (MFU)", from_zero=True, is_percent=True, is_smoothed=True),
+    _Kind("peak_memory_gib", "Peak memory so far (GiB)", from_zero=True),
+    _Kind("data_wait", "Data wait (share of a step)", from_zero=True, is_percent=True, is_smoothed=True),
+    _Kind("loss_scale", "Loss scale of fp16", log_from=4),
+)
+
+
+def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
+    """The charts that have something to show. Runs are told apart by `name`."""
+    last = [run["metrics"].get("last_step") or 0 for run in runs]
+    found = []
+    for kind in _KINDS:
+        keys = [kind.key]
+        if kind.key == "validation_loss":
+            keys += sorted({key for run in runs for key in _series(run) if key.startswith(SOURCE)})
+        # one run's sources are curves of one chart; of several runs each source has a chart
+        for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
+            curves = [_curve(runs, number, key, kind) for number in range(len(runs)) for key in group]
+            drawn = [curve._replace(color=place) if len(runs) == 1 else curve for place, curve in enumerate(curves)]
+            shown = [curve for curve in drawn if curve.bins]
+            if shown:
+                of_source = f", source {group[0].removeprefix(SOURCE)}" if group[0] != kind.key else ""
+                found.append(_chart(kind, of_source, shown, _marks(runs) if kind.key == "loss" else [], max(last)))
+    return found
+
+
+def _series(run: dict[str, Any]) -> dict[str, Any]:
+    return run["metrics"].get("series", {})
+
+
+def _curve(runs: Sequence[dict[str, Any]], number: int, key: str, kind: _Kind) -> Curve:
+    bins = _series(runs[number]).get(key, {}).get("bins", [])
+    alone = len(runs) == 1
+    name = runs[number]["name"]
+    if alone:
+        name = key.removeprefix(SOURCE) if key.startswith(SOURCE) else "all" if kind.key == "validation_loss" else key
+    is_smoothed = kind.is_smoothed and half_window(len(bins)) > 0
+    strong = smoothed(bins) if is_smoothed else [each.mean for each in bins]
+    has_band = alone and any(each.high > each.low for each in bins)
+    return Curve(name, number, bins, strong, is_smoothed, has_band)
+
+
+def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
+    """What happened, of one run: of several they would not be told apart."""
+    if len(runs) != 1:
+        return []
+    [run] = runs
+    found = []
+    for number, restart in enumerate(run["restarts"], 1):
+        words = restart["state"] or "no state"
+        text = f"restart {number} after step {restart['step'] or 0:,}: {words}"
+        found.append(Mark("restart", restart["step"] or 0, text))
+    for earlier in run["earlier_configs"]:
+        found.append(Mark("config", earlier["until_step"], f"settings changed after step {earlier['until_step']:,}"))
+    found += [Mark("skipped", step, f"step {step:,} was skipped") for step in run["metrics"].get("skipped_steps", [])]
+    if lowest := _series(run).get("validation_loss", {}).get("lowest"):
+        found.append(Mark("best", lowest[0], f"lowest validation loss, {lowest[1]:.4f}, at step {lowest[0]:,}"))
+    return found
+
+
+def _chart(kind: _Kind, of_source: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
+    means = [value for curve in curves for value in (*curve.strong, *(each.mean for each in curve.bins))]
+    values = [
+        *means,
+        *(end for curve in curves if curve.has_band for each in curve.bins for end in (each.low, each.high)),
+    ]
+    low, high = min(values), max(values)
+    is_log = low > _TINY and max(means) / min(means) >= kind.log_from
+    if is_log:
+        room = (high / low) ** 0.04
+        ends = low / room, high * room
+    else:
+        low = min(low, 0.0) if kind.from_zero else low
+        is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
+        room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
+        ends = (low if low == 0 and kind.from_zero else low - room), high + room
+    last = max(last, *(each.last for curve in curves for each in curve.bins[-1:]))
+    ticks = log_ticks(*ends) if is_log else linear_ticks(*ends, is_percent=kind.is_percent)
+    inside = [mark for mark in marks if mark.step <= last]
+    return Chart(
+        kind.key if not of_source else f"{kind.key}_{curves[0].name}",
+        kind.title + of_source, _note(curves, is_log), kind.is_percent, is_log, kind.key == "loss", curves, inside,
+        (0, max(last, 1)), ends, ticks,
+    )  # fmt: skip
+
+
+def _note(curves: list[Curve], is_log: bool) -> str:
+    count = max(len(curve.bins) for curve in curves)
+    width = max(_width(curve) for curve in curves)
+    found = [f"means of {count:,} bins of {width:,} steps" if width > 1 else f"{count:,} values"]
+    if any(curve.has_band for curve in curves):
+        found.append("shaded: minimum to maximum")
+    if any(curve.is_faint for curve in curves):
+        found.append(f"strong: smoothed over {2 * half_window(count) + 1} {'bins' if width > 1 else 'values'}")
+    return "; ".join([*found, *(["logarithmic scale"] if is_log else [])])
+
+
+def _width(curve: Curve) -> int:
+    """Steps of the widest bin."""
+    return max((each.last - each.first + 1 for each in curve.bins), default=1)
+
+
+def dots(curve: Curve) -> bool:
+    """Whether each point is marked."""
+    return len(curve.bins) <= _DOTS and not curve.is_faint
+
+
+def linear_ticks(low: float, high: float, most: int = 5, is_percent: bool = False) -> list[tuple[float, str]]:
+    """Round values between the two, about `most` of them."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    values = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    scale = 100 if is_percent else 1
+    largest = max(map(abs, values), default=0.0) * scale
+    if largest and not 1e-3 <= largest < 1e7:
+        return [(value, f"{value * scale:.3g}{'%' if is_percent else ''}") for value in values]
+    digits = max(0, -math.floor(math.log10(step * scale) + 1e-9))
+    digits += abs(round(step * scale * 10**digits) - step * scale * 10**digits) > 1e-6  # a step of 2.5
+    return [(value, f"{value * scale:,.{digits}f}{'%' if is_percent else ''}") for value in values]
+
+
+def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """1, 2 and 5 times powers of ten between the two; of very many decades some powers."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, (last - first) // 6)
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    values = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+    return [
+        (value, f"{value:,.10g}" if 1e-3 <= value < 1e6 else f"{value:.0e}") for value in values if low <= value <= high
+    ]
+
+
+def step_ticks(last: int, most: int = 6) -> list[int]:
+    """Round steps from 0 on."""
+    rough = max(last / most, 1)
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return list(range(0, last + 1, step))

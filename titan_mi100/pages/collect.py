@@ -1,0 +1,229 @@
+"""What a run folder tells, as one plain structure that JSON can hold. Imports no torch.
+
+Every file may be missing, cut off or hostile: what cannot be read is a line in `problems`, and the rest is shown.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.config.load import parse_toml
+from titan_mi100.errors import UserError
+from titan_mi100.files import child
+from titan_mi100.files.plain import plain_path, read_object
+from titan_mi100.outcome import STATE
+from titan_mi100.pages.bins import usable
+from titan_mi100.pages.tables import read_faults, read_ledger, read_log, read_metrics, read_samples, whole, words
+from titan_mi100.wording import shortened, some
+
+METRICS, CONFIG, ENVIRONMENT, FAULTS = "metrics.jsonl", "config.toml", "environment.json", "nonfinite_rows.csv"
+_OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # one of them is in every run folder
+_UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
+_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS, _MOST_FILES = 100, 100, 1000, 20, 10_000
+_SMALL = 1 << 16  # bytes of a TOML file that is parsed in this process
+_REMEDY = "it is left out of the report"
+
+T = TypeVar("T")
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """All that the folder tells about its run; sizes are bytes, times seconds.
+
+    Raises:
+        UserError: it is no run folder.
+    """
+    check_is_run(folder)
+    problems: list[str] = []
+
+    def read(name: str, reader: Callable[[Path], T], without: T) -> T:
+        """The file's content; `without`: there is no such file, or it cannot be read."""
+        path = folder / name
+        try:
+            return reader(path) if os.path.lexists(path) else without
+        except UserError as error:
+            problems.append(shortened(str(error), 1000))
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}; {_REMEDY}")
+        return without
+
+    def in_object(path: Path) -> dict[str, Any]:
+        return read_object(path, _REMEDY)
+
+    nothing: dict[str, Any] = {}
+    state = read(STATE, in_object, nothing)
+    age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
+    found = {
+        "folder": str(folder),
+        "name": Path(os.path.realpath(folder)).name,
+        "collected": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "state": _state(state),
+        "restarts": _restarts(state.get("restarts")),
+        "metrics": read(METRICS, read_metrics, nothing),
+        "metrics_age": age,
+        "config": read(CONFIG, _config, nothing),
+        "earlier_configs": _earlier_configs(folder, read),
+        "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
+        "plan": _plan(read("plan.json", in_object, nothing)),
+        "ledger": read("ledger.csv", read_ledger, nothing),
+        "log": read("train.log", read_log, nothing),
+        "samples": read("samples.jsonl", read_samples, nothing),
+        "faults": read(FAULTS, read_faults, list[dict[str, Any]]()),
+        "checkpoints": read("checkpoint", _checkpoints, nothing),
+    }
+    return {**found, "problems": problems}
+
+
+def check_is_run(folder: Path) -> None:
+    """Refuse what is no run folder."""
+    if not folder.is_dir():
+        what = "is a file; name the folder that it is in" if folder.is_file() else "no such folder"
+        raise UserError(f"{folder}: {what}; a run prints its folder when it ends")
+    if not any(os.path.lexists(folder / name) for name in _OF_A_RUN):
+        inside = sorted(
+            path for path in folder.iterdir() if any(os.path.lexists(path / name) for name in _OF_A_RUN[:3])
+        )
+        remedy = f"name one of those in it: {some(inside, 3)}" if inside else "name the folder that a run printed"
+        raise UserError(f"{folder}: is no run folder: it holds none of {', '.join(_OF_A_RUN)}; {remedy}")
+
+
+def _number(value: object) -> float | None:
+    return float(value) if usable(value) else None  # type: ignore[arg-type]
+
+
+def _texts(found: Mapping[str, Any]) -> dict[str, str]:
+    """The object's values in words."""
+    shown = {}
+    for key, value in list(found.items())[:_MOST_KEYS]:
+        if value is None:
+            continue
+        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        shown[shortened(str(key))] = shortened(" ".join(value) if is_list else _value(value), 2000)
+    return shown
+
+
+def _value(value: object) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "(nested too deeply to show)"
+
+
+def _state(found: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: words(found.get(key)) for key in ("state", "message", "next")}
+    return {**texts, "exit_code": whole(found.get("exit_code"), -(2**31)), "step": whole(found.get("step"))}
+
+
+def _restarts(found: object) -> list[dict[str, Any]]:
+    """What the launcher noted of starts after the first."""
+    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [
+        {**_state(entry), "time": words(entry.get("time"), 50), "attempt": whole(entry.get("attempt"))}
+        for entry in entries[-_MOST_RESTARTS:]
+    ]
+
+
+def _config(path: Path) -> dict[str, str]:
+    """The settings as `section.key`, values as TOML-like text."""
+    is_small = plain_path(path).stat().st_size <= _SMALL
+    document = parse_toml(str(path)) if is_small else child.ask("config.load:parse_toml", path)
+    found: dict[str, str] = {}
+
+    def flatten(prefix: str, value: object) -> None:
+        if len(found) == _MOST_KEYS:
+            return
+        if isinstance(value, dict):
+            for key, item in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, item)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for number, item in enumerate(value):
+                flatten(f"{prefix}[{number}]", item)
+        else:
+            found[shortened(prefix, 200)] = shortened(_value(value), 1000)
+
+    flatten("", document)
+    return found
+
+
+def _earlier_configs(folder: Path, read: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The settings that earlier starts had, oldest first, and the last step that was made with each."""
+    steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _UNTIL.fullmatch(name)))
+    found = [(step, read(f"config-until-step-{step}.toml", _config, {})) for step in steps[-_MOST_CONFIGS:]]
+    return [{"until_step": step, "config": config} for step, config in found if config]
+
+
+def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes and seconds that were planned for a step, and what was measured in an early one."""
+    if not found:
+        return {}
+    moments = found["memory"] if isinstance(found.get("memory"), list) else []
+    peaks = [
+        (sum(sizes.values()), words(moment.get("moment"), 100), sizes)
+        for moment in moments[:_MOST_KEYS]
+        if isinstance(moment, dict) and (sizes := _sizes(moment.get("categories")))
+    ]
+    worst = max(peaks, key=lambda peak: peak[0], default=None)
+    measured = found.get("measured")
+    numbers = {key: _number(found.get(key)) for key in ("least", "most", "card", "step_seconds", "mfu", "bubble")}
+    keys = ("step", "peak_memory_gib", "step_seconds", "mfu")
+    seen = {key: _number(measured.get(key)) for key in keys} if isinstance(measured, dict) else {}
+    return {
+        **numbers,
+        "measured": seen,
+        "worst": {"moment": worst[1], "categories": worst[2]} if worst else None,
+    }
+
+
+def _sizes(categories: object) -> dict[str, float]:
+    entries = list(categories.items())[:20] if isinstance(categories, dict) else []
+    return {words(name, 60): size for name, value in entries if (size := _number(value)) is not None}
+
+
+def _checkpoints(folder: Path) -> dict[str, Any]:
+    """The folders, oldest first, of many the newest; their tensors are not read."""
+    best = os.path.realpath(folder / sealed.BEST)
+    suspect = {path.name for path in sealed.list_checkpoints(folder, suspect=True)}
+    every, listed = sealed.all_checkpoints(folder), []
+    for path in every[-_MOST_CHECKPOINTS:]:
+        try:
+            sealed.read_manifest(path)
+            problem = ""
+        except (sealed.DamagedError, UserError, OSError) as error:
+            problem = shortened(str(error), 300)
+        why = path.with_name(f"{path.name}.suspect")
+        listed.append(
+            {
+                "name": path.name, "step": sealed.step_of(path), "bytes": _size(path), "problem": problem,
+                "is_best": os.path.realpath(path) == best, "is_suspect": path.name in suspect,
+                "why_suspect": _first_line(why) if path.name in suspect else "",
+                "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
+            }
+        )  # fmt: skip
+    return {
+        "listed": listed,
+        "left_out": len(every) - len(listed),
+        "damaged": [shortened(path.name) for path in sealed.damaged(folder)[:_MOST_CHECKPOINTS]],
+    }
+
+
+def _first_line(path: Path) -> str:
+    try:
+        with plain_path(path).open("rb") as file:
+            return file.readline(500).decode("utf-8", "replace").strip()
+    except (UserError, OSError):
+        return "the reason cannot be read"
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number == _MOST_FILES:
+                break
+            total += entry.stat(follow_symlinks=False).st_size
+    return total

@@ -1,0 +1,44 @@
+"""The frame of our HTML pages: one file each, light and dark, no network. Imports no torch."""
+
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+
+from titan_mi100.wording import printable
+
+# Colours are variables, so that a page follows the reader's light or dark mode. The curves' are those of Okabe and Ito
+# (2008), which people with any colour vision tell apart; in dark mode they are lighter.
+_STYLE = """
+:root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --card: #f6f8fa;
+  --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b8528f;
+  --c4: #a67c00; --c5: #2b93c9; --c6: #57606a }
+@media (prefers-color-scheme: dark) { :root { --back: #0f1318; --text: #e6edf3; --soft: #9aa5b1; --line: #333b45;
+  --card: #181e26; --good: #4cc36a; --warn: #dba83a; --bad: #ff7b72; --c0: #56b4e9; --c1: #f0883e; --c2: #2fc79a;
+  --c3: #e39ac2; --c4: #e8c547; --c5: #9bd2f5; --c6: #aab4bf } }
+body { background: var(--back); color: var(--text); max-width: 80em; margin: 2em auto; padding: 0 1em;
+  overflow-wrap: anywhere }
+"""
+
+
+def text(value: object) -> str:
+    """A text as a page shows it: no character of it is markup, changes the direction of other text or is invisible."""
+    return escape(printable(str(value)))
+
+
+def document(title: str, style: str, body: str, script: str = "") -> str:
+    """A page that needs no other file, and that is allowed none: only this script runs, and nothing is fetched.
+
+    Args:
+        title: plain text.
+        style: CSS of this page, after what all pages share.
+        body: HTML, every text in it escaped; see `text`.
+        script: JavaScript without which the page can be read.
+    """
+    allowed = f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" if script else "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    head = (
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title><style>{_STYLE}{style}</style>\n"
+    )
+    return f"{head}{body}{f'<script>{script}</script>' if script else ''}</html>\n"

@@ -1,0 +1,182 @@
+"""Charts as HTML with inline SVG: curves stretch with the page, their labels are text of its own size. No torch."""
+
+from collections.abc import Iterable, Sequence
+
+from titan_mi100.pages.charts import Chart, Curve, dots, step_ticks
+from titan_mi100.pages.document import text
+
+_UNITS = 10_000  # of the drawing, across and up
+_COLORS = 7
+_SYMBOLS = {
+    "restart": ("▲", "restart"),
+    "config": ("◆", "settings changed"),
+    "skipped": ("✕", "step skipped"),
+    "best": ("★", "lowest validation loss"),
+}
+_MOST_MARKS = 200  # of a kind
+
+STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)); gap: 1em }
+.chart { margin: 0; padding: .8em 1em .6em; border: 1px solid var(--line); border-radius: 8px; min-width: 0 }
+.chart.wide { grid-column: 1 / -1 }
+.chart figcaption { line-height: 1.35 }
+.chart small, .key { color: var(--soft) } .chart small, .chart output { display: block }
+.chart small, .chart output, .key { font-size: .8rem; font-variant-numeric: tabular-nums }
+.chart output:not(:empty) + small { display: none }
+.key { list-style: none; margin: .2em 0; padding: 0; display: flex; flex-wrap: wrap; gap: .1em 1.2em }
+.plot { display: grid; grid-template-columns: var(--labels) 1fr; margin: .8em 1.2em .2em 0; font-size: .75rem;
+  color: var(--soft); font-variant-numeric: tabular-nums; line-height: 1 }
+.plot > div { position: relative }
+.plot span { position: absolute; white-space: nowrap }
+.plot .y span { right: .5em; transform: translateY(-50%) }
+.plot .x { grid-column: 2; height: 1.7em }
+.plot .x span { top: .6em; transform: translateX(-50%) }
+.plot .marks { grid-column: 2; height: 1.2em }
+.plot .marks span { transform: translateX(-50%); cursor: help }
+.area { height: 11em; touch-action: pan-y }
+.wide .area { height: 19em }
+.area svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible }
+.area i { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--text); pointer-events: none }
+path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round }
+path.grid { stroke: var(--line); stroke-width: 1 }
+path.faint { stroke-width: 1; opacity: .4 }
+path.band { stroke: none; opacity: .25 }
+path.dots { stroke-width: 6; stroke-linecap: round }
+path.dashed { stroke-dasharray: 7 4 }
+path.at { stroke-width: 1; stroke-dasharray: 3 3; opacity: .7 }
+.k0 { stroke: var(--c0) } .k1 { stroke: var(--c1) } .k2 { stroke: var(--c2) } .k3 { stroke: var(--c3) }
+.k4 { stroke: var(--c4) } .k5 { stroke: var(--c5) } .k6 { stroke: var(--c6) }
+.band.k0 { fill: var(--c0) } .band.k1 { fill: var(--c1) } .band.k2 { fill: var(--c2) } .band.k3 { fill: var(--c3) }
+.band.k4 { fill: var(--c4) } .band.k5 { fill: var(--c5) } .band.k6 { fill: var(--c6) }
+.restart { color: var(--c1); stroke: var(--c1) } .config { color: var(--c3); stroke: var(--c3) }
+.skipped { color: var(--bad); stroke: var(--bad) } .best { color: var(--c2); stroke: var(--c2) }
+@media (max-width: 40em) { .plot .x span:nth-child(even) { display: none } .wide .area { height: 14em } }
+"""
+
+# Shows the values at the pointer. It reads them from the drawn lines, so the page holds each of them once.
+SCRIPT = """
+for (const area of document.querySelectorAll('.area')) {
+  const set = area.dataset, steps = [+set.first, +set.last], ends = [+set.low, +set.high], log = set.log === 'true';
+  const lines = [...area.querySelectorAll('path[data-name]')].map(path => ({
+    name: path.dataset.name,
+    points: path.getAttribute('d').slice(1).split(' ').map(pair => pair.split(',').map(Number)) }));
+  const out = area.closest('figure').querySelector('output'), cursor = document.createElement('i');
+  const style = { maximumSignificantDigits: 4, style: set.percent === 'true' ? 'percent' : 'decimal' };
+  const shown = value => value && Math.abs(value) < 1e-3 && !style.style.startsWith('p')
+    ? value.toExponential(2) : value.toLocaleString('en', style);
+  const valueAt = y => { const up = 1 - y / 10000;
+    return log ? ends[0] * (ends[1] / ends[0]) ** up : ends[0] + up * (ends[1] - ends[0]); };
+  const show = event => {
+    const box = area.getBoundingClientRect();
+    const x = 10000 * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const nearest = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
+    const at = nearest.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)[0];
+    const step = Math.round(steps[0] + at / 10000 * (steps[1] - steps[0]));
+    const values = lines.map((line, i) => (lines.length > 1 ? line.name + ' ' : '') + shown(valueAt(nearest[i][1])));
+    out.textContent = 'step ' + step.toLocaleString('en') + ': ' + values.join(', ');
+    cursor.style.left = at / 100 + '%';
+    area.append(cursor);
+  };
+  area.addEventListener('pointermove', show);
+  area.addEventListener('pointerdown', show);
+  area.addEventListener('pointerleave', () => { out.textContent = ''; cursor.remove(); });
+}
+"""
+
+
+def figure(chart: Chart) -> str:
+    """The chart as HTML."""
+    width = max((len(label) for _, label in chart.ticks), default=1) + 1
+    ticks = "".join(f'<span style="top:{100 * (1 - chart.up(at)):.2f}%">{label}</span>' for at, label in chart.ticks)
+    steps = "".join(
+        f'<span style="left:{100 * chart.across(at):.2f}%">{at:,}</span>' for at in step_ticks(chart.steps[1])
+    )
+    kinds = [kind for kind in _SYMBOLS if any(mark.kind == kind for mark in chart.marks)]
+    return (
+        f'<figure class="chart{" wide" if chart.is_wide else ""}"><figcaption><b>{text(chart.title)}</b>'
+        f"<output></output><small>{text(chart.note)}</small></figcaption>{_key(chart, kinds)}"
+        f'<div class="plot" style="--labels:{width}ch">{_mark_rows(chart, kinds)}<div class="y">{ticks}</div>'
+        f'<div class="area" data-first="{chart.steps[0]}" data-last="{chart.steps[1]}" data-low="{chart.values[0]!r}" '
+        f'data-high="{chart.values[1]!r}" data-log="{str(chart.is_log).lower()}" '
+        f'data-percent="{str(chart.is_percent).lower()}">{_drawing(chart, kinds)}</div>'
+        f'<div class="x">{steps}</div></div></figure>\n'
+    )
+
+
+def _key(chart: Chart, kinds: Iterable[str]) -> str:
+    """Names of the curves and of the marks, above the drawing."""
+    entries = []
+    if len(chart.curves) > 1:
+        for curve in chart.curves:
+            entries.append(f"<li>{line_of(curve.color)}<bdi>{text(curve.name)}</bdi></li>")
+    for kind in kinds:
+        symbol, words = _SYMBOLS[kind]
+        entries.append(f'<li><span class="{kind}">{symbol}</span> {words}</li>')
+    return f'<ul class="key">{"".join(entries)}</ul>' if entries else ""
+
+
+def _mark_rows(chart: Chart, kinds: Iterable[str]) -> str:
+    """Above the drawing, a row for each kind of mark."""
+    rows = ""
+    for kind in kinds:
+        symbol = _SYMBOLS[kind][0]
+        marks = [mark for mark in chart.marks if mark.kind == kind][:_MOST_MARKS]
+        spans = "".join(
+            f'<span style="left:{100 * chart.across(mark.step):.2f}%" title="{text(mark.text)}">{symbol}</span>'
+            for mark in marks
+        )
+        rows += f'<div class="marks {kind}">{spans}</div>'
+    return rows
+
+
+def line_of(color: int) -> str:
+    """A piece of a curve, for a key."""
+    return f'<svg class="line" viewBox="0 0 20 4"><path class="{_classes(color)}" d="M0,2 20,2"/></svg>'
+
+
+def _classes(color: int) -> str:
+    return f"k{color % _COLORS}" + (" dashed" if color >= _COLORS else "")
+
+
+def _drawing(chart: Chart, kinds: Iterable[str]) -> str:
+    """The SVG."""
+    grid = "".join(f"M0,{_y(chart, at)} {_UNITS},{_y(chart, at)}" for at, _ in chart.ticks)
+    paths = [f'<path class="grid" d="{grid}"/>']
+    for kind in kinds:
+        marks = [mark for mark in chart.marks if mark.kind == kind][:_MOST_MARKS]
+        at = "".join(f"M{_x(chart, mark.step)},0 {_x(chart, mark.step)},{_UNITS}" for mark in marks)
+        paths.append(f'<path class="at {kind}" d="{at}"/>')
+    for curve in chart.curves:
+        paths += _curve(chart, curve)
+    return (
+        f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{text(chart.title)} by step">{"".join(paths)}</svg>'
+    )
+
+
+def _curve(chart: Chart, curve: Curve) -> list[str]:
+    classes, across, found = _classes(curve.color), [(each.first + each.last) / 2 for each in curve.bins], []
+    if curve.has_band:
+        upper = _points(chart, across, [each.high for each in curve.bins])
+        lower = _points(chart, across, [each.low for each in curve.bins])
+        found.append(f'<path class="band {classes}" d="M{" ".join([*upper, *lower[::-1]])}Z"/>')
+    if curve.is_faint:
+        means = _points(chart, across, [each.mean for each in curve.bins])
+        found.append(f'<path class="faint {classes}" data-name="{text(curve.name)}" d="M{" ".join(means)}"/>')
+    strong, name = _points(chart, across, curve.strong), text(curve.name) + ", smoothed" * curve.is_faint
+    found.append(f'<path class="{classes}" data-name="{name}" d="M{" ".join(strong)}"/>')
+    if dots(curve):
+        found.append(f'<path class="dots {classes}" d="{"".join(f"M{point}h0" for point in strong)}"/>')
+    return found
+
+
+def _points(chart: Chart, steps: Sequence[float], values: Sequence[float]) -> list[str]:
+    return [f"{_x(chart, step)},{_y(chart, value)}" for step, value in zip(steps, values, strict=True)]
+
+
+def _x(chart: Chart, step: float) -> int:
+    return round(_UNITS * chart.across(step))
+
+
+def _y(chart: Chart, value: float) -> int:
+    return round(_UNITS * (1 - chart.up(value)))

@@ -1,0 +1,195 @@
+"""The report of one or several runs as a page: first whether it went well, then curves, then all that is known."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from titan_mi100.pages import figures
+from titan_mi100.pages.charts import charts
+from titan_mi100.pages.document import document, text
+from titan_mi100.pages.sections import Cell, config_differences, details_of, different, section, shown_time, table
+from titan_mi100.pages.verdict import BAD, GOOD, WARN, Finding, findings, state_of
+from titan_mi100.wording import duration_in_words, some
+
+_OF_THE_DATA = ("data.", "model.tokenizer_path", "model.chat_template", "training.seq_len", "validation.prompts")
+
+_STYLE = (
+    figures.STYLE
+    + """
+body { font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2em 0 .6em }
+h3 { font-size: 1rem; margin: 1em 0 .3em } p { margin: .3em 0 } .soft, dt, th { color: var(--soft) }
+pre, code { font: .85em/1.5 ui-monospace, monospace }
+pre { white-space: pre-wrap; unicode-bidi: plaintext; margin: .2em 0 .8em; padding: .6em .8em; border-radius: 6px;
+  background: var(--card); max-height: 24em; overflow: auto }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9em, 1fr)); gap: .6em; margin: 1em 0;
+  padding: 0 }
+.tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6em .7em;
+  min-width: 0 }
+.tiles dt, .tiles small { font-size: .8rem } .tiles small { color: var(--soft); display: block }
+.tiles dd { margin: 0; font-size: 1.15rem; white-space: nowrap; font-weight: 600; line-height: 1.3;
+  font-variant-numeric: tabular-nums }
+.state { border-left: 5px solid var(--soft); padding: .2em 0 .2em .9em } .state b { font-size: 1.15rem }
+.good { border-color: var(--good) } .warn { border-color: var(--warn) } .bad { border-color: var(--bad) }
+.good b { color: var(--good) } .warn b { color: var(--warn) } .bad b { color: var(--bad) }
+.findings { list-style: none; padding: 0; margin: .6em 0 }
+.findings li { padding: .15em 0 .15em 1.5em; text-indent: -1.5em }
+.findings b { display: inline-block; width: 1.5em; text-indent: 0 }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+th, td { text-align: left; padding: .25em 1.4em .25em 0; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: nowrap }
+th { font-weight: normal } td.t { min-width: 14em; white-space: normal }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.comparison { margin-top: 1em } .line { width: 2em; height: .7em; margin-right: .4em }
+.bar { display: inline-block; height: .7em; background: var(--c0); border-radius: 2px; min-width: 1px }
+details { margin: .5em 0 } summary { cursor: pointer }
+@media (max-width: 40em) { body { margin-top: 1em } .tiles { grid-template-columns: 1fr 1fr } }
+"""
+)
+
+
+def page(runs: Sequence[dict[str, Any]]) -> str:
+    """The whole page.
+
+    Args:
+        runs: each as `collect` returns it, with names that differ.
+    """
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run['name'] for run in runs)}"
+    body = [f"<header><h1><bdi>{text(title)}</bdi></h1>{_about(runs)}</header>"]
+    body += [_first_screen(runs[0])] if len(runs) == 1 else [_comparison(runs)]
+    drawn = charts(runs)
+    if drawn:
+        shown = f'<div class="charts">{"".join(map(figures.figure, drawn))}</div>'
+        body.append(section("Curves", shown))
+    body.append(_numbers(runs))
+    if len(runs) == 1:
+        body.append(details_of(runs[0]))
+    else:
+        body.append(config_differences(runs))
+        body += [_folded(run) for run in runs]
+    return document(f"Report: {title}", _STYLE, "".join(body), figures.SCRIPT)
+
+
+def _about(runs: Sequence[dict[str, Any]]) -> str:
+    """Where the runs are, and when they ran by their logs."""
+    lines = [f"Report of {shown_time(runs[0]['collected'])}"]
+    for run in runs:
+        log = run["log"]
+        lines.append(run["folder"] + (f", log from {log['began']} to {log['ended']}" if log.get("began") else ""))
+    return f'<p class="soft">{"<br>".join(f"<bdi>{text(line)}</bdi>" for line in lines)}</p>'
+
+
+def _folded(run: dict[str, Any]) -> str:
+    inside = f"<details><summary>{text(state_of(run).text)}; all about this run</summary>{_first_screen(run)}"
+    return section(run["name"], f"{inside}{details_of(run)}</details>")
+
+
+def _first_screen(run: dict[str, Any]) -> str:
+    """Did it go well?"""
+    state, found = state_of(run), findings(run)
+    steps = run["metrics"].get("last_step")
+    until = f" after step {steps:,}" if steps else ""
+    level = state.level if state.level != GOOD or not any(each.level == BAD for each in found) else BAD
+    looked = f", {len(found)} thing{'s' * (len(found) > 1)} to look at" if found else ", nothing to report"
+    head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
+    return f"{head}{_tiles(run)}{_findings(found)}"
+
+
+def _findings(found: Sequence[Finding]) -> str:
+    symbols = {BAD: "✖"}
+    lines = (
+        f'<li class="{each.level}"><b>{symbols.get(each.level, "!")}</b><bdi>{text(each.text)}</bdi></li>'
+        for each in found
+    )
+    return f'<ul class="findings">{"".join(lines)}</ul>' if found else ""
+
+
+def _tiles(run: dict[str, Any]) -> str:
+    found = headline(run)
+    del found["Tokens"]  # that of tokens/s says it too
+    entries = ((name, *value) for name, value in found.items() if value)
+    shown = (
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><small>{text(more)}</small></div>"
+        for name, value, more in entries
+    )
+    return f'<dl class="tiles">{"".join(shown)}</dl>'
+
+
+def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
+    """The run in a few figures: name -> the figure, and what else is to say of it; None: not known."""
+    metrics, series = run["metrics"], run["metrics"].get("series", {})
+    total, last = metrics.get("total", {}), metrics.get("last_step")
+    tokens, seconds = total.get("tokens"), total.get("seconds")
+    loss, validation, mfu, memory = (series.get(key) for key in ("loss", "validation_loss", "mfu", "peak_memory_gib"))
+    restarts = len(run["restarts"])
+    found: dict[str, tuple[str, str] | None] = {
+        "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
+        "Lowest validation": _lowest(validation) if validation else None,
+        "Steps": (f"{last:,}", _of_all(run)) if last else None,
+        "Time": (duration_in_words(seconds), "in all steps") if seconds else None,
+        "Tokens": (f"{tokens:,.0f}", "") if tokens else None,
+    }
+    if tokens and seconds:
+        share = f"{tokens:,.0f} tokens, {total['supervised_tokens'] / tokens:.0%} supervised"
+        found["Tokens/s"] = (f"{tokens / seconds:,.0f}", share)
+    else:
+        found["Tokens/s"] = None
+    found["MFU"] = (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None
+    found["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
+    found["Restarts"] = (f"{restarts:,}", "by the launcher")
+    return found
+
+
+def _lowest(validation: dict[str, Any]) -> tuple[str, str]:
+    (step, lowest), (last_step, last) = validation["lowest"], validation["last"]
+    more = f"the last, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
+    return f"{lowest:.4f}", more
+
+
+def _of_all(run: dict[str, Any]) -> str:
+    planned, epoch = run["config"].get("training.steps", ""), run["metrics"].get("epoch")
+    is_known = re.fullmatch("[1-9][0-9]{0,17}", planned)
+    parts = [f"of {int(planned):,}"] if is_known else []
+    return ", ".join([*parts, f"{epoch:.2f} epochs"] if epoch else parts)
+
+
+def _comparison(runs: Sequence[dict[str, Any]]) -> str:
+    """A row for each run."""
+    heads = [headline(run) for run in runs]
+    names = [name for name in heads[0] if any(head[name] for head in heads)]
+    rows: list[list[Cell]] = []
+    for place, (run, head) in enumerate(zip(runs, heads, strict=True)):
+        cells = [value[0] if (value := head[name]) else "" for name in names]
+        rows.append([(figures.line_of(place), run["name"]), state_of(run).text, *cells, f"{len(findings(run)):,}"])
+    shown = table(["Run", "State", *names, "To look at"], rows, numeric=range(2, len(names) + 3))
+    changed = [row[0] for row in different([run["config"] for run in runs]) if row[0].startswith(_OF_THE_DATA)]
+    warning = f"The runs differ in {some(changed)}: their losses are of different data" if changed else ""
+    return f'<div class="comparison">{shown}</div>{_findings([Finding(WARN, warning)] if warning else [])}'
+
+
+def _numbers(runs: Sequence[dict[str, Any]]) -> str:
+    """First, last and extreme values of what was measured."""
+    rows: list[list[str]] = []
+    for run in runs:
+        for key, values in run["metrics"].get("series", {}).items():
+            of_run = [run["name"]] if len(runs) > 1 else []
+            numbers = (values["first"][1], values["last"][1], values["min"], values["mean"], values["max"])
+            rows.append([*of_run, key, f"{values['count']:,}", *map(_number, numbers)])
+    if not rows:
+        return ""
+    heads = [
+        *(["Run"] if len(runs) > 1 else []),
+        "Key in metrics.jsonl",
+        "Values",
+        "First",
+        "Last",
+        "Min",
+        "Mean",
+        "Max",
+    ]
+    inside = table(heads, rows, numeric=range(len(heads) - 6, len(heads)))
+    return f"<details><summary>The same in numbers</summary>{inside}</details>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.6g}"

@@ -1,0 +1,84 @@
+"""Charts as PNG files, by matplotlib, which is not needed for anything else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.errors import UserError
+from titan_mi100.pages.charts import Chart, dots
+from titan_mi100.wording import printable
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#a67c00", "#2b93c9", "#57606a")
+_MARKS = {
+    "restart": ("#d55e00", "^"),
+    "config": ("#b8528f", "D"),
+    "skipped": ("#cf222e", "x"),
+    "best": ("#009e73", "*"),
+}
+
+
+def check_matplotlib() -> None:
+    """Raises UserError: it is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError('--png needs matplotlib, which is not installed; pip install "matplotlib>=3.8"') from None
+
+
+def write_pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:
+    """Write a picture for each chart; returns their paths.
+
+    Raises:
+        UserError: matplotlib is missing, or the folder cannot be written to.
+    """
+    check_matplotlib()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [
+            _write(chart, folder / f"{number:02}_{_file_name(chart.key)}.png") for number, chart in enumerate(charts, 1)
+        ]
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}); name another --png"
+        ) from None
+
+
+def _file_name(key: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in key)[:60]
+
+
+def _write(chart: Chart, path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5 if chart.is_wide else 3.5), layout="constrained")
+    axes = figure.subplots()
+    for curve in chart.curves:
+        steps = [(each.first + each.last) / 2 for each in curve.bins]
+        how: dict[str, Any] = {"color": _COLORS[curve.color % len(_COLORS)]}
+        if curve.has_band:
+            low, high = [each.low for each in curve.bins], [each.high for each in curve.bins]
+            axes.fill_between(steps, low, high, alpha=0.18, linewidth=0, **how)
+        if curve.is_faint:
+            axes.plot(steps, [each.mean for each in curve.bins], linewidth=0.8, alpha=0.4, **how)
+        how |= {"linestyle": "--" if curve.color >= len(_COLORS) else "-", "marker": "o" if dots(curve) else None}
+        # a label that begins with "_" is left out of the legend
+        axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=f"\u200b{printable(curve.name)}", **how)
+    for mark in chart.marks:
+        color, symbol = _MARKS[mark.kind]
+        axes.axvline(mark.step, color=color, linewidth=0.8, linestyle=":")
+        axes.plot([mark.step], [1.0], symbol, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+    axes.set_yscale("log" if chart.is_log else "linear")
+    axes.set_ylim(*chart.values)
+    axes.set_xlim(*chart.steps)
+    axes.set_yticks([at for at, _ in chart.ticks], [label for _, label in chart.ticks])
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.set_xlabel("step")
+    axes.set_title(f"{printable(chart.title)}\n{chart.note}", fontsize=9, parse_math=False)
+    axes.grid(alpha=0.3)
+    if len(chart.curves) > 1:
+        legend = figure.legend(loc="outside right upper", fontsize=8)
+        for entry in legend.get_texts():
+            entry.set_parse_math(False)
+    figure.savefig(path, dpi=110)
+    return path

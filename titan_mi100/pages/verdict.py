@@ -1,0 +1,108 @@
+"""Whether a run went well: its state in words, and what its owner should look at. Imports no torch."""
+
+from typing import Any, NamedTuple
+
+from titan_mi100.wording import duration_in_words, some
+
+GOOD, NEUTRAL, WARN, BAD = "good", "neutral", "warn", "bad"
+_STATES = {
+    "done": (GOOD, "Finished"),
+    "running": (NEUTRAL, "Running, or killed"),
+    "preempted": (WARN, "Stopped on request, resumable"),
+    "bad_input": (BAD, "Ended by its config or input"),
+    "numerical_abort": (BAD, "Ended: loss or gradients not finite"),
+    "save_failed": (BAD, "Ended: a checkpoint could not be saved"),
+    "interrupted": (WARN, "Interrupted"),
+    "out_of_memory": (BAD, "Ended: out of memory"),
+    "lost_a_process": (BAD, "Ended: a process was lost"),
+    "crashed": (BAD, "Crashed"),
+    "hung": (BAD, "Ended: no progress"),
+}
+_RISE, _WAIT, _FULL = 1.02, 0.05, 0.95  # of the lowest validation loss; of the time; of the card's memory
+
+
+class Finding(NamedTuple):
+    level: str
+    text: str
+
+
+def state_of(run: dict[str, Any]) -> Finding:
+    """How the run stands, in a few words."""
+    state = run["state"]["state"]
+    if not state:
+        return Finding(WARN, "How it ended is not known")
+    return Finding(*_STATES.get(state, (WARN, f"State: {state}")))
+
+
+def findings(run: dict[str, Any]) -> list[Finding]:
+    """What is wrong, or may be; the worst first."""
+    found = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
+    return sorted(found, key=lambda finding: finding.level != BAD)
+
+
+def _of_state(run: dict[str, Any]) -> list[Finding]:
+    state, found = run["state"], []
+    if state["state"] == "running":
+        age = run["metrics_age"]
+        when = "no step was written yet" if age is None else f"the last line of metrics.jsonl is {_age(age)} old"
+        found.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
+    elif state["exit_code"] or state["state"] not in ("", "done"):
+        # the message may have several lines: all of them are in the section on the end
+        first = (state["message"] or state_of(run).text).split("\n")[0]
+        found.append(Finding(state_of(run).level, f"{first} (exit code {state['exit_code']}). Next: {state['next']}"))
+    if restarts := len(run["restarts"]):
+        found.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
+    return found
+
+
+def _age(seconds: float) -> str:
+    return duration_in_words(max(0.0, seconds))
+
+
+def _of_metrics(run: dict[str, Any]) -> list[Finding]:
+    metrics, found = run["metrics"], []
+    if not metrics.get("steps"):
+        return [Finding(WARN, "No step is in metrics.jsonl")]
+    series = metrics["series"]
+    if skipped := metrics["skipped"]:
+        steps = f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped"
+        found.append(
+            Finding(WARN, f"{steps} because loss or gradients were not finite: {some(metrics['skipped_steps'])}")
+        )
+    if (loss := series.get("loss")) and loss["count"] > 20 and loss["recent"][0] >= loss["first"][1]:
+        found.append(
+            Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
+        )
+    validation = series.get("validation_loss")
+    if validation and validation["last"][1] > _RISE * validation["lowest"][1]:
+        (step, lowest), (_, last) = validation["lowest"], validation["last"]
+        rise = f"{last:.4f} at the end, {last / lowest - 1:+.1%}" if lowest > 0 else f"{last:.4f} at the end"
+        found.append(Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?"))
+    if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
+        found.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
+    card, memory = run["plan"].get("card"), series.get("peak_memory_gib")
+    if card and memory and memory["max"] * 2**30 > _FULL * card:
+        found.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
+    return found
+
+
+def _of_files(run: dict[str, Any]) -> list[Finding]:
+    found, checkpoints = [], run["checkpoints"]
+    listed = checkpoints.get("listed", [])
+    for what, names in (
+        ("suspect: a run resumes from such only when told to", [each["name"] for each in listed if each["is_suspect"]]),
+        ("not as written", [each["name"] for each in listed if each["problem"]]),
+        ("set aside as damaged", checkpoints.get("damaged", [])),
+    ):
+        if names:
+            found.append(Finding(WARN, f"Checkpoints {what}: {some(names)}"))
+    if rejected := run["ledger"].get("outcomes", {}).get("rejected"):
+        found.append(Finding(WARN, f"{rejected['records']:,} records of the data were rejected"))
+    log = run["log"]
+    counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
+    if counts:
+        found.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
+    for name in ("metrics.jsonl", "ledger.csv", "samples.jsonl"):
+        if unreadable := run[name.split(".")[0]].get("unreadable"):
+            found.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
+    return [*found, *(Finding(WARN, problem) for problem in run["problems"])]

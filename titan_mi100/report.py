@@ -1,0 +1,100 @@
+"""What happened in a run, or in several, on one page: did it go well, curves, plan, data, checkpoints, restarts.
+
+    python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--png FOLDER] [--json]
+
+The page is one file that needs no network and no other file; without JavaScript only the values at the pointer are
+missing. A run that is still going on can be reported. Imports no torch.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
+from titan_mi100.files.plain import open_plain
+from titan_mi100.logging import setup_logging
+from titan_mi100.pages.charts import charts
+from titan_mi100.pages.collect import collect
+from titan_mi100.pages.page import page
+from titan_mi100.pages.pictures import write_pictures
+
+_MOST_RUNS = 14  # seven colors, plain and dashed
+_PAGE = b"<!DOCTYPE html>"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _report(_parser().parse_args(argv)))
+
+
+def _report(options: argparse.Namespace) -> None:
+    setup_logging(0)
+    if len(options.runs) > _MOST_RUNS:
+        raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {_MOST_RUNS}")
+    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    if not options.json:
+        _check_output(output)
+    runs = [collect(Path(run)) for run in options.runs]
+    _tell_apart(runs)
+    if options.json:
+        print(json.dumps({"runs": runs}, allow_nan=False))
+    else:
+        content = page(runs).encode("utf-8", "backslashreplace").decode("utf-8")
+        try:
+            replace(output, content)
+        except OSError as error:
+            raise UserError(
+                f"{output}: cannot be written ({error.strerror}); name another file with --output"
+            ) from None
+        print(f"{output}: {len(content.encode()):,} bytes")
+    if options.png:
+        for path in write_pictures(charts(runs), Path(options.png)):
+            print(path, file=sys.stderr if options.json else sys.stdout)
+
+
+def _check_output(path: Path) -> None:
+    """Nothing but a page is written over."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open_plain(path) as file:
+            is_page = file.read(len(_PAGE)) == _PAGE
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with --output") from None
+    if not is_page:
+        raise UserError(f"{path}: is there already, and is no page; name another file with --output")
+
+
+def _tell_apart(runs: list[dict[str, Any]]) -> None:
+    """Give runs of the same name longer ones: with as many of the folders above as it takes, or a number."""
+    paths = [Path(os.path.realpath(run["folder"])).parts for run in runs]
+    for number, run in enumerate(runs):
+        others = [path for place, path in enumerate(paths) if place != number]
+        length = 1
+        while length < len(paths[number]) and any(path[-length:] == paths[number][-length:] for path in others):
+            length += 1
+        is_twice = paths[number] in others
+        run["name"] = f"{run['name']} ({number + 1})" if is_twice else "/".join(paths[number][-length:])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="python -m titan_mi100.report",
+        description=__doc__.splitlines()[0],
+        epilog="See docs/REPORT.md.",
+    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", help="run folder, as training printed it; several are laid over each other")
+    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the first run's folder)")
+    add("--png", metavar="FOLDER", default="", help="also write each chart as a picture; needs matplotlib")
+    add("--json", action="store_true", help="print what the page is made of instead of writing it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
