@@ -22,7 +22,7 @@ from titan_mi100.logging import setup_logging
 from titan_mi100.pages.charts import charts
 from titan_mi100.pages.collect import collect
 from titan_mi100.pages.page import page
-from titan_mi100.pages.pictures import write_pictures
+from titan_mi100.pages.pictures import check_matplotlib, write_pictures
 
 _MOST_RUNS = 14  # seven colors, plain and dashed
 _PAGE = b"<!DOCTYPE html>"
@@ -36,6 +36,8 @@ def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
     if len(options.runs) > _MOST_RUNS:
         raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {_MOST_RUNS}")
+    if options.png:
+        check_matplotlib()  # before anything is read
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     if not options.json:
         _check_output(output)

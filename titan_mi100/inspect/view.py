@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from titan_mi100.inspect.report import visible
-from titan_mi100.pages.document import document
+from titan_mi100.pages.document import html_document
 from titan_mi100.wording import printable
 
 
@@ -63,7 +63,7 @@ def page(title: str, lines: Iterable[Line]) -> str:
             html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
             body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
         body += "\n"
-    return document(title, _STYLE, f"<h1>{escape(title)}</h1>\n{_HELP}\n{body}")
+    return html_document(title, _STYLE, f"<h1>{escape(title)}</h1>\n{_HELP}\n{body}")
 
 
 def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:

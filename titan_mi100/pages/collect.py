@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +24,10 @@ from titan_mi100.pages.tables import read_faults, read_ledger, read_log, read_me
 from titan_mi100.wording import shortened, some
 
 METRICS, CONFIG, ENVIRONMENT, FAULTS = "metrics.jsonl", "config.toml", "environment.json", "nonfinite_rows.csv"
+PLAN = "plan.json"
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # one of them is in every run folder
 _UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
-_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS, _MOST_FILES = 100, 100, 1000, 20, 10_000
+_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
 _SMALL = 1 << 16  # bytes of a TOML file that is parsed in this process
 _REMEDY = "it is left out of the report"
 
@@ -69,7 +71,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "config": read(CONFIG, _config, nothing),
         "earlier_configs": _earlier_configs(folder, read),
         "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
-        "plan": _plan(read("plan.json", in_object, nothing)),
+        "plan": _plan(read(PLAN, in_object, nothing)),
         "ledger": read("ledger.csv", read_ledger, nothing),
         "log": read("train.log", read_log, nothing),
         "samples": read("samples.jsonl", read_samples, nothing),
@@ -186,29 +188,33 @@ def _sizes(categories: object) -> dict[str, float]:
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
     """The folders, oldest first, of many the newest; their tensors are not read."""
-    best = os.path.realpath(folder / sealed.BEST)
-    suspect = {path.name for path in sealed.list_checkpoints(folder, suspect=True)}
     every, listed = sealed.all_checkpoints(folder), []
     for path in every[-_MOST_CHECKPOINTS:]:
-        try:
-            sealed.read_manifest(path)
-            problem = ""
-        except (sealed.DamagedError, UserError, OSError) as error:
-            problem = shortened(str(error), 300)
-        why = path.with_name(f"{path.name}.suspect")
-        listed.append(
-            {
-                "name": path.name, "step": sealed.step_of(path), "bytes": _size(path), "problem": problem,
-                "is_best": os.path.realpath(path) == best, "is_suspect": path.name in suspect,
-                "why_suspect": _first_line(why) if path.name in suspect else "",
-                "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
-            }
-        )  # fmt: skip
+        with suppress(FileNotFoundError):  # the run is going on, and has removed it meanwhile
+            listed.append(_checkpoint(path))
     return {
         "listed": listed,
-        "left_out": len(every) - len(listed),
+        "left_out": max(0, len(every) - _MOST_CHECKPOINTS),
         "damaged": [shortened(path.name) for path in sealed.damaged(folder)[:_MOST_CHECKPOINTS]],
     }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    with os.scandir(path) as entries:
+        size = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    try:
+        sealed.read_manifest(path)
+        problem = ""
+    except (sealed.DamagedError, UserError, OSError) as error:
+        problem = shortened(str(error), 300)
+    why = path.with_name(f"{path.name}.suspect")
+    is_suspect = os.path.lexists(why)
+    return {
+        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem, "is_suspect": is_suspect,
+        "why_suspect": _first_line(why) if is_suspect else "",
+        "is_best": os.path.realpath(path) == os.path.realpath(path.parent / sealed.BEST),
+        "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def _first_line(path: Path) -> str:
@@ -217,13 +223,3 @@ def _first_line(path: Path) -> str:
             return file.readline(500).decode("utf-8", "replace").strip()
     except (UserError, OSError):
         return "the reason cannot be read"
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    with os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            if number == _MOST_FILES:
-                break
-            total += entry.stat(follow_symlinks=False).st_size
-    return total

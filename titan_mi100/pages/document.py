@@ -25,7 +25,7 @@ def text(value: object) -> str:
     return escape(printable(str(value)))
 
 
-def document(title: str, style: str, body: str, script: str = "") -> str:
+def html_document(title: str, style: str, body: str, script: str = "") -> str:
     """A page that needs no other file, and that is allowed none: only this script runs, and nothing is fetched.
 
     Args:

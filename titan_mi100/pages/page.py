@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_mi100.pages import figures
 from titan_mi100.pages.charts import charts
-from titan_mi100.pages.document import document, text
+from titan_mi100.pages.document import html_document, text
 from titan_mi100.pages.sections import Cell, config_differences, details_of, different, section, shown_time, table
 from titan_mi100.pages.verdict import BAD, GOOD, WARN, Finding, findings, state_of
 from titan_mi100.wording import duration_in_words, some
@@ -67,7 +67,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     else:
         body.append(config_differences(runs))
         body += [_folded(run) for run in runs]
-    return document(f"Report: {title}", _STYLE, "".join(body), figures.SCRIPT)
+    return html_document(f"Report: {title}", _STYLE, "".join(body), figures.SCRIPT)
 
 
 def _about(runs: Sequence[dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """Charts as PNG files, by matplotlib, which is not needed for anything else."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,8 @@ def write_pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:
     """Write a picture for each chart; returns their paths.
 
     Raises:
-        UserError: matplotlib is missing, or the folder cannot be written to.
+        UserError: the folder cannot be written to.
     """
-    check_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [
@@ -45,6 +45,11 @@ def write_pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:
 
 def _file_name(key: str) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in key)[:60]
+
+
+def _drawable(name: str) -> str:
+    """The text without what matplotlib cannot take: half of a surrogate pair."""
+    return printable(name).encode("utf-8", "backslashreplace").decode()
 
 
 def _write(chart: Chart, path: Path) -> Path:
@@ -62,7 +67,7 @@ def _write(chart: Chart, path: Path) -> Path:
             axes.plot(steps, [each.mean for each in curve.bins], linewidth=0.8, alpha=0.4, **how)
         how |= {"linestyle": "--" if curve.color >= len(_COLORS) else "-", "marker": "o" if dots(curve) else None}
         # a label that begins with "_" is left out of the legend
-        axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=f"\u200b{printable(curve.name)}", **how)
+        axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=f"\u200b{_drawable(curve.name)}", **how)
     for mark in chart.marks:
         color, symbol = _MARKS[mark.kind]
         axes.axvline(mark.step, color=color, linewidth=0.8, linestyle=":")
@@ -74,11 +79,13 @@ def _write(chart: Chart, path: Path) -> Path:
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     axes.set_xlabel("step")
-    axes.set_title(f"{printable(chart.title)}\n{chart.note}", fontsize=9, parse_math=False)
+    axes.set_title(f"{_drawable(chart.title)}\n{chart.note}", fontsize=9, parse_math=False)
     axes.grid(alpha=0.3)
     if len(chart.curves) > 1:
         legend = figure.legend(loc="outside right upper", fontsize=8)
         for entry in legend.get_texts():
             entry.set_parse_math(False)
-    figure.savefig(path, dpi=110)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a character that the font lacks is drawn as a box
+        figure.savefig(path, dpi=110)
     return path

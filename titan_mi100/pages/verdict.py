@@ -49,7 +49,9 @@ def _of_state(run: dict[str, Any]) -> list[Finding]:
     elif state["exit_code"] or state["state"] not in ("", "done"):
         # the message may have several lines: all of them are in the section on the end
         first = (state["message"] or state_of(run).text).split("\n")[0]
-        found.append(Finding(state_of(run).level, f"{first} (exit code {state['exit_code']}). Next: {state['next']}"))
+        code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
+        following = f"; next: {state['next']}" if state["next"] else ""
+        found.append(Finding(state_of(run).level, f"{first}{code}{following}"))
     if restarts := len(run["restarts"]):
         found.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
     return found

@@ -1,0 +1,660 @@
+"""The report says what the run folder says, whatever is in it, and its page needs nothing else."""
+
+import base64
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import REPO
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.pages import collect as collecting
+from titan_mi100.pages import tables
+from titan_mi100.pages.bins import Bins, half_window, smoothed, usable
+from titan_mi100.pages.charts import charts, linear_ticks, log_ticks, step_ticks
+from titan_mi100.pages.collect import collect
+from titan_mi100.pages.verdict import findings, state_of
+from titan_mi100.report import main
+from titan_mi100.run import faults, forecast
+from titan_mi100.run.folder import RunState, write_run_state
+from titan_mi100.run.metrics import Reporter, StepResult
+
+HOSTILE = "<script>alert(1)</script></pre><img src=x onerror=alert(2)>'\"&amp; \x1b[31m \u202eevil 😀 مرحبا \ud800"
+VOID = {"meta", "br", "img", "link", "input"}
+
+
+def result(step: int, loss: float, **other: Any) -> StepResult:
+    return StepResult(
+        **{
+            "first_row": 4 * step - 4,
+            "next_row": 4 * step,
+            "lr": 1e-3 / step,
+            "grad_norm": 1.0 + 1 / step,
+            "tokens": 1000,
+            "supervised": 600,
+            "attention_pairs": 9,
+            "seconds": 0.5,
+            "waited": 0.005,
+            "loss": loss,
+            "peak_memory_gib": 1.5,
+            **other,
+        }
+    )
+
+
+def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lambda step: 2 + 4 / step) -> Path:
+    """A run folder, its metrics and its state written by the trainer's own code, the rest by hand."""
+    folder.mkdir(parents=True)
+    reporter = Reporter(
+        folder, MetricsConfig(enable_tensorboard=False, log_freq=10**9), steps, 40, lambda *_: 10**9, 1e11, "bf16"
+    )
+    for step in range(1, steps + 1):
+        reporter.after_step(step, result(step, loss(step)))
+        if step % (steps // 5 or 1) == 0:
+            reporter.validation(step, 3 - step / steps, 0.5, {"web": 3.25 - step / steps, "code": 2.5 - step / steps})
+    reporter.close()
+    write_run_state(folder, RunState("done", 0, "", "to train on, raise training.steps or epochs", steps))
+    config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
+    (folder / "config.toml").write_text(to_toml(config))
+    environment = {"device": "CPU", "processes": 2, "torch": "2.13.0", "hip": None, "command": ["train.py", "--x y"]}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    measured = {"step": 3, "peak_memory_gib": 1.25, "step_seconds": 0.5, "mfu": 0.3}
+    memory = [{"moment": "backward", "categories": {"parameters": 2.0**30, "gradients": 2.0**29}, "host": 0.0}]
+    plan = {"memory": memory, "least": 2.0**30, "most": 2.0**31, "card": 2**35, "step_seconds": 0.4, "mfu": 0.375}
+    (folder / "plan.json").write_text(json.dumps({**plan, "bubble": 0.0, "sent": {}, "measured": measured}))
+    (folder / "ledger.csv").write_text(
+        "file,line,status,set,tokens,supervised,documents,reason\na.jsonl,1,kept,train,10,5,1,\n"
+        'a.jsonl,2,kept,validation,20,8,1,\na.jsonl,3,dropped,,3000,0,0,"longer than seq_len: 3,000 tokens"\n'
+    )
+    (folder / "train.log").write_text(
+        "2026-11-23 22:00:00,000 INFO begins\n2026-11-23 22:00:01,000 WARNING twice\n"
+        "2026-11-23 22:00:02,000 WARNING twice\n2026-11-23 22:30:00,000 ERROR once\n"
+    )
+    (folder / "samples.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    "step": step,
+                    "prompt": [{"role": "user", "content": f"q{n}"}],
+                    "reference": f"r{n}",
+                    "answer": f"a{n}-{step}",
+                }
+            )
+            + "\n"
+            for step in range(10, 101, 10)
+            for n in range(2)
+        )
+    )
+    (folder / "nonfinite_rows.csv").write_text("7,a.jsonl,3\r\n7,b.jsonl,9[2]\r\n")
+    checkpoints = folder / "checkpoint"
+    checkpoints.mkdir()
+    for step in (50, 100):
+        aside = sealed.begin(checkpoints, step)
+        (aside / "weights").write_bytes(b"w" * 2_000_000)
+        sealed.seal(aside, {"weights": (2_000_000, "0" * 64)}, {"step": step})
+    sealed.mark_best(checkpoints / "step-100")
+    return folder
+
+
+# the mean of the last ten losses of write_run
+LAST_LOSS = f"{sum(2 + 4 / step for step in range(91, 101)) / 10:.4f}"
+FILES = (
+    *("metrics.jsonl", "run_state.json", "config.toml", "environment.json", "plan.json", "ledger.csv", "train.log"),
+    *("samples.jsonl", "nonfinite_rows.csv", "checkpoint"),
+)
+
+
+class Reading(HTMLParser):
+    """Checks that each element is closed in its turn, and collects what a browser would run, fetch or show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.text, self.scripts, self.attributes = "", list[str](), list[tuple[str, str]]()
+        self.tags: set[str] = set()
+        self.feed(text)
+        self.close()
+        assert self.open == [], self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> inside {self.open}"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif "style" not in self.open:
+            self.text += data + "\n"
+
+
+class Report:
+    """Runs the command in this process."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.file, self._capsys = folder / "page.html", capsys
+
+    def __call__(self, *arguments: object, code: int = 0) -> str:
+        assert main([str(argument) for argument in arguments]) == code
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in err and (err == "" if code == 0 else out == "")
+        return err if code else out
+
+    def page(self, *runs: Path) -> Reading:
+        self(*runs, "--output", self.file)
+        return Reading(self.file.read_text(encoding="utf-8"))
+
+    def json(self, *runs: Path) -> list[dict[str, Any]]:
+        def refuse(name: str) -> None:
+            raise ValueError(f"{name} is no JSON")
+
+        return json.loads(self(*runs, "--json"), parse_constant=refuse)["runs"]
+
+
+@pytest.fixture
+def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+    return Report(tmp_path, capsys)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    folder = write_run(tmp_path / "run")
+    capsys.readouterr()
+    return folder
+
+
+# binning
+
+
+@pytest.mark.parametrize("steps", [1, 99, 100, 101, 1000, 15_000])
+def test_bins_hold_exactly_the_values_of_their_steps(steps: int) -> None:
+    values = {step: math.sin(step) * step for step in range(1, steps + 1) if step % 7}
+    bins = Bins(most=100)
+    for step, value in values.items():
+        bins.add(step, value)
+    found = bins.bins()
+    assert len(found) <= 100 and bins.width == (1 if len(values) <= 100 else bins.width)
+    assert bins.width < 2 or len(found) > 40  # no wider than it takes
+    assert sum(each.number for each in found) == len(values)
+    for each in found:
+        assert (each.first - 1) // bins.width == (each.last - 1) // bins.width
+        own = [values[step] for step in range(each.first, each.last + 1) if step in values]
+        assert (len(own), min(own), max(own)) == (each.number, each.low, each.high)
+        assert each.mean == pytest.approx(sum(own) / len(own), rel=1e-12)
+    assert [each.first for each in found] == sorted(each.first for each in found)
+    whole = bins.summary()
+    assert (whole["min"], whole["max"]) == (min(values.values()), max(values.values()))
+    assert whole["lowest"][1] == whole["min"] and values[whole["lowest"][0]] == whole["min"]
+    last = list(values.values())[-10:]
+    assert whole["recent"] == (pytest.approx(sum(last) / len(last)), len(last))
+
+
+def test_bins_do_not_depend_on_the_order_of_the_steps() -> None:
+    forwards, backwards = Bins(most=10), Bins(most=10)
+    for step in range(1, 1000):
+        forwards.add(step, float(step % 13))
+        backwards.add(1000 - step, float((1000 - step) % 13))
+    assert forwards.bins() == backwards.bins()
+
+
+def test_steps_that_are_far_apart_need_no_more_bins() -> None:
+    bins = Bins(most=10)
+    for step in (0, 1, 2**40, 2**62):
+        bins.add(step, 1.0)
+    assert bins.width == 1 and len(bins.bins()) == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, True, None, "1", [1], 10**400])
+def test_what_is_no_number_is_not_drawn(value: object) -> None:
+    assert not usable(value)
+    assert usable(0) and usable(-1.5)
+
+
+def test_smoothing_keeps_a_straight_beginning_and_averages_the_end() -> None:
+    bins = Bins()
+    for step in range(1, 101):
+        bins.add(step, 2.0 * step)
+    found, half = smoothed(bins.bins()), half_window(100)
+    assert half == 2 and found[:98] == [2.0 * step for step in range(1, 99)]
+    assert found[99] == sum(2.0 * step for step in (98, 99, 100)) / 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.9, 6.6), (0, 4e-3), (0, 40_000), (-3, 2), (1e8, 3e9), (0, 1e-9)])
+def test_ticks_are_round_inside_and_told_apart(low: float, high: float) -> None:
+    ticks = linear_ticks(low, high)
+    assert 2 <= len(ticks) <= 8 and all(low <= value <= high or math.isclose(value, low) for value, _ in ticks)
+    assert len({label for _, label in ticks}) == len(ticks)
+    for value, label in ticks:
+        assert float(label.replace(",", "")) == pytest.approx(value, rel=0.01, abs=1e-12)
+
+
+def test_ticks_of_shares_logarithms_and_steps() -> None:
+    assert [label for _, label in linear_ticks(0, 0.05, is_percent=True)] == ["0%", "1%", "2%", "3%", "4%", "5%"]
+    assert [label for _, label in linear_ticks(0, 0.0625, 5)][1] == "0.02"
+    assert [label for _, label in linear_ticks(0, 12.5, 5)] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    assert [value for value, _ in log_ticks(1.5, 60)] == [2, 5, 10, 20, 50]
+    assert len(log_ticks(1e-80, 1e90)) <= 8
+    assert step_ticks(100) == [0, 20, 40, 60, 80, 100] and step_ticks(1) == [0, 1]
+    assert len(step_ticks(2**62)) <= 8
+
+
+# the page
+
+
+def curves_of(text: str) -> dict[str, tuple[dict[str, str], list[tuple[float, float]]]]:
+    """Title -> the drawing's scale and the points of its last named line."""
+    found = {}
+    for figure in re.findall("<figure.*?</figure>", text, re.S):
+        title = re.search("<b>(.*?)</b>", figure)[1]  # type: ignore[index]
+        scale = dict(re.findall(r'data-(\w+)="([^"]*)"', re.search('<div class="area"[^>]*>', figure)[0]))  # type: ignore[index]
+        names = re.findall(r'<path class="(?:faint )?k\d" data-name="[^"]*" d="M([^"]*)"', figure)
+        found[title] = (scale, [tuple(map(float, pair.split(","))) for pair in names[0].split(" ")])
+    return found
+
+
+def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
+    report.page(run)
+    curves = curves_of(report.file.read_text(encoding="utf-8"))
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    titles = {
+        "loss": "Training loss (mean over supervised tokens, nats)", "lr": "Learning rate",
+        "grad_norm": "Gradient norm before clipping", "tokens_per_second": "Throughput (tokens/s)",
+        "mfu": "Model FLOPs utilisation (MFU)", "peak_memory_gib": "Peak memory so far (GiB)",
+        "data_wait": "Data wait (share of a step)", "seconds": "Time of a step (s)",
+        "validation_loss": "Validation loss (nats per token)", "bits_per_byte": "Validation bits per byte",
+    }  # fmt: skip
+    assert set(curves) == set(titles.values())
+    for key, title in titles.items():
+        scale, points = curves[title]
+        low, high, last = float(scale["low"]), float(scale["high"]), int(scale["last"])
+        expected = [(entry["step"], entry[key]) for entry in entries if key in entry]
+        assert len(points) == len(expected)
+        for (x, y), (step, value) in zip(points, expected, strict=True):
+            up = 1 - y / 10_000
+            shown = low * (high / low) ** up if scale["log"] == "true" else low + up * (high - low)
+            assert round(x / 10_000 * last) == step
+            assert shown == pytest.approx(value, abs=1e-4 * (high - low))
+
+
+def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
+    text = report.page(run).text
+    for shown in (
+        *("Finished", LAST_LOSS, "the last, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%", "1.50 GiB"),
+        *(
+            "1.00 to 2.00",
+            "0.5 (+25%)",
+            "30.0% (-20%)",
+            "32.00",
+            "dropped",
+            "3,030",
+            "longer than seq_len: 3,000 tokens",
+        ),
+        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a.jsonl:3, b.jsonl:9[2]", "a1-100", "a1-10"),
+        *("4 answers in between are left out", "WARNING", "twice", "once", "train.py --x y", "training.seq_len", "256"),
+        *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
+    ):
+        assert shown in text, shown
+    assert "Restarts\n0" in text and "hip" not in text
+
+
+def test_the_page_fetches_nothing_and_runs_only_its_own_script(run: Path, report: Report) -> None:
+    (run / "environment.json").write_text(json.dumps({"device": HOSTILE, "url": "https://example.org/x.js"}))
+    page = report.page(run)
+    assert not page.tags & {"img", "link", "iframe", "object", "embed", "base", "form", "audio", "video", "a", "image"}
+    assert not {name for name, _ in page.attributes} & {"src", "href", "action", "srcset", "data", "poster"}
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    [script] = page.scripts
+    assert not re.search(r"fetch|import|XMLHttp|innerHTML|eval|://", script)
+    [policy] = [value for name, value in page.attributes if name == "content" and "default-src" in value]
+    digest = base64.b64encode(sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    style = re.search("<style>(.*?)</style>", report.file.read_text(encoding="utf-8"), re.S)[1]  # type: ignore[index]
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_file_may_be_missing(file: str, run: Path, report: Report) -> None:
+    if file == "checkpoint":
+        (run / file).rename(run / "elsewhere")
+    else:
+        (run / file).unlink()
+    page, [found] = report.page(run), report.json(run)
+    assert found["problems"] == []
+    heading = {"ledger.csv": "Data ledger", "plan.json": "Plan and measured", "checkpoint": "Checkpoints"}.get(file)
+    assert heading is None or heading not in page.text
+
+
+def test_a_folder_with_nothing_but_a_config_is_a_run_that_has_just_begun(run: Path, report: Report) -> None:
+    for file in set(FILES) - {"config.toml", "checkpoint"}:
+        (run / file).unlink()
+    text = report.page(run).text
+    assert "How it ended is not known" in text and "No step is in metrics.jsonl" in text and "Curves" not in text
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 26)  # without taking any place
+
+
+OTHER_THINGS = '[1, 2]\n"x"\nnull\n7\n{"step": -1}\n{"step": 1e999}\n{"step": true}\n'
+NOT_NUMBERS = '{"step": 1, "loss": NaN, "lr": -Infinity, "tokens": "9", "mfu": 1e400}\n'
+HUGE_NUMBERS = (
+    '{"step": 9223372036854775807, "loss": 9e99, "lr": -9e99, "mfu": 1e-320}\n{"step": 1, "loss": 1e-320}\n'
+    f'{{"step": 2, "lr": {"9" * 5000}}}\n'
+)
+RUINS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 999),
+    "deep": lambda path: path.write_text('{"step": 1, "loss": ' + "[" * 30_000),
+    "one long line": lambda path: path.write_text('{"step": "' + "x" * 3_000_000),
+    "open quote": lambda path: path.write_text('a.jsonl,1,kept,train,1,1,1,"' + "x," * 300_000),
+    "other things": lambda path: path.write_text(OTHER_THINGS),
+    "not numbers": lambda path: path.write_text(NOT_NUMBERS),
+    "huge numbers": lambda path: path.write_text(HUGE_NUMBERS),
+    "link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
+    "dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "huge": make_huge,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ruin", RUINS)
+def test_ruined_files_are_named_and_the_rest_is_shown(ruin: str, run: Path, report: Report) -> None:
+    files = [file for file in FILES if file != "checkpoint"]
+    for file in files:
+        RUINS[ruin](run / file)
+    page, [found] = report.page(run), report.json(run)
+    assert "step-100" in page.text
+    if ruin in ("link", "dangling link", "folder", "pipe"):
+        assert len(found["problems"]) >= len(files) and all(
+            any(file in line for line in found["problems"]) for file in files
+        )
+    if ruin == "cut off":
+        assert found["metrics"]["unreadable"] == 1 and found["metrics"]["last_step"] == 100
+        assert found["ledger"]["unreadable"] + found["ledger"]["outcomes"].get("dropped", {}).get("records", 0) == 1
+    assert "root:" not in page.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_files_that_may_not_be_read_are_named(run: Path, report: Report) -> None:
+    (run / "metrics.jsonl").chmod(0)
+    assert "cannot be read: Permission denied" in report.page(run).text
+
+
+def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
+    run = write_run(tmp_path / "<b>&'\"\u202e\n")
+    message = {"role": HOSTILE, "content": HOSTILE}
+    sample = {"step": 1, "prompt": [message, HOSTILE, 7, {"content": [{"type": "text"}]}], "reference": HOSTILE}
+    (run / "samples.jsonl").write_text(json.dumps({**sample, "answer": HOSTILE}) + "\n")
+    restarts = [{"state": HOSTILE, "message": HOSTILE, "step": 5, "attempt": "x", "time": HOSTILE}, HOSTILE, None]
+    state = {"state": HOSTILE, "exit_code": 10**30, "message": HOSTILE, "next": HOSTILE, "restarts": restarts}
+    (run / "run_state.json").write_text(json.dumps(state))
+    (run / "ledger.csv").write_text('"<i>,x",1,"<i>",train,1,1,1,<i>\n"<i>",1,dropped,train,1,1,1,<i>\n')
+    (run / "train.log").write_text("2026-11-23 22:00:00,000 WARNING <script>\n")
+    (run / "config.toml").write_text('"<script>" = "</style>"\n[a]\nb = inf\nc = 2026-01-01\nd = [[nan], [{e = 1}]]\n')
+    lines = [
+        {"step": step, "loss": 1.0, "validation_loss": 1, "validation_loss/</path>\"'><script>": step}
+        for step in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report.page(run)
+    assert len(page.scripts) == 1 and not page.tags & {"img", "i"}
+    text = report.file.read_text(encoding="utf-8")
+    assert not set("\x1b\u202e\x00") & set(text) and "\\u202eevil" in page.text and "😀 مرحبا" in page.text
+    assert report.json(run)[0]["state"]["exit_code"] is None
+
+
+def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
+    line = {
+        "step": 1,
+        "loss": 1.0,
+        **{f"validation_loss/{i}": 1.0 for i in range(1000)},
+        "validation_loss/" + "x" * 999: 1,
+    }
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    prompts = "".join(
+        json.dumps({"step": 1, "prompt": [{"content": f"{i}"}], "answer": "x" * 9000}) + "\n" for i in range(99)
+    )
+    (run / "samples.jsonl").write_text(prompts)
+    (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
+    (run / "ledger.csv").write_text("".join(f"a,{i},status{i},train,1,1,1,\n" for i in range(99)))
+    [found] = report.json(run)
+    assert len(found["metrics"]["series"]) == tables._MOST_SERIES and found["samples"]["prompts_left_out"] == 79
+    assert found["log"]["warnings"] == 999 and len(found["log"]["messages"]) == 50
+    assert len(found["ledger"]["outcomes"]) == 12 and found["ledger"]["unreadable"] == 87
+    report.page(run)
+    assert report.file.stat().st_size < 600_000
+
+
+def test_a_page_of_many_steps_stays_small_and_says_its_bins(tmp_path: Path, report: Report) -> None:
+    for steps, most in ((100, 80_000), (15_000, 180_000)):
+        (tmp_path / f"{steps}").mkdir()
+        with (tmp_path / f"{steps}" / "metrics.jsonl").open("w") as file:
+            for step in range(1, steps + 1):
+                more = {
+                    "lr": 1e-4,
+                    "grad_norm": step % 7,
+                    "tokens_per_second": 9e4 + step % 9,
+                    "mfu": 0.3,
+                    "seconds": 1,
+                }
+                file.write(json.dumps({"step": step, "loss": 2 + step % 5 / 10 + 50 * (step == 77), **more}) + "\n")
+        text = report.page(tmp_path / f"{steps}").text
+        assert report.file.stat().st_size < most
+        assert ("means of 469 bins of 32 steps" if steps > 500 else "100 values") in text
+    [found] = report.json(tmp_path / "15000")
+    [spike] = [each for each in found["metrics"]["series"]["loss"]["bins"] if each[5] > 50]
+    assert (spike[0], spike[1], spike[2], spike[3]) == (65, 96, 32, 2.0)
+    assert spike[4] == pytest.approx(sum(2 + step % 5 / 10 + 50 * (step == 77) for step in range(65, 97)) / 32)
+
+
+# what it says of a run
+
+
+def test_restarts_and_changed_settings_are_marked_and_listed(run: Path, report: Report) -> None:
+    first = {
+        "time": "2026-11-23T22:15:10Z",
+        "attempt": 1,
+        "state": "crashed",
+        "exit_code": 1,
+        "step": 30,
+        "message": "boom",
+    }
+    entries = [first, {**first, "attempt": 2, "step": None, "state": "hung", "exit_code": 5, "new_key": 1}]
+    state = json.loads((run / "run_state.json").read_text())
+    (run / "run_state.json").write_text(json.dumps({**state, "restarts": entries}))
+    earlier = (run / "config.toml").read_text().replace("seq_len = 256", "seq_len = 128")
+    (run / "config-until-step-40.toml").write_text(earlier)
+    (run / "config-until-step-x.toml").write_text("not of ours")
+    page = report.page(run)
+    titles = [value for name, value in page.attributes if name == "title"]
+    assert "restart 1 after step 30: crashed" in titles and "settings changed after step 40" in titles
+    assert "lowest validation loss, 2.0000, at step 100" in titles
+    places = [value for name, value in page.attributes if name == "d" and value.startswith("M3000,0 3000,10000")]
+    assert len(places) == 1
+    for shown in ("2026-11-23 22:15:10 UTC", "boom", "before the first", "2 restarts", "Until step 40", "128", "hung"):
+        assert shown in page.text, shown
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "said"),
+    [
+        ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "the last line of metrics.jsonl is "),
+        (
+            {"state": "crashed", "exit_code": 1, "message": "rank 3: boom\nmore"},
+            "bad",
+            "rank 3: boom (exit code 1); next: ",
+        ),
+        ({"state": "preempted", "exit_code": 3, "message": "SIGTERM"}, "warn", "SIGTERM (exit code 3)"),
+        ({"state": "out_of_memory", "exit_code": 6, "message": "planned 9"}, "bad", "planned 9 (exit code 6)"),
+        ({"state": "new_state", "exit_code": 0}, "warn", "new_state"),
+        ({"state": None}, "warn", ""),
+    ],
+)
+def test_how_it_ended_is_the_first_thing(change: dict[str, Any], level: str, said: str, run: Path) -> None:
+    state = json.loads((run / "run_state.json").read_text())
+    (run / "run_state.json").write_text(json.dumps({**state, **change}))
+    found = collect(run)
+    assert state_of(found).level == level
+    assert any(said in finding.text for finding in findings(found))
+
+
+def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
+    def of(**change: Any) -> str:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text("".join(json.dumps({**line, **change}) + "\n" for line in lines))
+        return "\n".join(finding.text for finding in findings(collect(run)))
+
+    text = of()
+    for absent in ("did not fall", "overfitting", "waiting for data", "skipped", "nearly full", "suspect", "rejected"):
+        assert absent not in text
+    assert "Memory was nearly full: 31.0 of 32.0 GiB" in of(peak_memory_gib=31.0)
+    assert "10.0% of the time was spent waiting for data" in of(data_wait=0.1)
+    assert "100 steps were skipped" in of(skipped=True)
+    assert "The loss did not fall: 9 at first, now 9" in of(loss=9.0)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100, "validation_loss": 20.0}\n')
+    assert "Validation loss was lowest at step 100 (2.0000; 20.0000 at the end, +900.0%)" in of()
+    sealed.mark_suspect(run / "checkpoint" / "step-50", "its loss is high")
+    (run / "checkpoint" / "step-100" / "manifest.json").write_text("{}")
+    (run / "checkpoint" / "damaged-step-10-abc").mkdir()
+    (run / "ledger.csv").write_text("a,1,rejected,,1,0,0,not JSON\n")
+    text = of()
+    assert (
+        "suspect: a run resumes from such only when told to: step-50" in text and "as damaged: damaged-step-10" in text
+    )
+    assert "not as written: step-100" in text and "1 records of the data were rejected" in text
+    [old, new] = collect(run)["checkpoints"]["listed"]
+    assert (old["why_suspect"], old["is_best"], new["is_best"]) == ("its loss is high", False, True)
+    assert old["bytes"] > 2_000_000 and "is not what was written" in new["problem"]
+
+
+def test_names_of_files_are_those_that_the_run_writes() -> None:
+    assert (collecting.FAULTS, collecting.PLAN) == (faults.FILE, forecast.FILE)
+
+
+# several runs
+
+
+def test_several_runs_are_overlaid_and_compared(run: Path, tmp_path: Path, report: Report) -> None:
+    other = write_run(tmp_path / "again" / "run", steps=50, loss=lambda step: 3 + 1 / step)
+    (other / "config.toml").write_text((other / "config.toml").read_text().replace("lr = 0.003 ", "lr = 0.001 "))
+    page = report.page(run, other)
+    names = [value for name, value in page.attributes if name == "data-name"]
+    first = f"{tmp_path.name}/run"
+    assert names[:4] == [first, f"{first}, smoothed", "again/run", "again/run, smoothed"]
+    assert "optimizer.lr\n0.003\n0.001\n" in page.text and "training.seq_len\n256\n256" not in page.text
+    assert LAST_LOSS in page.text and "3.0221" in page.text
+    drawn = {chart.key: chart for chart in charts([collect(run), collect(other)])}
+    assert {"loss", "validation_loss", "validation_loss_web", "validation_loss_code", "mfu"} <= drawn.keys()
+    assert [curve.color for curve in drawn["validation_loss_web"].curves] == [0, 1]
+    assert "their losses are of different data" not in page.text
+    assert [run["name"] for run in report.json(run, run)] == ["run (1)", "run (2)"]
+    (other / "config.toml").write_text((other / "config.toml").read_text().replace("seq_len = 256", "seq_len = 64"))
+    assert "The runs differ in training.seq_len: their losses are of different data" in report.page(run, other).text
+    assert "at most 14" in report(*[run] * 15, code=2)
+
+
+# the command
+
+
+def test_what_is_no_run_folder_is_refused(run: Path, tmp_path: Path, report: Report) -> None:
+    assert "nowhere: no such folder" in report(tmp_path / "nowhere", code=2)
+    assert "name the folder that it is in" in report(run / "metrics.jsonl", code=2)
+    said = report(tmp_path, code=2)
+    assert "is no run folder: it holds none of config.toml, metrics.jsonl, run_state.json" in said
+    assert f"name one of those in it: {run}" in said
+    (tmp_path / "empty").mkdir()
+    assert "name the folder that a run printed" in report(tmp_path / "empty", code=2)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_path: Path, report: Report) -> None:
+    said = report(run)
+    assert said == f"{run / 'report.html'}: {(run / 'report.html').stat().st_size:,} bytes\n"
+    report(run)  # again
+    before = (run / "config.toml").read_bytes()
+    assert "is there already, and is no page" in report(run, "--output", run / "config.toml", code=2)
+    (run / "report.html").unlink()
+    (run / "report.html").symlink_to(run / "config.toml")
+    assert "is a link" in report(run, code=2)
+    assert (run / "config.toml").read_bytes() == before
+    assert "cannot be written (No such file or directory)" in report(run, "--output", tmp_path / "a" / "b.html", code=2)
+    assert "is no regular file" in report(run, "--output", tmp_path, code=2).replace("not a regular", "no regular")
+
+
+def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
+    [found] = report.json(run)
+    assert not (run / "report.html").exists()
+    series = found["metrics"]["series"]["loss"]
+    assert series["bins"][0] == [1, 1, 1, 6.0, 6.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]
+    assert found["ledger"]["outcomes"]["kept"] == {
+        "train": 1, "validation": 1, "records": 2, "tokens": 30, "supervised": 13, "documents": 2, "first": [],
+    }  # fmt: skip
+    assert [len(prompt["answers"]) for prompt in found["samples"]["prompts"]] == [6, 6]
+    assert [each["step"] for each in found["samples"]["prompts"][0]["answers"]] == [10, 60, 70, 80, 90, 100]
+    assert found["config"]["optimizer.lr"] == "0.003" and found["plan"]["worst"]["moment"] == "backward"
+
+
+def test_pictures_need_matplotlib_and_the_page_does_not(
+    run: Path, tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails
+    said = report(run, "--png", tmp_path / "png", code=2)
+    assert "--png needs matplotlib" in said and "pip install" in said
+    assert not (tmp_path / "png").exists() and not (run / "report.html").exists()
+    report(run)
+
+
+def test_each_chart_becomes_a_picture(tmp_path: Path, report: Report) -> None:
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "_$x$ \ud800 <b>".encode("utf-8", "ignore").decode(), steps=20)
+    said = report(run, "--png", tmp_path / "png").splitlines()[1:]
+    written = sorted((tmp_path / "png").iterdir())
+    assert said == [str(path) for path in written] and len(written) == len(charts([collect(run)])) > 8
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
+
+
+def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
+    code = (
+        "import sys; from titan_mi100.report import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'torch', 'matplotlib', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
+
+
+def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from titan_mi100.logging import log
+    from titan_mi100.run.record import log_where_everything_is
+
+    config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
+    log.propagate = True
+    try:
+        with caplog.at_level("INFO"):
+            log_where_everything_is(tmp_path / "a b", config, SimpleNamespace(skipped_steps=0, step=5))  # type: ignore[arg-type]
+    finally:
+        log.propagate = False
+    assert caplog.messages[-1] == f"  report        python -m titan_mi100.report '{tmp_path}/a b'"
