@@ -307,7 +307,7 @@ def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
             "30.0% (-20%)",
             "32.00",
             "dropped",
-            "3,030",
+            "3,000",
             "longer than seq_len: 3,000 tokens",
         ),
         *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a.jsonl:3, b.jsonl:9[2]", "a1-100", "a1-10"),

@@ -19,12 +19,11 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import setup_logging
-from titan_mi100.pages.charts import charts
+from titan_mi100.pages.charts import MOST_CURVES, charts
 from titan_mi100.pages.collect import collect
 from titan_mi100.pages.page import page
 from titan_mi100.pages.pictures import check_matplotlib, write_pictures
 
-_MOST_RUNS = 14  # seven colors, plain and dashed
 _PAGE = b"<!DOCTYPE html>"
 
 
@@ -34,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
-    if len(options.runs) > _MOST_RUNS:
-        raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {_MOST_RUNS}")
+    if len(options.runs) > MOST_CURVES:
+        raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {MOST_CURVES}")
     if options.png:
         check_matplotlib()  # before anything is read
     output = Path(options.output or Path(options.runs[0]) / "report.html")

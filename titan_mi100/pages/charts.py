@@ -8,6 +8,7 @@ from titan_mi100.pages.bins import Bin, half_window, smoothed
 from titan_mi100.pages.tables import SOURCE
 
 _TINY = 1e-90  # smaller ones are drawn as zero: scales stay numbers
+MOST_CURVES = 14  # of a chart: seven colors, plain and dashed
 _DOTS = 60  # points: fewer are drawn each, not only joined
 
 
@@ -98,20 +99,22 @@ _KINDS = (
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
     """The charts that have something to show. Runs are told apart by `name`."""
-    last = [run["metrics"].get("last_step") or 0 for run in runs]
+    last = max(run["metrics"].get("last_step") or 0 for run in runs)
     found = []
     for kind in _KINDS:
         keys = [kind.key]
         if kind.key == "validation_loss":
             keys += sorted({key for run in runs for key in _series(run) if key.startswith(SOURCE)})
-        # one run's sources are curves of one chart; of several runs each source has a chart
-        for group in [keys] if len(runs) == 1 else [[key] for key in keys]:
+        # one run's sources are curves of one chart; of several runs, or too many sources, each source has a chart
+        is_together = len(runs) == 1 and len(keys) <= MOST_CURVES
+        for group in [keys] if is_together else [[key] for key in keys]:
             curves = [_curve(runs, number, key, kind) for number in range(len(runs)) for key in group]
-            drawn = [curve._replace(color=place) if len(runs) == 1 else curve for place, curve in enumerate(curves)]
-            shown = [curve for curve in drawn if curve.bins]
+            if is_together:
+                curves = [curve._replace(color=place) for place, curve in enumerate(curves)]
+            shown = [curve for curve in curves if curve.bins]
             if shown:
-                of_source = f", source {group[0].removeprefix(SOURCE)}" if group[0] != kind.key else ""
-                found.append(_chart(kind, of_source, shown, _marks(runs) if kind.key == "loss" else [], max(last)))
+                source = group[0].removeprefix(SOURCE) if group[0] != kind.key else ""
+                found.append(_chart(kind, source, shown, _marks(runs) if kind.key == "loss" else [], last))
     return found
 
 
@@ -149,7 +152,7 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
     return found
 
 
-def _chart(kind: _Kind, of_source: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
+def _chart(kind: _Kind, source: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
     means = [value for curve in curves for value in (*curve.strong, *(each.mean for each in curve.bins))]
     values = [
         *means,
@@ -166,13 +169,19 @@ def _chart(kind: _Kind, of_source: str, curves: list[Curve], marks: list[Mark], 
         room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
         ends = (low if low == 0 and kind.from_zero else low - room), high + room
     last = max(last, *(each.last for curve in curves for each in curve.bins[-1:]))
-    ticks = log_ticks(*ends) if is_log else linear_ticks(*ends, is_percent=kind.is_percent)
-    inside = [mark for mark in marks if mark.step <= last]
     return Chart(
-        kind.key if not of_source else f"{kind.key}_{curves[0].name}",
-        kind.title + of_source, _note(curves, is_log), kind.is_percent, is_log, kind.key == "loss", curves, inside,
-        (0, max(last, 1)), ends, ticks,
-    )  # fmt: skip
+        key=f"{kind.key}_{source}" if source else kind.key,
+        title=f"{kind.title}, source {source}" if source else kind.title,
+        note=_note(curves, is_log),
+        is_percent=kind.is_percent,
+        is_log=is_log,
+        is_wide=kind.key == "loss",
+        curves=curves,
+        marks=[mark for mark in marks if mark.step <= last],
+        steps=(0, max(last, 1)),
+        values=ends,
+        ticks=log_ticks(*ends) if is_log else linear_ticks(*ends, is_percent=kind.is_percent),
+    )
 
 
 def _note(curves: list[Curve], is_log: bool) -> str:
