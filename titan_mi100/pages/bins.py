@@ -95,7 +95,7 @@ def usable(value: object) -> bool:
 
 def half_window(count: int) -> int:
     """On either side of a point, the points that its smoothed value is a mean of."""
-    return count // 40 if count >= 40 else min(2, count // 10)
+    return count // 25 if count >= 50 else count // 20
 
 
 def smoothed(bins: Sequence[Bin]) -> list[float]:

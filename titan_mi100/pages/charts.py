@@ -185,14 +185,19 @@ def _chart(kind: _Kind, source: str, curves: list[Curve], marks: list[Mark], las
 
 
 def _note(curves: list[Curve], is_log: bool) -> str:
-    count = max(len(curve.bins) for curve in curves)
-    width = max(_width(curve) for curve in curves)
-    found = [f"means of {count:,} bins of {width:,} steps" if width > 1 else f"{count:,} values"]
+    counts, widths = [len(curve.bins) for curve in curves], [_width(curve) for curve in curves]
+    is_binned = max(widths) > 1
+    found = [f"means of {_range(counts)} bins of {_range(widths)} steps" if is_binned else f"{_range(counts)} values"]
     if any(curve.has_band for curve in curves):
         found.append("shaded: minimum to maximum")
-    if any(curve.is_faint for curve in curves):
-        found.append(f"strong: smoothed over {2 * half_window(count) + 1} {'bins' if width > 1 else 'values'}")
+    if windows := [2 * half_window(len(curve.bins)) + 1 for curve in curves if curve.is_faint]:
+        found.append(f"strong: smoothed over {_range(windows)} {'bins' if is_binned else 'values'}")
     return "; ".join([*found, *(["logarithmic scale"] if is_log else [])])
+
+
+def _range(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _width(curve: Curve) -> int:

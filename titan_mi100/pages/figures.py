@@ -72,8 +72,9 @@ for (const area of document.querySelectorAll('.area')) {
     const nearest = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
     const at = nearest.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)[0];
     const step = Math.round(steps[0] + at / 10000 * (steps[1] - steps[0]));
-    const values = lines.map((line, i) => (lines.length > 1 ? line.name + ' ' : '') + shown(valueAt(nearest[i][1])));
-    out.textContent = 'step ' + step.toLocaleString('en') + ': ' + values.join(', ');
+    const said = lines.map((line, i) => Math.abs(nearest[i][0] - at) > 100 ? ''  // it has no value here
+      : (line.name === 'smoothed' ? ', ' : '; ') + line.name + ' ' + shown(valueAt(nearest[i][1])));
+    out.textContent = 'step ' + step.toLocaleString('en') + ': ' + said.join('').slice(2);
     cursor.style.left = at / 100 + '%';
     area.append(cursor);
   };
@@ -155,15 +156,17 @@ def _drawing(chart: Chart, kinds: Iterable[str]) -> str:
 
 
 def _curve(chart: Chart, curve: Curve) -> list[str]:
-    classes, across, found = _classes(curve.color), [(each.first + each.last) / 2 for each in curve.bins], []
+    classes, across, found = _classes(curve.color), [(each.first + each.last) / 2 for each in curve.bins], list[str]()
+    shown_name = text(curve.name) if len(chart.curves) > 1 else ""
     if curve.has_band:
         upper = _points(chart, across, [each.high for each in curve.bins])
         lower = _points(chart, across, [each.low for each in curve.bins])
         found.append(f'<path class="band {classes}" d="M{" ".join([*upper, *lower[::-1]])}Z"/>')
     if curve.is_faint:
         means = _points(chart, across, [each.mean for each in curve.bins])
-        found.append(f'<path class="faint {classes}" data-name="{text(curve.name)}" d="M{" ".join(means)}"/>')
-    strong, name = _points(chart, across, curve.strong), text(curve.name) + ", smoothed" * curve.is_faint
+        found.append(f'<path class="faint {classes}" data-name="{shown_name}" d="M{" ".join(means)}"/>')
+    strong = _points(chart, across, curve.strong)
+    name = "smoothed" if curve.is_faint else shown_name
     found.append(f'<path class="{classes}" data-name="{name}" d="M{" ".join(strong)}"/>')
     if dots(curve):
         found.append(f'<path class="dots {classes}" d="{"".join(f"M{point}h0" for point in strong)}"/>')
