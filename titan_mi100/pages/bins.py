@@ -95,7 +95,7 @@ def usable(value: object) -> bool:
 
 def half_window(count: int) -> int:
     """On either side of a point, the points that its smoothed value is a mean of."""
-    return count // 25 if count >= 50 else count // 20
+    return max(count // 40, min(2, count // 10))
 
 
 def smoothed(bins: Sequence[Bin]) -> list[float]:

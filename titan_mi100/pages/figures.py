@@ -7,7 +7,7 @@ from titan_mi100.pages.document import text
 
 _UNITS = 10_000  # of the drawing, across and up
 _COLORS = 7
-_SYMBOLS = {
+SYMBOLS = {
     "restart": ("▲", "restart"),
     "config": ("◆", "settings changed"),
     "skipped": ("✕", "step skipped"),
@@ -92,7 +92,7 @@ def figure(chart: Chart) -> str:
     steps = "".join(
         f'<span style="left:{100 * chart.across(at):.2f}%">{at:,}</span>' for at in step_ticks(chart.steps[1])
     )
-    kinds = [kind for kind in _SYMBOLS if any(mark.kind == kind for mark in chart.marks)]
+    kinds = [kind for kind in SYMBOLS if any(mark.kind == kind for mark in chart.marks)]
     return (
         f'<figure class="chart{" wide" if chart.is_wide else ""}"><figcaption><b>{text(chart.title)}</b>'
         f"<output></output><small>{text(chart.note)}</small></figcaption>{_key(chart, kinds)}"
@@ -111,7 +111,7 @@ def _key(chart: Chart, kinds: Iterable[str]) -> str:
         for curve in chart.curves:
             entries.append(f"<li>{line_of(curve.color)}<bdi>{text(curve.name)}</bdi></li>")
     for kind in kinds:
-        symbol, words = _SYMBOLS[kind]
+        symbol, words = SYMBOLS[kind]
         entries.append(f'<li><span class="{kind}">{symbol}</span> {words}</li>')
     return f'<ul class="key">{"".join(entries)}</ul>' if entries else ""
 
@@ -120,7 +120,7 @@ def _mark_rows(chart: Chart, kinds: Iterable[str]) -> str:
     """Above the drawing, a row for each kind of mark."""
     rows = ""
     for kind in kinds:
-        symbol = _SYMBOLS[kind][0]
+        symbol = SYMBOLS[kind][0]
         marks = [mark for mark in chart.marks if mark.kind == kind][:_MOST_MARKS]
         spans = "".join(
             f'<span style="left:{100 * chart.across(mark.step):.2f}%" title="{text(mark.text)}">{symbol}</span>'

@@ -22,7 +22,7 @@ h3 { font-size: 1rem; margin: 1em 0 .3em } p { margin: .3em 0 } .soft, dt, th { 
 pre, code { font: .85em/1.5 ui-monospace, monospace }
 pre { white-space: pre-wrap; unicode-bidi: plaintext; margin: .2em 0 .8em; padding: .6em .8em; border-radius: 6px;
   background: var(--card); max-height: 24em; overflow: auto }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9em, 1fr)); gap: .6em; margin: 1em 0;
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9em, 1fr)); gap: .6em; margin: 1em 0;
   padding: 0 }
 .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6em .7em;
   min-width: 0 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.pages.charts import Chart, dots
+from titan_mi100.pages.figures import SYMBOLS
 from titan_mi100.wording import printable
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#a67c00", "#2b93c9", "#57606a")
@@ -67,11 +68,16 @@ def _write(chart: Chart, path: Path) -> Path:
             axes.plot(steps, [each.mean for each in curve.bins], linewidth=0.8, alpha=0.4, **how)
         how |= {"linestyle": "--" if curve.color >= len(_COLORS) else "-", "marker": "o" if dots(curve) else None}
         # a label that begins with "_" is left out of the legend
-        axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=f"\u200b{_drawable(curve.name)}", **how)
+        label = f"\u200b{_drawable(curve.name)}" if len(chart.curves) > 1 else None
+        axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=label, **how)
+    named = set[str]()
     for mark in chart.marks:
         color, symbol = _MARKS[mark.kind]
         axes.axvline(mark.step, color=color, linewidth=0.8, linestyle=":")
-        axes.plot([mark.step], [1.0], symbol, color=color, transform=axes.get_xaxis_transform(), clip_on=False)
+        words = None if mark.kind in named else SYMBOLS[mark.kind][1]
+        named.add(mark.kind)
+        at_top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot([mark.step], [1.0], symbol, color=color, label=words, **at_top)
     axes.set_yscale("log" if chart.is_log else "linear")
     axes.set_ylim(*chart.values)
     axes.set_xlim(*chart.steps)
@@ -81,7 +87,7 @@ def _write(chart: Chart, path: Path) -> Path:
     axes.set_xlabel("step")
     axes.set_title(f"{_drawable(chart.title)}\n{chart.note}", fontsize=9, parse_math=False)
     axes.grid(alpha=0.3)
-    if len(chart.curves) > 1:
+    if len(chart.curves) > 1 or named:
         legend = figure.legend(loc="outside right upper", fontsize=8)
         for entry in legend.get_texts():
             entry.set_parse_math(False)
