@@ -416,7 +416,10 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     (run / "run_state.json").write_text(json.dumps(state))
     (run / "ledger.csv").write_text('"<i>,x",1,"<i>",train,1,1,1,<i>\n"<i>",1,dropped,train,1,1,1,<i>\n')
     (run / "train.log").write_text("2026-11-23 22:00:00,000 WARNING <script>\n")
-    (run / "config.toml").write_text('"<script>" = "</style>"\n[a]\nb = inf\nc = 2026-01-01\nd = [[nan], [{e = 1}]]\n')
+    config = f"big = 0x{'f' * 5000}\n"
+    (run / "config.toml").write_text(
+        config + '"<script>" = "</style>"\n[a]\nb = inf\nc = 2026-01-01\nd = [[nan], [{e = 1}]]\n'
+    )
     lines = [
         {"step": step, "loss": 1.0, "validation_loss": 1, "validation_loss/</path>\"'><script>": step}
         for step in (1, 2)

@@ -17,7 +17,7 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.config.load import parse_toml
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
-from titan_mi100.files.plain import plain_path, read_object
+from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.outcome import STATE
 from titan_mi100.pages.bins import usable
 from titan_mi100.pages.tables import read_faults, read_ledger, read_log, read_metrics, read_samples, whole, words
@@ -112,8 +112,8 @@ def _texts(found: Mapping[str, Any]) -> dict[str, str]:
 def _value(value: object) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError:
-        return "(nested too deeply to show)"
+    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+        return "(too large to show)"
 
 
 def _state(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _first_line(path: Path) -> str:
     try:
-        with plain_path(path).open("rb") as file:
+        with open_plain(path) as file:
             return file.readline(500).decode("utf-8", "replace").strip()
     except (UserError, OSError):
         return "the reason cannot be read"
