@@ -362,7 +362,7 @@ def make_huge(path: Path) -> None:
 OTHER_THINGS = '[1, 2]\n"x"\nnull\n7\n{"step": -1}\n{"step": 1e999}\n{"step": true}\n'
 NOT_NUMBERS = '{"step": 1, "loss": NaN, "lr": -Infinity, "tokens": "9", "mfu": 1e400}\n'
 HUGE_NUMBERS = (
-    '{"step": 9223372036854775807, "loss": 9e99, "lr": -9e99, "mfu": 1e-320}\n{"step": 1, "loss": 1e-320, "mfu": 0}\n'
+    '{"step": 9223372036854775807, "loss": 9e99, "lr": -9e99, "mfu": 5e-324}\n{"step": 1, "loss": 1e-320, "mfu": 0}\n'
     f'{{"step": 2, "lr": {"9" * 5000}}}\n'
 )
 RUINS: dict[str, Callable[[Path], object]] = {
