@@ -643,10 +643,14 @@ def test_pictures_need_matplotlib_and_the_page_does_not(
 
 def test_each_chart_becomes_a_picture(tmp_path: Path, report: Report) -> None:
     pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "_$x$ \ud800 <b>".encode("utf-8", "ignore").decode(), steps=20)
-    said = report(run, "--png", tmp_path / "png").splitlines()[1:]
+    run, other = write_run(tmp_path / "_$\\frac$ <b>", steps=20), tmp_path / "other"
+    other.mkdir()
+    source = json.dumps("validation_loss/$\\frac$ \ud800 😀")  # no formula, half a character, one that the font lacks
+    (other / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, {source}: 1}}\n')
+    said = report(run, other, "--png", tmp_path / "png").splitlines()[1:]
     written = sorted((tmp_path / "png").iterdir())
-    assert said == [str(path) for path in written] and len(written) == len(charts([collect(run)])) > 8
+    assert said == [str(path) for path in written]
+    assert len(written) == len(charts([collect(run), collect(other)])) > 8
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 
 
