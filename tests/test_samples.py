@@ -3,7 +3,6 @@
 That all layouts answer alike is a column of the parity table (test_layouts.py)."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.samples import answer_greedily, until_stop
+from titan_mi100.run.sinks import Explanation, TensorBoard
 from titan_mi100.text.load import load_tokenizer
 
 

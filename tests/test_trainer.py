@@ -23,10 +23,11 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, _log_layout, open_run
+from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
+from titan_mi100.run.opening import log_layout
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.rows import fit_progress
 
@@ -126,7 +127,7 @@ def test_what_goes_wrong_in_a_thread_that_reads_ahead_is_raised_by_the_step(worl
 def test_a_step_far_from_the_token_target_is_warned_of(
     target: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _log_layout(Layout(), Batch(10, 1, 1), TrainingConfig(seq_len=10, target_tokens_per_step=target))
+    log_layout(Layout(), Batch(10, 1, 1), TrainingConfig(seq_len=10, target_tokens_per_step=target))
     assert (f"target_tokens_per_step = {target}: one forward on all ranks has more" in caplog.text) == warned
 
 

@@ -2,11 +2,10 @@
 several processes all begin here.
 """
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,20 +23,16 @@ from titan_mi100.checkpoint.resume import (
     Found,
     check_is_a_runs,
     check_same_run,
-    find_checkpoint,
-    open_checkpoint,
     set_later_aside,
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.assets import run_assets
-from titan_mi100.config.check import check_layout
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
-from titan_mi100.config.layout import Batch, Layout, accumulation_for
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, DataConfig, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream
-from titan_mi100.data.prepare import cache_folder, prepare_run
+from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
@@ -52,18 +47,18 @@ from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, ra
 from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
-from titan_mi100.run.heartbeat import SAVE, START, VALIDATION, Heartbeat
+from titan_mi100.run.heartbeat import SAVE, VALIDATION, Heartbeat
 from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.opening import find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.run.profiling import SNAPSHOT, Profiler, open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
 from titan_mi100.run.rows import fit_progress, last_step, open_rows
 from titan_mi100.run.samples import Sampler, open_sampler
 from titan_mi100.run.stragglers import Stragglers
-from titan_mi100.trainer import Trainer
+from titan_mi100.trainer import Flags, Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
-_PATIENCE_FOR_DATA = 24  # times watchdog.start_seconds
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
@@ -213,27 +208,20 @@ def open_run(
     heartbeat = heartbeat or Heartbeat(config.watchdog)
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
-    for line in config.notes:
-        log.info(line)
     certificate = _find_certificate(world)
     _log_machine(config, world, certificate)
     with raise_together():
         spec = spec or config.spec()
-    heartbeat.begin(START, "preparing data")
-    if RUN_FOLDER not in os.environ:  # no launcher has prepared them; that takes as long as it takes
-        heartbeat.allow(_PATIENCE_FOR_DATA)
-    data = data or _load_data(config, world, folder)
-    heartbeat.begin(START, "model and checkpoint")
-    found = _find(checkpoint, folder, world, config.checkpoint.load_step)
-    if found is not None:
-        check_is_a_runs(found)
-        config = _keep_global_batch(config, world, found.manifest)
-    layout, batch = config.layout(world.size), config.batch(world.size)
-    _log_layout(layout, batch, config.training)
-    forecast = Forecast(config, world, spec, folder)
+    data = data or load_data(config, world, folder, heartbeat)
+    found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     if found is not None:
+        check_is_a_runs(found)
+        config = keep_global_batch(config, world, found.manifest)
         progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
+    layout, batch = config.layout(world.size), config.batch(world.size)
+    log_layout(layout, batch, config.training)
+    forecast = Forecast(config, world, spec, folder)
     rows = open_rows(config, data, batch, progress)
     about = _about(config, spec, data, layout, batch, rows.fingerprint)
     if found is not None:
@@ -244,103 +232,62 @@ def open_run(
     attention, head = _choose(config, spec, layout, world, found, certificate)
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
-    supervised_share = data.train_counts.supervised_share(config.training.seq_len)
+    supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     load_weights(model, config, spec, found.path if found else None)
-    trained, seed = model.trained_parameters(), config.training.seed
+    trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         checkpointer.load(found.path)
         if checkpoint is None:
             from_rank_zero(partial(set_later_aside, found.path))
-        if progress.step >= steps:
-            log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
+    log_if_done(progress, steps)
 
     stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
-    reporter, observers = None, list[StepObserver]([forecast])
+    reporter, profiler, observers = None, None, list[StepObserver]([forecast])
+    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
         with raise_together():
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
-    profiler = None if folder is None else open_profiler(folder, config.profiling, world, steps)
-    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+        profiler = open_profiler(folder, config.profiling, world, steps)
     if profiler is not None:
         observers.append(profiler)
         flags[SNAPSHOT] = profiler.is_asked
     sampler = open_sampler(config, data)
     child.end()  # no more files from elsewhere are read
-    scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
-    trainer = Trainer(
-        model,
-        optimizer,
-        stream,
-        config.training.max_norm,
-        progress.rows_consumed,
-        flags,
-        scale,
-        heartbeat.note,
-        stragglers.own_values if stragglers else tuple,
-        partial(progress.spike_above, config.training.loss_spike_sigmas),
-        config.training.skip_loss_spikes,
-    )
+    trainer = _open_trainer(config.training, model, optimizer, stream, progress, flags, heartbeat, stragglers)
     run = (config, world, folder, mesh, data, about, model, optimizer, checkpointer, stream, progress, steps, trainer)
     return Run(*run, reporter, forecast, observers, heartbeat, stragglers, wants_to_stop, sampler, profiler)
 
 
-def _find(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:
-    """What to resume from; None: nothing. A collective."""
-    if checkpoint is None:
-        return None if folder is None else find_checkpoint(folder / "checkpoint", world, step)
-    with raise_together():
-        return open_checkpoint(checkpoint)
-
-
-def _load_data(config: Config, world: World, folder: Path | None) -> Prepared:
-    """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
-    started = time.perf_counter()
-    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    with raise_together():
-        try:
-            data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
-        finally:
-            distributed.wait_for_all("data prepared")
-    same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
-    for line in data.facts.summary:
-        log.info(line)
-    for line in data.facts.warnings:
-        log.warning(line)
-    how = f"{'already ' * data.cached}prepared in {data.folder}" if data.facts.files else "corpora, opened"
-    log.info(f"data: {how} ({time.perf_counter() - started:.2f} s)")
-    return data
-
-
-def _keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
-    """The config with the accumulation that keeps the run's rows per step, where the layout has changed.
-
-    Raises:
-        UserError: there is none.
-    """
-    rows = manifest["fingerprints"]["global_batch_size"]
-    batch = config.batch(world.size)
-    if batch.global_batch_size == rows or "global_batch_size" in config.checkpoint.allow_changed:
-        return config
-    before = Batch(**{field.name: manifest["layout"][field.name] for field in fields(Batch)})
-    try:
-        accumulation = accumulation_for(rows, batch, before)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    training = replace(config.training, gradient_accumulation_steps=accumulation, target_tokens_per_step=0)
-    config = replace(config, training=training)
-    log.warning(
-        f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
-        f"run's {rows} rows per step"
+def _open_trainer(
+    config: TrainingConfig,
+    model: ParallelModel,
+    optimizer: NamedState,
+    stream: RowStream,
+    progress: Progress,
+    flags: Flags,
+    heartbeat: Heartbeat,
+    stragglers: Stragglers | None,
+) -> Trainer:
+    """A collective."""
+    return Trainer(
+        model,
+        optimizer,
+        stream,
+        config.max_norm,
+        progress.rows_consumed,
+        flags,
+        loss_scale=progress.loss_scale if config.mixed_precision_param == "float16" else None,
+        note=heartbeat.note,
+        own_values=stragglers.own_values if stragglers else tuple,
+        spike_above=partial(progress.spike_above, config.loss_spike_sigmas),
+        skip_spikes=config.skip_loss_spikes,
     )
-    if problems := check_layout(config, world.size):
-        raise UserError("\n".join(problems))
-    return config
 
 
 def _find_certificate(world: World) -> Certificate | None:
@@ -353,6 +300,9 @@ def _find_certificate(world: World) -> Certificate | None:
 
 
 def _log_machine(config: Config, world: World, certificate: Certificate | None) -> None:
+    """What a reader of the log wants to know first."""
+    for line in config.notes:
+        log.info(line)
     words, arch, units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {words}")
     dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
@@ -362,19 +312,6 @@ def _log_machine(config: Config, world: World, certificate: Certificate | None) 
         log.warning(advice)
     if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
         log.info(advice)
-
-
-def _log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
-    tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
-    log.info(
-        f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
-        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
-        f"{tokens:,} tokens"
-    )
-    if 0 < 1.5 * target < tokens:  # rounding alone does not lead there
-        log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
-    if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
 
 
 def _about(

@@ -1,0 +1,98 @@
+"""The first things that a run opens: its data, the checkpoint it continues from, the rows of a step."""
+
+import os
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.checkpoint.resume import Found, find_checkpoint, open_checkpoint
+from titan_mi100.config.check import check_layout
+from titan_mi100.config.layout import Batch, Layout, accumulation_for
+from titan_mi100.config.scheduler import RUN_FOLDER
+from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.data.prepare import prepare_run
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.errors import UserError
+from titan_mi100.logging import log
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
+from titan_mi100.run.heartbeat import START, Heartbeat
+from titan_mi100.run.progress import Progress
+
+_PATIENCE = 24  # times watchdog.start_seconds
+
+
+def find_start(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:
+    """What to resume from; None: nothing. A collective."""
+    if checkpoint is None:
+        return None if folder is None else find_checkpoint(folder / "checkpoint", world, step)
+    with raise_together():
+        return open_checkpoint(checkpoint)
+
+
+def load_data(config: Config, world: World, folder: Path | None, heartbeat: Heartbeat) -> Prepared:
+    """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
+    heartbeat.begin(START, "preparing data")
+    if RUN_FOLDER not in os.environ:  # no launcher has prepared them; that takes as long as it takes
+        heartbeat.allow(_PATIENCE)
+    started = time.perf_counter()
+    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    with raise_together():
+        try:
+            data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
+        finally:
+            distributed.wait_for_all("data prepared")
+    same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
+    for line in data.facts.summary:
+        log.info(line)
+    for line in data.facts.warnings:
+        log.warning(line)
+    how = f"{'already ' * data.cached}prepared in {data.folder}" if data.facts.files else "corpora, opened"
+    log.info(f"data: {how} ({time.perf_counter() - started:.2f} s)")
+    heartbeat.begin(START, "opening model and checkpoint")
+    return data
+
+
+def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
+    """The config with the accumulation that keeps the run's rows per step, where the layout has changed.
+
+    Raises:
+        UserError: there is none.
+    """
+    rows = manifest["fingerprints"]["global_batch_size"]
+    batch = config.batch(world.size)
+    if batch.global_batch_size == rows or "global_batch_size" in config.checkpoint.allow_changed:
+        return config
+    before = Batch(**{field.name: manifest["layout"][field.name] for field in fields(Batch)})
+    try:
+        accumulation = accumulation_for(rows, batch, before)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    training = replace(config.training, gradient_accumulation_steps=accumulation, target_tokens_per_step=0)
+    config = replace(config, training=training)
+    log.warning(
+        f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
+        f"run's {rows} rows per step"
+    )
+    if problems := check_layout(config, world.size):
+        raise UserError("\n".join(problems))
+    return config
+
+
+def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
+    tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
+    log.info(
+        f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
+        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
+        f"{tokens:,} tokens"
+    )
+    if 0 < 1.5 * target < tokens:  # rounding alone does not lead there
+        log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
+    if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
+
+
+def log_if_done(progress: Progress, steps: int) -> None:
+    if progress.step and progress.step >= steps:
+        log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
