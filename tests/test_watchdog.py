@@ -186,6 +186,22 @@ def test_of_a_stopped_process_its_state_is_told(tmp_path: Path) -> None:
     assert found.where() == "in step 3, forward and backward: stopped by a signal (state T)" and not found.stacks
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_watcher_ends_with_its_processes_also_if_they_ended_before_it_looked(
+    is_recorded: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    if is_recorded:
+        command = [sys.executable, "-c", PROCESS.format(how="pass", does="pass"), str(folder), "0"]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
+    command = [sys.executable, "-m", "titan_mi100.run.watchdog", str(folder), "1"]
+    subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True, stdin=subprocess.DEVNULL, timeout=30
+    )
+    assert not folder.exists()
+
+
 def after(restarts: Restarts, *ends: tuple[int, str, int | None]) -> list[bool]:
     return [bool(restarts.next(Outcome(code, "", step, state))) for code, state, step in ends]
 

@@ -113,6 +113,8 @@ class Run:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
         with self.profiler.around(number) if self.profiler else nullcontext():
             result = self.trainer.step()
+            if self.profiler and self.profiler.traces(number):
+                self.heartbeat.begin(SAVE, f"trace of step {number}")
         self.heartbeat.note("what follows a step")
         self.progress.after_step(result)
         if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
@@ -146,7 +148,12 @@ class Run:
         losses = self.validation_losses()
         answered: list[dict[str, Any]] | None = []
         if losses and self.sampler is not None:
-            answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, self.wants_to_stop)
+
+            def is_told_to_stop() -> bool:  # asked with each token
+                self.heartbeat.begin(VALIDATION, "samples")
+                return self.wants_to_stop()
+
+            answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
             losses = None if answered is None else losses
         loss = losses[0] if losses else None
         if losses and self.reporter is not None:

@@ -43,13 +43,13 @@ class Profiler:
         self._listens = config.enable_memory_snapshot and world.rank == 0
         if config.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES, stacks="python")
-        if config.enable_profiling and not any(map(self._is_chosen, range(1, last + 1))):
+        if config.enable_profiling and not any(map(self.traces, range(1, last + 1))):
             log.warning(f"[profiling] none of the steps to trace is among the run's {last}: nothing will be traced")
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """Trace what happens inside, if this is a chosen step. The step before a chosen one warms the profiler up."""
-        if self._is_chosen(step):
+        if self.traces(step):
             if self._is_chosen_rank:
                 yield from self._traced(step)
             else:
@@ -60,7 +60,7 @@ class Profiler:
             ranks = ", ".join(map(str, self._config.profile_ranks))
             log.info(f"step {step}: traces of rank {ranks} and summaries: {self._trace_folder(step)}")
             return
-        if self._is_chosen_rank and self._is_chosen(step + 1) and step < self._last:
+        if self._is_chosen_rank and self.traces(step + 1) and step < self._last:
             self._warm = self._profile(schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
             self._warm.start()
         yield
@@ -99,7 +99,8 @@ class Profiler:
         except OSError as error:
             log.warning(f"{path}: cannot be written to: {error.strerror}")
 
-    def _is_chosen(self, step: int) -> bool:
+    def traces(self, step: int) -> bool:
+        """Whether the config asks for a trace of this step, on some ranks."""
         config = self._config
         if not config.enable_profiling:
             return False

@@ -205,17 +205,27 @@ def _state(pid: int) -> tuple[str, str]:
 
 def main(folder: Path, processes: int) -> None:
     """Watch the processes whose launcher is not one of ours, until they have ended."""
-    watch, begun = Watch(folder, processes), False
+    watch, first_has_ended = Watch(folder, processes), False
     try:
         while not watch.look():
-            pids = [beat.pid for beat in read_beats(folder) if _state(beat.pid)[0]]
-            if not pids and begun:
-                return
-            begun = begun or bool(pids)
-            if select.select([sys.stdin], [], [], LOOK)[0]:  # the first process has ended
-                time.sleep(LOOK if pids else 0)
+            if first_has_ended:
+                if not any(_state(beat.pid)[0] for beat in read_beats(folder)):
+                    return
+                time.sleep(LOOK)
+            else:  # it holds the other end of the pipe
+                first_has_ended = bool(select.select([sys.stdin], [], [], LOOK)[0])
         _end_all(watch)
     finally:
+        _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Remove the folder, unless a later start of the job has begun to use it."""
+    for beat in read_beats(folder):
+        if not _state(beat.pid)[0]:
+            for path in folder.glob(f"rank-{beat.rank:05}.*"):
+                path.unlink(missing_ok=True)
+    if not read_beats(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
