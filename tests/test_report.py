@@ -647,9 +647,9 @@ def test_each_chart_becomes_a_picture(tmp_path: Path, report: Report) -> None:
     other.mkdir()
     source = json.dumps("validation_loss/$\\frac$ \ud800 😀")  # no formula, half a character, one that the font lacks
     (other / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, {source}: 1}}\n')
-    said = report(run, other, "--png", tmp_path / "png").splitlines()[1:]
+    said = report(run, other, "--png", tmp_path / "png").splitlines()
     written = sorted((tmp_path / "png").iterdir())
-    assert said == [str(path) for path in written]
+    assert said[-len(written) :] == [str(path) for path in written]
     assert len(written) == len(charts([collect(run), collect(other)])) > 8
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
 

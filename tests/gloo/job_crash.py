@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.open_run import Run
+from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.train import main
 
@@ -24,4 +25,5 @@ def fail(run: Run) -> Any:
 how = sys.argv.pop(1)
 Run.step = fail
 preemption = Preemption()
-main(config_from_command_line(), preemption)
+config = config_from_command_line()
+main(config, preemption, Heartbeat(config.watchdog))

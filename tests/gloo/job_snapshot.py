@@ -10,6 +10,7 @@ import torch
 
 from titan_mi100 import open_run
 from titan_mi100.config.load import config_from_command_line
+from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.run.profiling import Profiler
 from titan_mi100.train import main
@@ -31,4 +32,5 @@ torch.cuda.memory = SimpleNamespace(  # type: ignore[assignment]
 )
 open_run.Run.step = fail  # type: ignore[method-assign]
 open_run.open_profiler = Profiler  # type: ignore[assignment]
-main(config_from_command_line(), Preemption())
+config = config_from_command_line()
+main(config, Preemption(), Heartbeat(config.watchdog))
