@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import files, run, runs
+from chaos import files, hangs, run, runs
 from chaos.case import Outcome
 from chaos.worker import switch_off
 from conftest import REPO, torchrun
@@ -64,10 +64,15 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Pa
         pytest.param("signals", "FSDP2 x2: USR1 to script in warm-up", marks=pytest.mark.full),
         pytest.param("nans", "PP2 1F1B: activation", marks=pytest.mark.full),
         pytest.param("exits", "two runs with one folder", marks=pytest.mark.full),
+        pytest.param("hangs", "FSDP2 x2, script: asleep over its rows", marks=pytest.mark.full),
+        pytest.param("hangs", "one process, bare: stopped in a step", marks=pytest.mark.full),
+        pytest.param("restarts", "FSDP2 x2, 2 times", marks=pytest.mark.full),
+        pytest.param("slow", "0 validation, FSDP2 x2", marks=pytest.mark.full),
     ],
 )
 def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: Path) -> None:
-    (case,) = [case for quick in (True, False) for case in getattr(runs, row)(quick) if case.name.endswith(name)][:1]
+    rows = getattr(runs, row, None) or getattr(hangs, row)
+    (case,) = [case for quick in (True, False) for case in rows(quick) if case.name.endswith(name)][:1]
     outcome = case.run(tmp_path, ())
     assert outcome.count >= 1 and not outcome.wrong
 

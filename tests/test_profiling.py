@@ -186,6 +186,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_chosen_steps_of_chosen_ranks_are_traced_and_training_does_not_notice(config: Path, tmp_path: Path) -> None:
     """On two processes; step 3 has no step to warm up in, because the one before is traced."""
     train(config, tmp_path / "plain")

@@ -7,7 +7,7 @@ rank appends what it comes to to the file, a line `rank event number` each: for 
 signal's name, to rank WHOM, to the "launcher", or to the "script" that started that; or, in a step, what is not finite
 on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation"; or what has no end: "sleep", "hold the
 GIL", "wait for nobody" (a message that no rank sends); or one after "seconds": "slow". With "turn": T it is done only
-after T other actions, also of earlier starts.
+in the run's start number T, the first being 0.
 """
 # ruff: noqa: E402  # a signal while torch is imported is an event as well
 
@@ -66,7 +66,7 @@ class Chaos:
         now = (name, self._seen[name])
         asked = [action for action in self._actions if (action["at"], action.get("number", 1)) == now]
         for action in asked:
-            if action["do"].startswith("nan") or ("turn" in action and action["turn"] != self._done()):
+            if action["do"].startswith("nan") or ("turn" in action and action["turn"] != self._starts() - 1):
                 continue
             if action["do"] in HANGS:
                 self._note("does", os.getpid())
@@ -77,8 +77,8 @@ class Chaos:
                 self._signal(action)
         return [action["do"] for action in asked]
 
-    def _done(self) -> int:
-        return len(re.findall(r"^\d+ does ", self._path.read_text(), re.MULTILINE))
+    def _starts(self) -> int:
+        return len(re.findall(rf"^{RANK} start ", self._path.read_text(), re.MULTILINE))
 
     def _note(self, name: str, number: int) -> None:
         os.write(self._file, f"{RANK} {name} {number}\n".encode())  # whole: one call, to the end of the file
