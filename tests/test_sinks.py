@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import event_file_writer
 from test_metrics import RESULT
 
 from titan_mi100.config.check import check
@@ -81,6 +82,8 @@ class FakeWandB(types.ModuleType):
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
     fake = FakeWandB()
+    # TensorBoard reads files in the order of their names, where within a second 10 comes before 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setitem(sys.modules, "wandb.errors", fake.errors)
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
