@@ -57,13 +57,15 @@ class Chaos:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._actions = [action for action in plan.get("actions", []) if action.get("rank", 0) == RANK]
         self._seen: Counter[str] = Counter()
+        self._lock = threading.Lock()
         self.watches_changes = any(action["do"].startswith("nan") for action in plan.get("actions", []))
 
     def event(self, name: str, number: int | None = None) -> list[str]:
         """An event happens; returns what is to be done by the caller."""
-        self._seen[name] += 1
-        self._note(name, self._seen[name] if number is None else number)
-        now = (name, self._seen[name])
+        with self._lock:  # threads read rows
+            self._seen[name] += 1
+            now = (name, self._seen[name])
+        self._note(name, now[1] if number is None else number)
         asked = [action for action in self._actions if (action["at"], action.get("number", 1)) == now]
         for action in asked:
             if action["do"].startswith("nan") or ("turn" in action and action["turn"] != self._starts() - 1):
