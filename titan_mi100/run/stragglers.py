@@ -26,6 +26,7 @@ _SHARE = 0.05  # of a step's seconds that rows or the host must cost more than t
 _PROBE = 0.02  # seconds
 _RARE = 1000  # a probe is made again after so many times what it took
 _REMEMBERED = 3  # probes of a rank; the fastest counts, since anything may disturb one
+_LEAST_STEPS = 20  # that the means are taken of: one step may be disturbed by anything
 _AGAIN = 1000  # steps until the same ranks are named again
 _SHOWN = 3
 _SIDE = {"cuda": 4096, "cpu": 256}  # of the probe's square matrices
@@ -62,7 +63,7 @@ class Stragglers:
         for probes, value in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
             if value and (not probes or probes[-1] != value):
                 probes.append(value)
-        if step % self._log_freq:
+        if step % self._log_freq or self._steps < _LEAST_STEPS:
             return
         means = self._sums / self._steps
         found = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
