@@ -119,6 +119,16 @@ def test_processes_that_never_begin_are_a_hang(tmp_path: Path, clock: Clock) -> 
     assert "2 of 3 processes did not begin in 60 s" in watch.outcome.message
 
 
+@pytest.mark.parametrize("seconds", [0.0, 300.0])
+def test_a_run_that_cannot_be_watched_goes_on_and_says_so(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITAN_WATCH", str(tmp_path / "gone"))
+    Heartbeat.of_process(WatchdogConfig(seconds=seconds)).begin_step(1)
+    said = f"WARNING rank 0 is not watched for hangs: {tmp_path}/gone/rank-00000.beat: No such file or directory\n"
+    assert capsys.readouterr().err == (said if seconds else "")
+
+
 def test_records_that_are_cut_or_empty_are_passed_over(tmp_path: Path) -> None:
     Heartbeat(CONFIG, tmp_path, rank=1)
     (tmp_path / "rank-00000.beat").write_bytes(b"")

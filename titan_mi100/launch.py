@@ -348,7 +348,7 @@ class Launcher:
 
     def _next_signal(self, is_over: IsOver | None) -> int | None:
         """None: it is time to ask whether the run is over."""
-        if is_over is None:
+        if is_over is None or not hasattr(signal, "sigtimedwait"):  # macOS has none: there nothing is watched
             return signal.sigwait(self._signals)
         found = signal.sigtimedwait(self._signals, LOOK)
         return None if found is None else found.si_signo

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_mi100.config.settings import WatchdogConfig
+from titan_mi100.wording import with_level
 
 WATCHED = "TITAN_WATCH"  # variable: the folder of the records of this node, made by who watches it
 WRITE_STACKS = signal.SIGUSR2
@@ -80,7 +81,8 @@ class Heartbeat:
         self._watcher: subprocess.Popen[bytes] | None = None
         if folder is not None:
             with open(_path(folder, rank, "beat"), "wb+") as file:
-                file.truncate(_RECORD.size)
+                file.write(bytes(_RECORD.size))  # on a full disk an error here, not a SIGBUS later
+                file.flush()
                 self._memory = mmap.mmap(file.fileno(), _RECORD.size)
             self._stacks = open(_path(folder, rank, "stacks"), "wb", buffering=0)  # noqa: SIM115  # kept open
             faulthandler.register(WRITE_STACKS, self._stacks, all_threads=True)
@@ -92,11 +94,20 @@ class Heartbeat:
     @classmethod
     def of_process(cls, config: WatchdogConfig) -> "Heartbeat":
         """The record that this process's launcher asks for. Without one of ours, the node's first process starts a
-        watcher, which ends with the processes.
+        watcher, which ends with the processes. Where no record can be made, the run goes on unwatched, and says so.
         """
-        rank, place = int(os.environ.get("RANK", "0")), os.environ.get(WATCHED, "")
-        if place or not config.seconds:
-            return cls(config, Path(place) if place else None, rank)
+        rank = int(os.environ.get("RANK", "0"))
+        try:
+            return cls._watched(config, rank) if config.seconds else cls(config)
+        except OSError as error:
+            what = f"{error.filename or 'the folder for temporary files'}: {error.strerror}"
+            print(with_level("WARNING", f"rank {rank} is not watched for hangs: {what}"), file=sys.stderr, flush=True)
+            return cls(config)
+
+    @classmethod
+    def _watched(cls, config: WatchdogConfig, rank: int) -> "Heartbeat":
+        if place := os.environ.get(WATCHED, ""):
+            return cls(config, Path(place), rank)
         processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
         folder = _shared_folder(processes)
         heartbeat = cls(config, folder, rank)
