@@ -41,7 +41,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
         launch.parse([*given, "--nproc_per_node"])
     assert launch.parse(["--max_restarts", "3", *given], "4") == (4, given, None, 3)
     for wrong in ("-1", "x", "", "99999"):
-        with pytest.raises(UserError, match="--max_restarts must be a number"):
+        with pytest.raises(UserError, match="--max_restarts must be a whole number"):
             launch.parse([f"--max_restarts={wrong}"], "4")
     with pytest.raises(UserError, match="--nproc_per_node is given twice, as '2' and '2'"):
         launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])

@@ -15,7 +15,7 @@ from titan_mi100 import outcome as outcomes
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
 from titan_mi100.run import watchdog
-from titan_mi100.run.heartbeat import COMPILE, SAVE, START, STEP, Beat, Heartbeat, read_beats
+from titan_mi100.run.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, read_beats
 from titan_mi100.run.watchdog import Seen, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
@@ -117,6 +117,25 @@ def test_processes_that_never_begin_are_a_hang(tmp_path: Path, clock: Clock) -> 
     assert not clock.pass_by(watch, 59)
     assert clock.pass_by(watch, 2) and watch.outcome is not None
     assert "2 of 3 processes did not begin in 60 s" in watch.outcome.message
+
+
+def test_of_processes_that_end_the_first_to_vanish_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROCESS.format(how="pass", does="time.sleep(100)"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    processes = [subprocess.Popen([*command, rank], env=environment, stdout=subprocess.PIPE) for rank in ("0", "1")]
+    watch = Watch(tmp_path, 2)
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    assert not watch.look() and not watch.vanished()
+    for process in reversed(processes):
+        process.kill()
+        process.wait()
+        assert not watch.look()
+    [said] = watch.vanished()
+    assert said.startswith("rank 1 on ") and "was killed, or ended without a word, in step 3" in said
+    Heartbeat(CONFIG, tmp_path, 1).note(ENDED)  # it has said how it ends
+    assert "rank 0 on" in Watch(tmp_path, 2).vanished()[0]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 300.0])

@@ -19,6 +19,7 @@ COMMANDS = {  # word or words: module, and what it does
     "plan": ("planner", "tell before a run whether it fits its cards, and which layout does best"),
     "rehearse": ("rehearse", "count what a run on N devices takes and sends, without the devices"),
     "prepare": ("prepare_corpus", "tokenise a corpus for pretraining into shards"),
+    "profile": ("profile", "summary of a trace that a run has written"),
     "report": ("report", "one page about a run, or several side by side"),
     "generate": ("generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("exact_match", "exact match of generated answers, in GSM8K's format"),

@@ -28,9 +28,12 @@ from titan_mi100.outcome import (
     ATTEMPTS,
     HUNG,
     HUNG_ELSEWHERE,
+    LOST,
+    RUNNING,
     Outcome,
     Restarts,
     RunState,
+    append_to_log,
     note_restart,
     read_outcome,
     write_run_state,
@@ -113,14 +116,14 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
             trainer.append(argument)
             continue
         if not has_value and not rest:
-            raise UserError(f"{name} needs a value, e.g. --nproc_per_node 2")
+            raise UserError(f"{name} needs a value, e.g. {name} 2")
         value = value if has_value else rest.pop(0)
         if option in given:
             raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
         given[option] = value
     ngpu, restarts = given.pop("nproc_per_node", ngpu), given.pop("max_restarts", "0")
     if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
-        raise UserError(f"--max_restarts must be a number, not {restarts!r}; 0: none")
+        raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
     if not re.fullmatch("[1-9][0-9]?", ngpu or "1", re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
     return int(ngpu or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
@@ -163,9 +166,11 @@ def conclude(outcome: Outcome, folder: str) -> int:
     """Say how the run has ended; its exit code."""
     for line in outcome.message.splitlines():
         say(line)
-    if outcome.state in (HUNG, HUNG_ELSEWHERE) and os.path.isdir(folder):  # no process of it could say so
-        again = f"start again with job.run_folder = {folder}"
-        write_run_state(Path(folder), RunState(HUNG, 5, outcome.message, again, outcome.step))
+    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST) and os.path.isdir(folder):  # no process of it could say so
+        state = LOST if outcome.state == LOST else HUNG
+        again = f"to resume, start again with job.run_folder = {folder}"
+        write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
+        append_to_log(Path(folder), outcome.message.splitlines())
     if outcome.code:
         meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
         say(f"exit code {outcome.code}: {meaning}. Run folder: {folder}")
@@ -270,18 +275,23 @@ class Launcher:
             for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
                 self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
                 time.sleep(0.1)
-            outcome, last_step = read_outcome(self._outcome) or Outcome(0), watch.last_step()
+            outcome = read_outcome(self._outcome) or Outcome(0)
+            last_step, vanished = watch.last_step(), watch.vanished()
         if watch.outcome is not None:
             return watch.outcome
-        if outcome.code and last_step is not None:  # a process that was killed has not said it
+        if status and last_step is not None:  # a process that was killed has not said it
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
+        if status and outcome.state in (RUNNING, LOST) and vanished:
+            message = outcome.message if outcome.state == LOST else ""
+            outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))
         # a run that fails says why on its own, but above a page of torchrun's about its workers
         return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
 
     def restart(self, folder: str, outcome: Outcome, words: str) -> None:
-        """Say why a run is started again, and note it in its state."""
+        """Say why a run is started again, and note it in its state and its log."""
         for line in [*outcome.message.splitlines(), words]:
             say(line)
+        append_to_log(Path(folder), [*outcome.message.splitlines(), words])
         note_restart(Path(folder), outcome)
         if outcome.step is not None:
             self.use_config_of(folder)

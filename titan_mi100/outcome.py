@@ -157,7 +157,7 @@ class Restarts:
             log.error(f"two failures after step {outcome.step}: no more restarts")
             return ""
         self._steps.add(outcome.step)
-        return f"restart {self._restarts} of {self._most}, from the newest intact checkpoint ..."
+        return f"restart {self._restarts} of {self._most}, from the newest intact checkpoint if there is one ..."
 
 
 def note_restart(folder: Path, outcome: Outcome) -> None:
@@ -172,6 +172,16 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
         replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
     except (OSError, ValueError, TypeError) as error:
         log.warning(f"{path}: the restart could not be noted: {error}")
+
+
+def append_to_log(folder: Path, lines: Iterable[str]) -> None:
+    """Add errors to a run's train.log, for what its own processes can no longer say."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(f"{now} ERROR {printable(line)}\n" for line in lines)
+    except OSError as error:
+        log.warning(f"{folder}/train.log: cannot be written to: {error.strerror}")
 
 
 def combined(outcomes: Iterable[Outcome]) -> Outcome:

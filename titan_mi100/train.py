@@ -4,7 +4,7 @@
 """
 
 from titan_mi100.config.load import config_from_command_line
-from titan_mi100.run.heartbeat import SAVE, Heartbeat
+from titan_mi100.run.heartbeat import ENDED, SAVE, Heartbeat
 from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
@@ -86,6 +86,7 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         write_run_state(folder.path if folder else None, ended)
     elif not together and folder is not None and folder.note_crash(ended) and rank:
         print(with_level("ERROR", ended.message), file=sys.stderr, flush=True)  # its log goes to a file
+    heartbeat.note(ENDED)
     # A launcher that reads the code from its file gets no page about failed workers from torchrun.
     distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
 

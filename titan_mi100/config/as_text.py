@@ -53,6 +53,7 @@ def help_text() -> str:
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
         "or, where the package is installed, from any folder: titan-mi100 train with the same arguments",
+        "--max_restarts N: restart up to N times after a crash, a hang or a killed process (docs/WATCH.md)",
         "on each of several nodes also: --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT (docs/CLUSTER.md)",
         "       ./run_train.sh --rehearse N ... counts what a run of N devices takes and sends; --rehearse --help",
         "",

@@ -263,6 +263,11 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("decay_type = 'constant'", "lr_scheduler", ("decay_ratio", "min_lr_factor")))
     if config.training.mixed_precision_param == "float64":
         idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
+    if not config.training.loss_spike_sigmas:
+        idle.append(("loss_spike_sigmas = 0", "training", ("skip_loss_spikes",)))
+    if not config.watchdog.seconds:
+        rest = ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")
+        idle.append(("seconds = 0", "watchdog", rest))
     if config.profiling.profile_steps:
         idle.append(("profile_steps", "profiling", ("profile_freq",)))
     if len(data.path) == 1:

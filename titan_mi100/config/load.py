@@ -43,6 +43,7 @@ _OWN_MODEL_OR_DATA = (
 # Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
+_OF_THE_LAUNCHER = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv")  # options
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock"),
@@ -143,7 +144,10 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
         while rest and not rest[0].startswith("--") and (is_list or not words):
             words.append(rest.pop(0))
         if not is_known:  # its value is left out too, so that one mistake gives one message
-            meant = did_you_mean(name, known, "--") if argument.startswith("-") or name in known else ""
+            given_to = [*known, *_OF_THE_LAUNCHER]
+            meant = did_you_mean(name, given_to, "--") if argument.startswith("-") or name in known else ""
+            if name in _OF_THE_LAUNCHER:
+                meant = "; it is one of ./run_train.sh and titan-mi100 train"
             if name in tables:
                 meant = f"; it is a list of tables: write [[{name}]] in a TOML file"
             meant = meant or "; only a list takes several values"

@@ -351,8 +351,8 @@ class MetricsConfig:
 class WatchdogConfig:
     seconds: float = _key(
         300.0,
-        "a step without an end for so long, and for 10 times the median step, is a hang: the run ends with code 5; 0: "
-        "nothing is watched",
+        "a step that takes longer than this, and than 10 median steps, is a hang: the run ends with code 5; 0: nothing "
+        "is watched",
     )
     start_seconds: float = _key(3600.0, "the same for the start, up to the first step", low=1)
     compile_seconds: float = _key(1800.0, "for the first two steps, in which kernels are compiled", low=1)

@@ -11,7 +11,7 @@ from titan_mi100.pages.sections import Cell, config_differences, details_of, dif
 from titan_mi100.pages.verdict import BAD, GOOD, WARN, Finding, findings, state_of
 from titan_mi100.wording import duration_in_words, some
 
-_OF_THE_DATA = ("data.", "model.tokenizer_path", "model.chat_template", "training.seq_len", "validation.prompts")
+_OF_THE_DATA = ("data.", "model.tokenizer_path", "model.chat_template", "training.seq_len")
 
 _STYLE = (
     figures.STYLE

@@ -29,6 +29,7 @@ from titan_mi100.wording import with_level
 WATCHED = "TITAN_WATCH"  # variable: the folder of the records of this node, made by who watches it
 WRITE_STACKS = signal.SIGUSR2
 FOLDER_FILE = "run_folder"  # in the folder: the run's folder, for a watcher that was not told it
+ENDED = "ended"  # what a process is doing that has said how it ends
 START, COMPILE, STEP, SAVE, VALIDATION = "start", "first steps", "step", "save", "validation"
 _COMPILING = 2  # first steps of a start, in which kernels are compiled and chosen
 _TIMES_MEDIAN = 10

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, RunState, write_run_state
-from titan_mi100.run.heartbeat import FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
+from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
 
 LOOK = 0.5  # seconds between two looks
 _LONGEST_LOOK = 2.0  # seconds that count between two: if it was longer, the watcher itself was stopped
@@ -60,11 +60,15 @@ class Seen(NamedTuple):
         threads = self.stacks.split("\n\n")
         return any(_WAITS.search(line) for thread in threads for line in thread.splitlines()[1 : 1 + _INNER])
 
-    def where(self) -> str:
-        """What it is doing, in words."""
+    def doing(self) -> str:
+        """By its record, in words."""
         phase, doing, step = self.beat.phase, self.beat.doing, self.beat.step
         words = ", ".join(part for part in (phase + f" after step {step}" * (step >= 0), doing) if part)
-        words = "in " + (doing if doing.startswith("step ") else words)
+        return "in " + (doing if doing.startswith("step ") else words)
+
+    def where(self) -> str:
+        """What it is doing, and where, in words."""
+        words = self.doing()
         if self.state in _STOPPED:
             return f"{words}: {_STOPPED[self.state]} (state {self.state})"
         if not self.state:
@@ -113,6 +117,7 @@ class Watch:
         self._run_folder = run_folder
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats, seconds since they have changed
         self._missing, self._looked = 0.0, time.monotonic()
+        self._vanished = list[Beat]()  # the first ones, in one look
 
     def look(self) -> bool:
         """Whether the run hangs; if so, what can be known of each process was written down."""
@@ -121,6 +126,7 @@ class Watch:
         beats = read_beats(self._folder)
         self._missing += passed if len(beats) < self._processes else 0.0
         late = []
+        self._look_for_vanished(beats)
         for beat in beats:
             before, waited = self._seen.get(beat.rank, (-1, 0.0))
             waited = waited + passed if before == beat.beats else 0.0
@@ -138,6 +144,21 @@ class Watch:
         self.outcome = self._describe(what, beats)
         return True
 
+    def _look_for_vanished(self, beats: Sequence[Beat]) -> None:
+        """What ends later, torchrun and the others' errors have ended."""
+        if not self._vanished:
+            self._vanished = [beat for beat in beats if not beat.doing.endswith(ENDED) and not _state(beat.pid)[0]]
+
+    def vanished(self) -> list[str]:
+        """The processes that were the first to be gone without having said why, in words."""
+        self._look_for_vanished(read_beats(self._folder))
+        host = socket.gethostname()
+        return [
+            f"rank {beat.rank} on {host} was killed, or ended without a word, {Seen(beat, 'S', '', '').doing()}; where "
+            "memory ran out, dmesg says so"
+            for beat in self._vanished
+        ]
+
     def last_step(self) -> int | None:
         """The last step that a process is known to have finished; None: none."""
         return max((beat.step for beat in read_beats(self._folder) if beat.step >= 0), default=None)
@@ -153,7 +174,7 @@ class Watch:
         lines = [f"rank {seen.beat.rank} on {host} is behind: {seen.where()}" for seen in late]
         if not late and processes:
             lines = [f"all ranks on {host} wait for others, the first {processes[0].where()}"]
-        said, folder = "\n".join([what, *lines]), self.run_folder()
+        said, folder = "\n".join([*lines, what]), self.run_folder()
         report = f"{time.strftime('%Y-%m-%d %H:%M:%S')} hang on {host}: {said}\n"
         for seen in processes:
             is_late = " (behind)" if seen in late else ""
