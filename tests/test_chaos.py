@@ -84,6 +84,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     assert outcome.count == 1 and not outcome.wrong
 
 
+@pytest.mark.full
 def test_the_table_says_what_its_file_holds_and_an_ended_case_is_not_tried_again(tmp_path: Path) -> None:
     output = tmp_path / "found.jsonl"
     command = (str(REPO / "tests" / "chaos" / "run.py"), "--rows", "4", "--quick", "--output", str(output))

@@ -42,6 +42,7 @@ def validated(rows: Sequence[str], folder: Path, processes: int) -> dict[str, fl
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.full
 def test_bits_per_byte_are_those_of_transformers_and_text_on_one_process_and_two(tmp_path: Path) -> None:
     paths = write(tmp_path / "chat.jsonl", CHAT), write(tmp_path / "plain.jsonl", PLAIN)
     found = [validated(paths, tmp_path / str(n), n) for n in (1, 2)]

@@ -299,6 +299,7 @@ def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
         list(read_records(str(tmp_path / "rows")))
 
 
+@pytest.mark.full
 def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> None:
     """What is too large for the memory of the child process, or in sum."""
     pyarrow = pytest.importorskip("pyarrow")

@@ -104,6 +104,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(world: World) -> 
     assert run.progress.loss_scale.value == LARGEST
 
 
+@pytest.mark.full
 def test_every_rank_skips_what_overflows_on_one_and_resumes_to_the_bit(tmp_path: Path) -> None:
     job = Path(__file__).parent / "gloo" / "job_overflow.py"
     torchrun(str(job), str(tmp_path), processes=2)

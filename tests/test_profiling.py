@@ -222,6 +222,7 @@ def open_profiled(world: World, folder: Path, **more: str) -> open_run.Run:
     return open_run.open_run(config, world, folder)
 
 
+@pytest.mark.full
 def test_other_steps_run_without_a_profiler(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     run = open_profiled(world, tmp_path, **{"profiling.enable_profiling": "true", "profiling.profile_freq": "3"})
