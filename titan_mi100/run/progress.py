@@ -64,8 +64,9 @@ class Progress:
         """
         if not sigmas or len(self.recent_losses) < _REMEMBERED // 2:
             return math.inf
-        mean = statistics.fmean(self.recent_losses)
-        deviation = math.sqrt(statistics.fmean((loss - mean) ** 2 for loss in self.recent_losses))
+        losses, count = self.recent_losses, len(self.recent_losses)
+        mean = sum(losses) / count
+        deviation = math.sqrt(sum([(loss - mean) ** 2 for loss in losses]) / count)
         return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
     def after_validation(self, loss: float | None) -> bool:

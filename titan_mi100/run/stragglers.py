@@ -24,7 +24,7 @@ from titan_mi100.run.metrics import StepResult
 _SLOW = 1.33  # times the median
 _SHARE = 0.05  # of a step's seconds that rows or the host must cost more than the median's
 _PROBE = 0.02  # seconds
-_RARE = 1000  # a probe is made again after so many times what it took
+_RARE = 2000  # a probe is made again after so many times what it took
 _REMEMBERED = 3  # probes of a rank; the fastest counts, since anything may disturb one
 _LEAST_STEPS = 20  # that the means are taken of: one step may be disturbed by anything
 _AGAIN = 1000  # steps until the same ranks are named again
