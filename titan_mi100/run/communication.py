@@ -9,14 +9,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run.intervals import Interval, union, without
 from titan_mi100.run.metrics import StepResult
+from titan_mi100.run.trace_summary import COLLECTIVE_KERNEL
 
 PROFILED_STEPS = 2  # after the timed ones: profiling slows a step
 WINDOW = "titan_mi100: profiled steps"
-COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)  # in the name of a kernel
 COPY = re.compile("^Mem(cpy|set)|^Copy(Host|Device)|^FillBuffer")  # on the device, but no kernel
-
-Interval = tuple[float, float]
 
 
 def communication(step: Callable[[], StepResult], world: World) -> dict[str, Any]:
@@ -62,8 +61,8 @@ def times(events: Iterable[Any], on_device: bool) -> tuple[float, float]:
     if on_device:
         kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
         kernels = [e for e in kernels if not COPY.match(e.name)]
-        comm = _intervals(e for e in kernels if COLLECTIVE.search(e.name))
-        compute = _intervals(e for e in kernels if not COLLECTIVE.search(e.name))
+        comm = _intervals(e for e in kernels if COLLECTIVE_KERNEL.search(e.name))
+        compute = _intervals(e for e in kernels if not COLLECTIVE_KERNEL.search(e.name))
     else:
         comm = union(_intervals(e for e in events if e.name.startswith("gloo:")))
         mine = [e for e in events if e.thread == window.thread]
@@ -76,30 +75,3 @@ def times(events: Iterable[Any], on_device: bool) -> tuple[float, float]:
 
 def _intervals(events: Iterable[Any]) -> list[Interval]:
     return [(e.time_range.start, e.time_range.end) for e in events]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals in order, touching ones joined."""
-    found: list[Interval] = []
-    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What of the intervals' union lies in none of the others, in order."""
-    found, taken, place = [], union(others), 0
-    for start, end in union(intervals):
-        while place < len(taken) and taken[place][0] < end:
-            if start < taken[place][0]:
-                found.append((start, taken[place][0]))
-            start = max(start, taken[place][1])
-            if taken[place][1] > end:  # it reaches into what comes next
-                break
-            place += 1
-        if start < end:
-            found.append((start, end))
-    return found

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
+from titan_mi100.run.intervals import Interval, union, without
 from titan_mi100.wording import shortened
 
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
@@ -25,14 +26,12 @@ _TOP = 10  # lines of each list
 _NAME = 90  # characters of a kernel's name
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_COLLECTIVE_KERNEL = re.compile("nccl|rccl", re.IGNORECASE)
+COLLECTIVE_KERNEL = re.compile("nccl|rccl", re.IGNORECASE)  # in its name
 _COLLECTIVE_ON_HOST = re.compile("(gloo|mpi|ucc):")  # sections on the threads of these libraries
 # calls in which the host waits for the device; a hipMemcpyWithStream waits, unlike its Async form
 _SYNCHRONISATION = re.compile(
     "(cuda|cu|hip)((Device|Stream|Event|Ctx)Synchronize|Memcpy(2D|WithStream)?|Memcpy(DtoH|HtoD)(_v2)?)"
 )
-
-Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
@@ -144,8 +143,8 @@ def summarise(events: Iterable[Any]) -> Summary:
     inside = [span for span in spans if span.start < stop and span.stop > start]
     if on_device:
         kernels = [span for span in inside if span.category == "kernel"]
-        collectives = [span for span in kernels if _COLLECTIVE_KERNEL.search(span.name)]
-        computing = [span for span in kernels if not _COLLECTIVE_KERNEL.search(span.name)]
+        collectives = [span for span in kernels if COLLECTIVE_KERNEL.search(span.name)]
+        computing = [span for span in kernels if not COLLECTIVE_KERNEL.search(span.name)]
         copies = [span for span in inside if span.category in _ON_DEVICE[1:]]
         top, waits = _by_name((span.name, span.stop - span.start) for span in computing), _waits(inside)
     else:
@@ -153,15 +152,14 @@ def summarise(events: Iterable[Any]) -> Summary:
         computing, own_times = _operators(inside)
         copies, top, waits = [], _by_name(own_times), ()
     compute, communication, copying = (_union(kind, start, stop) for kind in (computing, collectives, copies))
-    both = _merged([*compute, *communication])
     return Summary(
         on_gpu=bool(on_device),
         seconds=(stop - start) / 1e6,
         compute=_length(compute),
         communication=_length(communication),
-        exposed=_length(both) - _length(compute),
+        exposed=_length(without(communication, compute)),
         copies=_length(copying),
-        idle=(stop - start) / 1e6 - _length(_merged([*both, *copying])),
+        idle=_length(without([(start, stop)], [*compute, *communication, *copying])),
         top=top,
         collectives=_by_name((span.name, span.stop - span.start) for span in collectives),
         waits=waits,
@@ -256,17 +254,7 @@ def _by_name(times: Iterable[tuple[str, float]]) -> tuple[Entry, ...]:
 
 
 def _union(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
-    return _merged([(max(span.start, start), min(span.stop, stop)) for span in spans])
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        elif stop > start:
-            found.append((start, stop))
-    return found
+    return union((max(span.start, start), min(span.stop, stop)) for span in spans)
 
 
 def _length(intervals: Iterable[Interval]) -> float:
