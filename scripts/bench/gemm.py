@@ -11,62 +11,31 @@ import argparse
 import json
 import statistics
 import sys
-import time
+from functools import partial
 
 import torch
 from step import MODELS
-from torch import Tensor
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.measure.device import samples
+from titan_mi100.measure.products import weights_of
 from titan_mi100.parallel.distributed import device_name
 
 DTYPES = ("float32", "bfloat16", "float16")  # in the order of preference
 _SLOWER = 1.1
-_SECONDS = 0.3  # of one product, at least
-
-
-def products(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-    """Matrix -> (outputs, inputs, how many of them a forward multiplies with)."""
-    heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers
-    return {
-        "q": (heads, hidden, layers),
-        "k, v": (kv_heads, hidden, 2 * layers),
-        "o": (hidden, heads, layers),
-        "gate, up": (inner, hidden, 2 * layers),
-        "down": (hidden, inner, layers),
-        "head": (spec.vocab_size, hidden, 1),
-    }
-
-
-def seconds(a: Tensor, b: Tensor) -> float:
-    """Of their product; the median of several."""
-    a @ b
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < _SECONDS and len(times) < 100):
-        _wait(a.device)
-        started = time.perf_counter()
-        a @ b
-        _wait(a.device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(spec: ModelSpec, tokens: int, dtype: str, device: torch.device) -> dict[str, list[float]]:
     """Matrix -> TFLOP/s of the product, of the gradient of its input and of its weight; "step" -> of all of them."""
     rates, flops, spent = {}, 0.0, 0.0
-    for name, (outputs, inputs, count) in products(spec).items():
+    for name, (outputs, inputs, count) in weights_of(spec).items():
         x, w, grad = (
             torch.randn(shape, device=device).to(getattr(torch, dtype))
             for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
         )
-        took = [seconds(a, b) for a, b in ((x, w.t()), (grad, w), (grad.t(), x))]
+        pairs = ((x, w.t()), (grad, w), (grad.t(), x))
+        took = [statistics.median(samples(partial(torch.matmul, a, b), device, most=100)) for a, b in pairs]
         each = 2.0 * tokens * outputs * inputs
         rates[name] = [each / one / 1e12 for one in took]
         flops, spent = flops + 3 * count * each, spent + count * sum(took)
