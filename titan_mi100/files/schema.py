@@ -72,3 +72,8 @@ def _sized(value: Any, kind: Any, words: str, where: str) -> Any:
 
 def _below(where: str, key: str) -> str:
     return f"{where}.{shortened(key)}" if where else shortened(key)
+
+
+def if_finite(value: float | None) -> float | None:
+    """The number, or None: JSON has no others."""
+    return value if value is not None and math.isfinite(value) else None

@@ -20,7 +20,8 @@ from titan_mi100.attention.trial import (
     random_documents,
     with_another_first_document,
 )
-from titan_mi100.measure.device import finite, use_device
+from titan_mi100.files.schema import if_finite
+from titan_mi100.measure.device import use_device
 from titan_mi100.parallel.distributed import device_name
 
 _SEEDS = (0, 1, 2)  # of layouts
@@ -71,9 +72,9 @@ def _layout(backend: Backend, shape: Shape, device: torch.device, seed: int) -> 
 
 
 def _error(found: Tensor, exact: Tensor) -> float | None:
-    return finite((found.double() - exact).abs().max().item())
+    return if_finite((found.double() - exact).abs().max().item())
 
 
 def _relative(found: Tensor, expected: Tensor) -> float | None:
     """Not finite where either is: a comparison with NaN must not pass."""
-    return finite(difference(found, expected))
+    return if_finite(difference(found, expected))

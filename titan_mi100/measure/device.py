@@ -1,6 +1,5 @@
 """The device of a process that measures, and times on it."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,8 +34,3 @@ def samples(call: Callable[[], Any], device: torch.device, seconds: float = 0.3,
         wait(device)
         found.append(time.perf_counter() - started)
     return found
-
-
-def finite(value: float) -> float | None:
-    """JSON has no other numbers."""
-    return value if math.isfinite(value) else None

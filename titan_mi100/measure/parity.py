@@ -14,7 +14,7 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.measure.device import finite
+from titan_mi100.files.schema import if_finite
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import init_distributed
 
@@ -33,7 +33,7 @@ def measure(rows: int, steps: int, layouts: list[str]) -> dict[str, Any]:
     for name in layouts:
         run = open_run(_config(LAYOUTS[name], rows // world.size, steps), world, spec=spec, data=data)
         results = [run.step() for _ in range(steps)]
-        losses, norms = ([finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
+        losses, norms = ([if_finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
         shown = name if world.size > 1 else "one rank"
         runs.append({"layout": shown, "ranks": world.size, "losses": losses, "norms": norms})
     dist.barrier()  # none ends while another one still needs it

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.model_spec import PRESETS, ModelSpec
-from titan_mi100.measure.device import finite, samples, use_device
+from titan_mi100.files.schema import if_finite
+from titan_mi100.measure.device import samples, use_device
 
 _SHARE = 16  # of a card's free memory that one array takes
 _LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes of an array
@@ -51,7 +52,7 @@ def _error(a: Tensor, b: Tensor) -> tuple[float | None, float]:
     """The largest error of their product against fp64, and the largest element in fp64."""
     exact = a.double() @ b.double()
     scale = _largest(exact)
-    return finite(_largest(exact.sub_(a @ b))), scale
+    return if_finite(_largest(exact.sub_(a @ b))), scale
 
 
 def _largest(x: Tensor) -> float:

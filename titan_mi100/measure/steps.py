@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from titan_mi100.config.costs import train_flops
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.measure.device import finite
+from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.layouts import config_of
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import init_distributed
@@ -34,7 +34,7 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     return {
         **row, "ranks": world.size, "attention": run.about["chosen"]["attention"]["name"], "tokens": first.tokens,
         "flops": train_flops(spec, first.tokens, first.supervised, first.attention_pairs),
-        "seconds": [result.seconds for result in results], "losses": [finite(result.loss) for result in results],
+        "seconds": [result.seconds for result in results], "losses": [if_finite(result.loss) for result in results],
         "peak_memory_gib": results[-1].peak_memory_gib, "comm_ms": comm["comm_ms_by_rank"],
         "exposed_ms": comm["comm_exposed_ms_by_rank"], "profiled_seconds": comm["profiled_step_ms"] / 1000,
         "plan": {"least": plan.least, "most": plan.most, "seconds": plan.step},

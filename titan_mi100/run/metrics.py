@@ -18,7 +18,7 @@ from tqdm import tqdm
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import checked, if_finite
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
 from titan_mi100.wording import shortened
@@ -57,11 +57,6 @@ class StepResult:
 
 def _shown(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
-
-
-def _if_finite(value: float | None) -> float | None:
-    """JSON has no other numbers."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -117,8 +112,8 @@ class Reporter:
         record = {
             "step": step,
             "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
-            "loss": _if_finite(result.loss),
-            "grad_norm": _if_finite(result.grad_norm),
+            "loss": if_finite(result.loss),
+            "grad_norm": if_finite(result.grad_norm),
             "lr": result.lr,
             "seconds": seconds,
             "tokens": result.tokens,
@@ -147,8 +142,8 @@ class Reporter:
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None, sources: dict[str, float]) -> None:
         """Args: bits_per_byte: None: unknown, or the tokens spell nothing; sources: the loss of each of several."""
-        found = {"step": step, "validation_loss": _if_finite(loss), "bits_per_byte": _if_finite(bits_per_byte)}
-        found |= {f"validation_loss/{name}": _if_finite(own) for name, own in sources.items()}
+        found = {"step": step, "validation_loss": if_finite(loss), "bits_per_byte": if_finite(bits_per_byte)}
+        found |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
         self._write(step, found, prefix="validation/")
         bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
         each = "".join(f"  {name} {own:.4f}" for name, own in sources.items())
