@@ -12,9 +12,10 @@ import torch
 from test_ruined_weights import opened
 
 from titan_mi100.data.loader import ShuffledEpochs
+from titan_mi100.machine.health import amd_health
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.stragglers import Stragglers, amd_health, device_health, slow_ranks
+from titan_mi100.run.stragglers import Stragglers, device_health, slow_ranks
 
 
 def probes(*best: float) -> list[deque[float]]:

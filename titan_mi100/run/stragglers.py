@@ -7,10 +7,8 @@ product of the same size on every rank. These numbers travel in the step's one c
 import os
 import socket
 import statistics
-import subprocess
 import time
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mi100.logging import log
+from titan_mi100.machine.health import amd_health, nvidia_health
 from titan_mi100.parallel.distributed import World, from_rank_zero
 from titan_mi100.run.metrics import StepResult
 
@@ -60,11 +59,11 @@ class Stragglers:
         # Every rank must come to the same answer, so it may look at nothing but the gathered values.
         self._sums += result.ranks[:, :3]
         self._steps += 1
+        if step % self._log_freq or self._steps < _LEAST_STEPS:
+            return
         for probes, value in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
             if value and (not probes or probes[-1] != value):
                 probes.append(value)
-        if step % self._log_freq or self._steps < _LEAST_STEPS:
-            return
         means = self._sums / self._steps
         found = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
         self._sums.zero_()
@@ -125,12 +124,8 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
     return found
 
 
-def device_health(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> str:
-    """What the device tells of clock, power, temperature and memory errors, in words.
-
-    From amdgpu's files in sysfs (kernel documentation, "AMDGPU driver: GPU power/thermal controls"; RAS), nvidia-smi,
-    or of a CPU from the system's load.
-    """
+def device_health(device: torch.device) -> str:
+    """What the device tells of clock, power, temperature and memory errors, in words; of a CPU the system's load."""
     if device.type != "cuda":
         return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     found = torch.cuda.get_device_properties(device)
@@ -139,34 +134,4 @@ def device_health(device: torch.device, root: Path = Path("/sys/bus/pci/devices"
         return "the device's PCI address is unknown"
     domain, bus, number = map(int, place)  # type: ignore[arg-type]
     address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
-    if not torch.version.hip:
-        return _ask_nvidia(address)
-    return amd_health(root / address)
-
-
-def amd_health(folder: Path) -> str:
-    """Of a card's folder in sysfs."""
-    units = (
-        ("freq1_input", "clock {:.0f} MHz", 1e6), ("power1_average", "power {:.0f} W", 1e6),
-        ("power1_input", "power {:.0f} W", 1e6), ("power1_cap", "cap {:.0f} W", 1e6),
-        ("temp2_input", "junction {:.0f} °C", 1e3), ("temp3_input", "memory {:.0f} °C", 1e3),
-    )  # fmt: skip
-    said = []
-    for name, words, unit in units:
-        for path in sorted(folder.glob(f"hwmon/hwmon*/{name}"))[:1]:
-            with suppress(OSError, ValueError):
-                said.append(words.format(int(path.read_text()) / unit))
-    with suppress(OSError):
-        said.append("memory errors " + " ".join((folder / "ras" / "umc_err_count").read_text().split()))
-    return ", ".join(said) or "the device tells nothing about itself"
-
-
-def _ask_nvidia(address: str) -> str:
-    wanted = "clocks.sm,power.draw,power.limit,temperature.gpu,ecc.errors.uncorrected.volatile.total"
-    try:
-        command = ["nvidia-smi", f"--id={address}", f"--query-gpu={wanted}", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi does not answer ({type(error).__name__})"
-    names = ("clock", "power", "limit", "temperature °C", "uncorrected memory errors")
-    return ", ".join(f"{name} {value.strip()}" for name, value in zip(names, answer.split(","), strict=False))
+    return amd_health(Path("/sys/bus/pci/devices", address)) if torch.version.hip else nvidia_health(address)
