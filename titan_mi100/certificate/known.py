@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -37,9 +36,11 @@ def find(cache: Path, device: torch.device) -> Certificate | None:
 
     Raises nothing: a run starts without one, too.
     """
-    with suppress(OSError):
+    try:
         if others := sorted((cache / "certificates").glob("*.json"), key=lambda path: path.stat().st_mtime):
             return _of(cache, describe(device, 1, with_commit=False), others[-1])
+    except OSError as error:
+        log.warning(f"{error.filename or cache}: {error.strerror}; this machine's certificate is not used")
     return None
 
 
