@@ -97,7 +97,7 @@ def test_on_a_full_disk_the_state_is_written_over_the_one_before(
 
 
 def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process does while it is being started."""
     workers: list[subprocess.Popen] = []
@@ -114,6 +114,7 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
         if len(looked) > 1:
             look(self, number)
 
+    monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path))
     # it blocks signals
     monkeypatch.setattr(
         launch.Launcher, "__init__", lambda self: self.__dict__.update(_told=None, trainer=(), processes=1)

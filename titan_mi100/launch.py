@@ -170,7 +170,6 @@ def conclude(outcome: Outcome, folder: str) -> int:
         state = LOST if outcome.state == LOST else HUNG
         again = f"to resume, start again with job.run_folder = {folder}"
         write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
-        append_to_log(Path(folder), outcome.message.splitlines())
     if outcome.code:
         meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
         say(f"exit code {outcome.code}: {meaning}. Run folder: {folder}")
@@ -261,7 +260,7 @@ class Launcher:
             self._outcome = Path(temporary, "outcome")  # the run makes it
             records = Path(temporary, "watch")
             records.mkdir()
-            watch = Watch(records, self.processes, os.environ.get(RUN_FOLDER, ""))
+            watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
             environment = {
                 "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
             }  # fmt: skip
@@ -277,11 +276,14 @@ class Launcher:
                 time.sleep(0.1)
             outcome = read_outcome(self._outcome) or Outcome(0)
             last_step, vanished = watch.last_step(), watch.vanished()
+        folder = Path(os.environ[RUN_FOLDER])
         if watch.outcome is not None:
+            append_to_log(folder, watch.outcome.message.splitlines())
             return watch.outcome
         if status and last_step is not None:  # a process that was killed has not said it
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
         if status and outcome.state in (RUNNING, LOST) and vanished:
+            append_to_log(folder, vanished)
             message = outcome.message if outcome.state == LOST else ""
             outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))
         # a run that fails says why on its own, but above a page of torchrun's about its workers
@@ -291,7 +293,7 @@ class Launcher:
         """Say why a run is started again, and note it in its state and its log."""
         for line in [*outcome.message.splitlines(), words]:
             say(line)
-        append_to_log(Path(folder), [*outcome.message.splitlines(), words])
+        append_to_log(Path(folder), [words])
         note_restart(Path(folder), outcome)
         if outcome.step is not None:
             self.use_config_of(folder)

@@ -27,7 +27,6 @@ STATE = "run_state.json"
 START = "TITAN_START"  # variable with a name for this start of a run; its state repeats it
 RUNNING, LOST = "running", "lost_a_process"  # states of run_state.json
 HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"  # by a process of the node that says so; or it only waits
-_MAY_GO_BETTER = ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)  # next time; "": nothing was said
 
 
 class Outcome(NamedTuple):
@@ -61,6 +60,11 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
         return Outcome(int(found["exit_code"]), str(message), step if step is None else int(step), state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _may_go_better(outcome: Outcome) -> bool:
+    """Whether the next start may not end like this: a crash, a hang, or processes that are gone."""
+    return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class Restarts:
 
     def next(self, outcome: Outcome) -> str:
         """What comes next, in words for the log; "": nothing, the run has ended."""
-        if outcome.code not in (1, 5) or outcome.state not in _MAY_GO_BETTER:
+        if not _may_go_better(outcome):
             return ""
         if outcome.step is None:
             self._failed_starts += 1
@@ -204,7 +208,7 @@ def next_move(outcome: Outcome) -> str:
     A job is worth another turn when it was stopped from outside or hung, or when processes vanished without a word, as
     they do with their node. A crash that a process could report would happen again. Limits are the caller's.
     """
-    if outcome.code in (1, 5) and outcome.step is None and outcome.state in _MAY_GO_BETTER:
+    if outcome.step is None and _may_go_better(outcome):
         return "retry"
     return "requeue" if outcome.code in (3, 5) or outcome.state in (RUNNING, LOST) else "end"
 
