@@ -222,6 +222,22 @@ def test_a_killed_preparation_goes_on_and_leaves_the_same_bytes(tmp_path: Path) 
     assert len(read_corpus(small)[0].tokens) > 20
 
 
+@pytest.mark.parametrize("name", ["plan.json", "000003.bin", "000003.bad.jsonl", "000003.json", "corpus.json"])
+def test_killed_before_any_file_takes_its_name_nothing_of_it_stays(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", texts(600))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(in_small_units(path, whole), env=job_environment(), check=True, capture_output=True)
+    die = "import os, pathlib\ndef end(self, target):\n    "
+    die += f"os.killpg(0, 9) if target.name == {name!r} else os.rename(self, target)\n"
+    die += "pathlib.Path.rename = pathlib.Path.replace = end\n"
+    command = in_small_units(path, killed)
+    command[2] = die + command[2]
+    done = subprocess.run(command, env=job_environment(), capture_output=True, start_new_session=True)
+    assert done.returncode == -signal.SIGKILL and hashes(killed) != hashes(whole)
+    subprocess.run(in_small_units(path, killed), env=job_environment(), check=True, capture_output=True)
+    assert hashes(killed) == hashes(whole)
+
+
 def test_what_would_make_another_corpus_is_refused(tmp_path: Path, small_units: None) -> None:
     path = write(tmp_path / "in.jsonl", texts(50))
     out = tmp_path / "out"

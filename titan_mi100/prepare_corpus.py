@@ -28,11 +28,11 @@ from typing import Any
 from titan_mi100 import cli
 from titan_mi100.config.assets import CORPUS, PLAN, is_corpus
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
-from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, part_of, read_shard, remove_parts
+from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, part_of, read_shard, remove_parts, write_part
 from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
-from titan_mi100.files.durable import probe, replace
+from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.logging import TokenProgress, log, setup_logging
@@ -209,7 +209,7 @@ def _agree(folder: Path, plan: Plan) -> None:
         if others and not path.exists():  # another part may have written it meanwhile
             raise UserError(f"{folder}: is not empty and is no corpus; name a new --output_dir")
         if not path.exists():
-            replace(path, text)
+            write_part(path, text)
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
     before = parse_object(content, path, "name a new --output_dir")
@@ -318,7 +318,7 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
     remove_parts(folder)
     text = json.dumps(asdict(corpus))
     if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
-        replace(folder / CORPUS, text)
+        write_part(folder / CORPUS, text)
 
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:

@@ -24,7 +24,7 @@ from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Reco
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, expect, listed
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import HashingStream, replace, sync
+from titan_mi100.files.durable import HashingStream, sync
 from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import checked
 from titan_mi100.text.base import Tokenizer
@@ -133,10 +133,8 @@ def damage(folder: Path, number: int, shard: Shard) -> str:
 @contextmanager
 def part_of(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes its name when it is complete and the device has it; else nothing is left."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    with part.open("wb") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with _open_part(path) as file:
+        part = Path(file.name)
         try:
             yield file
             file.flush()
@@ -144,6 +142,22 @@ def part_of(path: Path) -> Iterator[BinaryIO]:
             part.rename(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def _open_part(path: Path) -> BinaryIO:
+    while True:
+        file = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part").open("wb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink:  # else another process removed it before it was locked
+            return file
+        file.close()
+
+
+def write_part(path: Path, text: str) -> None:
+    """Write a small file of a corpus whole, by way of a part."""
+    with part_of(path) as file:
+        file.write(text.encode())
 
 
 def remove_parts(folder: Path) -> None:
@@ -205,11 +219,11 @@ def make_shard(
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
-    replace(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
+    write_part(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(place, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
-    replace(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
+    write_part(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
     progress(plan.bytes_of(unit) - said, 0)
     return shard
 
