@@ -23,7 +23,7 @@ from titan_mi100.certificate.check import check, checked
 from titan_mi100.certificate.form import Certificate, Machine
 from titan_mi100.certificate.machine import describe
 from titan_mi100.certificate.page import page, table
-from titan_mi100.certificate.verdicts import best_dtype, ranking, verdicts
+from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, verdicts
 from titan_mi100.config.settings import Config, ModelConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
@@ -553,8 +553,9 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     environment = {**job_environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)  # the tests' own
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     certificate = checked(tmp_path / "made" / "certificate.json")
+    # whether this machine computes right is the certificate's matter, not the test's
+    assert ended.returncode == (0 if all_pass(certificate.verdicts) else 1), ended.stdout + ended.stderr
     measured = {part.kind for part in certificate.parts if part.status == form.MEASURED}
     assert measured == form.KINDS.keys()
     assert len(list((tmp_path / "cache" / "titan_mi100" / "certificates").iterdir())) == 1
