@@ -329,3 +329,18 @@ def test_two_launchers_of_two_processes_train_one_model(refused: bool, tmp_path:
         assert json.loads((folder / "environment.json").read_text())["processes"] == 4
         state = json.loads((folder / "run_state.json").read_text())
         assert (state["state"], state["step"]) == ("done", 2) and not (folder / "logs").exists()
+
+
+@pytest.mark.full
+def test_the_two_nodes_that_the_page_shows_on_one_machine_train(tmp_path: Path) -> None:
+    page = (REPO / "docs" / "CLUSTER.md").read_text(encoding="utf-8")
+    block = page.split("## Try it on one machine")[1].split("```sh\n")[1].split("```")[0]
+    commands = block.replace("./run_train.sh", str(REPO / "run_train.sh")).replace(":29400", f":{free_port()}")
+    environment = {**job_environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = subprocess.run(
+        ["bash", "-c", commands], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    state = json.loads((tmp_path / "outputs/two/run_state.json").read_text())
+    ran = json.loads((tmp_path / "outputs/two/environment.json").read_text())
+    assert (state["state"], state["step"], ran["processes"]) == ("done", 10, 2), script.stdout + script.stderr
+    assert "node 1 of 2: node 0 at localhost leads" in script.stdout  # cat node1.log
