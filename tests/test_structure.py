@@ -39,6 +39,20 @@ def drawn_levels() -> dict[str, int]:
     return {name: int(level) for level, names in rows for name in re.findall(r"`(\w+)/?`", names)}
 
 
+def test_the_map_names_each_folder_and_file_of_the_package_and_nothing_that_is_gone() -> None:
+    text = (REPO / "docs" / "DESIGN.md").read_text(encoding="utf-8").split("## Map")[1].split("\n## ")[0]
+    repository, *package = (
+        {name for line in table.splitlines() if line.startswith("| `") for name in re.findall("`(.+?)/?`", cell(line))}
+        for table in text.split("|---|---|")[1:]
+    )
+    assert set[str]().union(*package) == {path.name for path in PACKAGE.iterdir()} - {"__init__.py", "__pycache__"}
+    assert [name for name in repository if not (REPO / name).exists()] == []
+
+
+def cell(line: str) -> str:
+    return line.split(" | ")[0]
+
+
 def test_imports_go_downwards_between_the_folders_that_the_design_draws() -> None:
     levels, files = drawn_levels(), [path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
     assert {module_of(path)[0] for path in files} == levels.keys(), "the table in docs/DESIGN.md names other folders"
