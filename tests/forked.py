@@ -5,6 +5,7 @@ server below imports once, starts no thread and no process group, and forks the 
 module or script as `python` would. `conftest.torchrun` uses it; some tests ask for a real launcher.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +26,15 @@ _GRACE = 20  # seconds for the other ranks to end after one has failed
 class ForkServer:
     """The client's end: starts the server, gives it jobs one after the other."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], *modules: str) -> None:
+        """Args: modules: to import besides the trainer, if they are installed."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )  # fmt: skip
 
     def run(
         self, arguments: list[str], processes: int, environment: dict[str, str], cwd: Path, timeout: float
@@ -57,6 +64,9 @@ def serve() -> None:
 
     import titan_mi100.train  # noqa: F401
 
+    for module in sys.argv[1:]:
+        with suppress(ImportError):
+            importlib.import_module(module)
     for line in sys.stdin:
         job = json.loads(line)
         with socket.socket() as free:

@@ -1,0 +1,163 @@
+"""What README.md and docs/ show: fenced blocks, the commands in them, links and headings.
+
+The rules for a block: `sh` holds commands, `toml` a config or a part of one, `jsonl` rows of data; `text` or no
+language is output. A line `# not run by our tests: what it needs` marks the whole block if it is the first one, else
+the command below it.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import unquote
+
+REPO = Path(__file__).parents[1]
+LANGUAGES = ("sh", "toml", "jsonl", "text", "")
+MARK = "# not run by our tests: "
+
+_FENCE = re.compile(r"^(\s*)```(\S*)\n(.*?)^\1```$", re.S | re.M)
+_LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
+_MACHINE = re.compile(r"(?<![\w.~])/(?:work|tmp|home|root|Users|path|models|data|scratch)/[^\s`)\"]*")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    line: int  # of the opening fence
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a `sh` block.
+
+    Attributes:
+        words: program and arguments.
+        variables: those that are set before the program, NAME=value.
+        output: the file that standard output is redirected to; "": none.
+        is_marked: not run by our tests.
+    """
+
+    where: str
+    words: list[str]
+    variables: dict[str, str]
+    output: str
+    is_marked: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return os.path.relpath(self.path, REPO)
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        found = []
+        for fence in _FENCE.finditer(self.text):
+            text = re.sub(f"^{fence[1]}", "", fence[3], flags=re.M)  # in a list it is indented
+            found.append(Block(fence[2], text, self.text.count("\n", 0, fence.start()) + 1))
+        return found
+
+    @cached_property
+    def prose(self) -> str:
+        """The text without fenced blocks and code spans, in which brackets are no links."""
+        return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", _FENCE.sub("", self.text), flags=re.S)
+
+    def links(self) -> list[str]:
+        return [markdown or html for markdown, html in _LINK.findall(self.prose)]
+
+    def anchors(self) -> set[str]:
+        """Of the headings, as GitHub makes them."""
+        found: set[str] = set()
+        for heading in re.findall(r"^#{1,6} (.+)$", _FENCE.sub("", self.text), re.M):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip()).lower()
+            base = name = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+            number = 0
+            while name in found:
+                number += 1
+                name = f"{base}-{number}"
+            found.add(name)
+        return found
+
+    def broken_links(self, coming: Collection[str] = ()) -> list[str]:
+        """Args: coming: pages that need not exist yet."""
+        wrong = []
+        for link in self.links():
+            path, _, anchor = unquote(link).partition("#")
+            target = Page(Path(os.path.normpath(self.path.parent / path)) if path else self.path)
+            if re.match(r"[a-z]+:", link) or target.name in coming:
+                continue
+            if not target.path.exists():
+                wrong.append(f"{link}: {target.name} does not exist")
+            elif anchor and target.path.suffix == ".md" and anchor not in target.anchors():
+                wrong.append(f"{link}: {target.name} has no such heading")
+        return wrong
+
+    def machine_paths(self) -> list[str]:
+        """Absolute paths that exist on somebody's machine only."""
+        return [found[0] for found in _MACHINE.finditer(re.sub(r"https?://\S+", "", self.text))]
+
+    def commands(self) -> Iterator[Command]:
+        """Raises ValueError: a line is no command that a shell reads."""
+        for block in self.blocks:
+            if block.language == "sh":
+                yield from _commands(self.name, block)
+
+
+def pages() -> list[Page]:
+    found = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "train_configs" / "README.md"]
+    return [Page(path) for path in found]
+
+
+def _commands(page: str, block: Block) -> Iterator[Command]:
+    lines = re.sub(r"\\\n\s*", " ", block.text).splitlines()
+    whole = bool(lines) and lines[0].startswith(MARK)
+    is_marked = whole
+    for line in lines:
+        if line.lstrip().startswith("#") or not line.strip():
+            is_marked = is_marked or line.startswith(MARK)
+            continue
+        where = f"{page}:{block.line}: {line.strip()}"
+        for words in _simple_commands(where, line):
+            yield _command(where, words, is_marked)
+        is_marked = whole
+
+
+def _simple_commands(where: str, line: str) -> Iterator[list[str]]:
+    """The words of each command of a line, without what a pipe leads to."""
+    lexer = shlex.shlex(re.sub(r"\s#\s.*$", "", line), posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    is_piped = False
+    try:
+        for word in [*lexer, ";"]:
+            if word not in (";", "&&", "|", "&"):
+                words.append(word)
+                continue
+            if words and not is_piped:
+                yield words
+            words, is_piped = [], word == "|"
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _command(where: str, words: list[str], is_marked: bool) -> Command:
+    variables = {}
+    while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.S)):
+        variables[found[1]] = found[2]
+        words = words[1:]
+    output = ""
+    if ">" in words:
+        at = words.index(">")
+        output, words = words[at + 1], words[:at] + words[at + 2 :]
+    return Command(where, words, variables, output, is_marked)

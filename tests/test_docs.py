@@ -1,0 +1,325 @@
+"""Every command and config that README.md, docs/ and train_configs/README.md show, and every link in them.
+
+By default each command is parsed by its own parser and each config is loaded and checked. With --full each command
+that is not marked as not run is run, in a folder with the names that all pages use (see `prepared`).
+"""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ASSETS, job_environment
+from doc_commands import SHELL, check, program_of
+from doc_pages import LANGUAGES, MARK, REPO, Command, Page, pages
+from forked import ForkServer
+
+from titan_mi100.config.check import ALTERNATIVES
+from titan_mi100.config.load import load_config, tomllib
+from titan_mi100.config.model_spec import PRESETS, to_hf_config
+from titan_mi100.errors import UserError
+
+# Pages that still show commands in blocks without a language.
+PAGES_TO_CONVERT = {
+    *("README.md", "docs/CERTIFY.md", "docs/CLUSTER.md", "docs/CONSOLE.md", "docs/DOCTOR.md", "docs/MEMORY.md"),
+    *("docs/REHEARSE.md", "docs/REPORT.md"),
+}
+# Pages that others link to, and that do not exist yet.
+COMING_PAGES = {
+    *("docs/TOUR.md", "docs/TRAIN.md", "docs/MI100.md", "docs/COMING_FROM.md", "docs/TROUBLESHOOTING.md"),
+    *("docs/RUN_FOLDER.md",),
+}
+
+PAGES = pages()
+every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+
+# What a `toml` block that is a part of a config stands in.
+BASE = {
+    "model": {"flavor": "debug", "tokenizer_path": "Qwen3-0.6B"},
+    "data": {"path": "train.jsonl", "validation_fraction": 0.05},
+    "training": {"seq_len": 128, "steps": 10},
+}
+# What a command that trains gets besides its own options, so that it ends soon and fits the tiny model.
+SMALL = {
+    "training.steps": "2", "training.seq_len": "512", "training.local_batch_size": "1",
+    "training.gradient_accumulation_steps": "1", "lr_scheduler.warmup_steps": "-1", "model.flavor": "",
+}  # fmt: skip
+_INSTEAD = ("training.epochs", "training.target_tokens_per_step")  # that SMALL replaces
+_CHECKOUT = ("run_train.sh", "scripts", "train_configs", "checkpoint_tools", "tests", "docs")
+
+
+def make_checkout(folder: Path) -> None:
+    """The checkout's files, as links, and the data files that all pages name."""
+    for name in _CHECKOUT:
+        (folder / name).symlink_to(REPO / name)
+    shutil.copy(ASSETS / "chat.jsonl", folder / "train.jsonl")
+    rows = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)
+    (folder / "test.jsonl").write_text("".join(rows[:4]))
+
+
+@pytest.fixture(scope="module")
+def parsing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which commands are parsed: models' folders have the real shapes, and no weights."""
+    folder = tmp_path_factory.mktemp("parsing")
+    make_checkout(folder)
+    for flavor, spec in PRESETS.items():
+        model = folder / f"Qwen3-{flavor}"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which commands are run.
+
+    `Qwen3-0.6B` and `my-model` are tiny models of random weights with a chat template; `outputs/mine` is a run of two
+    steps, whose checkpoint stands for that of any step that a page names, and `hf-step-2` for its export.
+    """
+    from test_generate import write_folder
+
+    folder = tmp_path_factory.mktemp("prepared")
+    make_checkout(folder)
+    write_folder(folder / "Qwen3-0.6B")
+    config = json.loads((folder / "Qwen3-0.6B" / "config.json").read_text())
+    config["max_position_embeddings"] = 40960
+    (folder / "Qwen3-0.6B" / "config.json").write_text(json.dumps(config))
+    words = ["./run_train.sh", "--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "train.jsonl"]
+    words += ["--job.run_folder", "outputs/mine", "--nproc_per_node", "1"]
+    assert run_command(Command("the prepared run", words, {}, "", False), folder) == ""
+    for export in ("my-model", "outputs/mine/hf-step-2"):
+        shutil.copytree(folder / "Qwen3-0.6B", folder / export)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "one.txt").write_text("Some text.")
+    (folder / "corpus.jsonl").write_text('{"text": "A text."}\n' * 200)
+    return folder
+
+
+@functools.cache
+def _server() -> ForkServer:
+    """One that has also imported what compares an export with its source."""
+    return ForkServer(job_environment(), "transformers.models.qwen3.modeling_qwen3", "peft")
+
+
+def run_command(command: Command, folder: Path) -> str:
+    """Run it as the page shows it, tiny; what went wrong, or "". The launcher's own work is left out: its arguments are
+    parsed, and the trainer's processes are forked from one that has imported torch."""
+    words = [re.sub(r"\bstep-\d+", "step-2", word) for word in command.words]
+    if words[0] in SHELL:
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=20)
+        code, output, errors = done.returncode, done.stdout, done.stderr
+    else:
+        kind, name, arguments = program_of(words)
+        processes, environment = 1, {**job_environment(), **command.variables}
+        if kind == "launch":
+            from titan_mi100 import launch
+
+            processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", ""))
+            name, arguments = "train", _small(settings)
+        start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
+        code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 120)
+    if command.output:
+        (folder / command.output).write_text(output)
+    return f"{command.where}\nended with {code}:\n{output[-1500:]}{errors[-3000:]}" if code else ""
+
+
+def _small(settings: list[str]) -> list[str]:
+    """The settings of a training command, with SMALL in the place of its own."""
+    kept, is_ours = [], False
+    for word in settings:
+        if word.startswith("--"):
+            is_ours = word.removeprefix("--").partition("=")[0] in (*SMALL, *_INSTEAD)
+        if not is_ours:
+            kept.append(word)
+    named = any(word.partition("=")[0] == "--checkpoint.initial_load_path" for word in kept)
+    return [*kept, *(f"--{key}={value}" for key, value in SMALL.items() if value or named)]
+
+
+@every_page
+def test_every_block_has_a_form_that_is_checked(page: Page) -> None:
+    for block in page.blocks:
+        assert block.language in LANGUAGES, f"{page.name}:{block.line}: a block of {block.language}; see doc_pages.py"
+    fences = len(re.findall(r"^\s*(?:```|~~~)", page.text, re.M))
+    assert fences == 2 * len(page.blocks), f"{page.name}: a fence is not closed, or is not ```"
+    for block in page.blocks:
+        marks = [line for line in block.text.splitlines() if "not run by our tests" in line]
+        assert all(re.match(f"{MARK}\\w", line) and block.language == "sh" for line in marks), (
+            f"{page.name}:{block.line}: a mark is a line of its own in a sh block: {MARK}what it needs"
+        )
+
+
+# how a line begins that shows a command, also behind a prompt and variables
+_STARTS = re.compile(
+    r"^(?:\w*\$ )?(?:\w+=\S+ )*(?:\./)?"
+    r"(?:python3? |titan-mi100 |run_train\.sh|scripts/\S+\.sh|pip install|hf |torchrun |srun |sbatch )",
+    re.M,
+)
+
+
+@every_page
+def test_commands_stand_in_sh_blocks(page: Page) -> None:
+    found = [block.line for block in page.blocks if block.language in ("", "text") and _STARTS.search(block.text)]
+    is_listed = page.name in PAGES_TO_CONVERT
+    if is_listed:
+        assert found, f"{page.name} shows its commands in sh blocks now: remove it from PAGES_TO_CONVERT"
+    else:
+        assert not found, f"{page.name}: commands in the blocks of output at lines {found}; put them into sh blocks"
+
+
+@every_page
+def test_each_command_is_taken_by_its_own_parser(
+    page: Page, parsing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(parsing)
+    wrong = [
+        f"{command.where}\n{problem}" for command in page.commands() if (problem := check(command, monkeypatch, capsys))
+    ]
+    assert not wrong, "\n\n".join(wrong)
+
+
+@every_page
+def test_each_config_is_loaded_and_checked(page: Page, parsing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(parsing)
+    for block in page.blocks:
+        if block.language == "toml":
+            where = f"{page.name}:{block.line}"
+            try:
+                load_config(["--job.config_file", str(_config_of(block.text, parsing))], None, with_files=False)
+            except (UserError, tomllib.TOMLDecodeError) as error:
+                pytest.fail(f"{where}: {error}")
+
+
+def _config_of(text: str, folder: Path) -> Path:
+    """A file with the block: whole if it names a base or a model, else over BASE without what it says otherwise."""
+    values, file = tomllib.loads(text), folder / "block.toml"
+    if "base" in values or values.get("model", {}).get("flavor") or "initial_load_path" in values.get("checkpoint", {}):
+        file.write_text(text)
+        return file
+    base = {section: dict(keys) for section, keys in BASE.items()}
+    for pair in ALTERNATIVES:
+        for (section, key), (other_section, other) in (pair, pair[::-1]):
+            if key in values.get(section, {}):
+                base.get(other_section, {}).pop(other, None)
+    lines = []
+    for section, keys in base.items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    (folder / "block_base.toml").write_text("\n".join(lines))
+    file.write_text(f'base = "block_base.toml"\n{text}')
+    return file
+
+
+@every_page
+def test_links_lead_somewhere(page: Page) -> None:
+    assert not page.broken_links(COMING_PAGES)
+
+
+def test_pages_that_are_there_are_not_awaited() -> None:
+    there = [name for name in COMING_PAGES if (REPO / name).exists()]
+    assert not there, f"remove from COMING_PAGES: {there}"
+
+
+@every_page
+def test_no_page_holds_a_path_of_one_machine(page: Page) -> None:
+    found = page.machine_paths()
+    assert not found or page.name in PAGES_TO_CONVERT, f"{page.name}: {found}"
+
+
+def test_every_page_can_be_reached_from_the_index() -> None:
+    start = REPO / "docs" / "README.md"
+    reached, ahead = {start}, [start]
+    while ahead:
+        page = Page(ahead.pop())
+        for link in page.links():
+            target = (page.path.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target.exists() and target not in reached:
+                reached.add(target)
+                ahead.append(target)
+    missed = {page.name for page in PAGES if page.path not in reached}
+    assert missed <= {"README.md"}, f"no way from docs/README.md to {missed}"
+
+
+# Commands, and what their check must say.
+WRONG = {
+    "python -m titan_mi100.generate --model my-model --promt x": "--promt",
+    "python -m titan_mi100.generate --prompt x": "--model",
+    "python -m titan_mi100.nothing --help": "nothing",
+    "python checkpoint_tools/nothing.py": "nothing.py",
+    "titan-mi100 convert hf-to-nothing": "hf-to-nothing",
+    "./run_train.sh --job.config_file train_configs/nothing.toml": "nothing.toml",
+    "./run_train.sh --training.step 3": "--training.step",
+    "./run_train.sh --nproc_per_node 3 --parallelism.pipeline_parallel_degree 2": "pipeline_parallel_degree",
+    "NGPU=2 torchrun --nproc_per_node 2 -m titan_mi100.train --training.sequence_len 3": "sequence_len",
+    "python -m titan_mi100.planner --gpus 2 --job.config_file qwen3_0.6b_sft.toml --lora.ranks 3": "--lora.ranks",
+    "titan-mi100 evaluate harness my-model": "names no checkpoint and tasks",
+    "ls && runtrain.sh": "runtrain.sh",
+    "pip install something": "pip",
+    "cat 'unfinished": "No closing quotation",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG.items(), ids=WRONG)
+def test_a_wrong_command_is_found(
+    line: str, said: str, parsing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(parsing)
+    (tmp_path / "page.md").write_text(f"# Page\n```sh\n# a comment\n{line}  # and another | ' one\n```\n")
+    try:
+        problems = [check(command, monkeypatch, capsys) for command in Page(tmp_path / "page.md").commands()]
+    except ValueError as error:
+        problems = [str(error)]
+    assert said in problems[-1] and not any(problems[:-1])
+
+
+def test_wrong_links_paths_and_configs_are_found(parsing: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("## A `b` (c): d-e\n## Twice\n## Twice\n")
+    page = Page(tmp_path / "page.md")
+    good = "[x](other.md#a-b-c-d-e) [y](other.md#twice-1) [z](#page) [w](https://a.b/c#d) `[v](code.md)` ![p](p.png)"
+    bad = '[x](gone.md) [y](other.md#thrice) <img src="q.png">\n```\n[u](output.md)\n```\n'
+    page.path.write_text(f"# Page\n{good}\n{bad}\nsee /home/me/x, ~/.cache and https://a.b/home/c\n")
+    assert [wrong.partition(":")[0] for wrong in page.broken_links()] == [
+        "p.png",
+        "gone.md",
+        "other.md#thrice",
+        "q.png",
+    ]
+    assert page.machine_paths() == ["/home/me/x,"]
+    for text in ("[training]\nseq_length = 3", "[data]\nweights = [1]\nrepeats = [1]", 'base = "nothing.toml"'):
+        with pytest.raises(UserError):
+            load_config(["--job.config_file", str(_config_of(text, parsing))], None, with_files=False)
+
+
+def test_a_mark_is_for_its_block_or_for_one_command(tmp_path: Path) -> None:
+    page = Page(tmp_path / "page.md")
+    page.path.write_text(f"```sh\n{MARK}GPUs\na\nb \\\n  c\n```\n```sh\na\n{MARK}GPUs\nb > f\nX=1 c | d\n```\n")
+    found = [(command.words, command.is_marked) for command in page.commands()]
+    assert found == [(["a"], True), (["b", "c"], True), (["a"], False), (["b"], True), (["c"], False)]
+    assert [(command.variables, command.output) for command in page.commands()][-2:] == [({}, "f"), ({"X": "1"}, "")]
+
+
+def _to_run() -> Iterator[Page]:
+    for page in PAGES:
+        if any(not command.is_marked for command in page.commands()):
+            yield page
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [*_to_run()], ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_in_its_order(page: Page, prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    shutil.copytree(prepared, folder, symlinks=True)
+    started: set[str] = set()
+    for command in page.commands():
+        if command.is_marked:
+            continue
+        # what a page makes itself begins as a new folder, not as the one that was prepared
+        for made in re.findall(r"--(?:job\.run_folder|output_dir)[ =](\S+)", " ".join(command.words)):
+            if made not in started and (folder / made).exists():
+                shutil.rmtree(folder / made)
+            started.add(made)
+        problem = run_command(command, folder)
+        assert not problem, problem
