@@ -22,24 +22,10 @@ from titan_mi100.errors import UserError
 
 # programs that are not ours: only for commands that are not run
 OTHERS = {
-    *("pip", "hf", "git", "wandb", "tensorboard", "vllm", "docker", "curl", "tar", "rocm-smi", "amd-smi", "nvidia-smi"),
-    *(
-        "sudo",
-        "apt",
-        "sbatch",
-        "squeue",
-        "scancel",
-        "scontrol",
-        "salloc",
-        "ssh",
-        "export",
-        "read",
-        "exec",
-        "source",
-        ".",
-    ),
-    *("kill", "module", "ulimit"),
-}
+    "pip", "hf", "git", "wandb", "tensorboard", "vllm", "docker", "curl", "tar", "rocm-smi", "amd-smi", "nvidia-smi",
+    "sudo", "apt", "sbatch", "squeue", "scancel", "scontrol", "salloc", "ssh", "export", "read", "exec", "source", ".",
+    "kill", "wait", "module", "ulimit",
+}  # fmt: skip
 SHELL = {"cat", "cp", "echo", "head", "ls", "mkdir", "mv", "rm", "sha256sum", "tail"}  # these are run
 _LAUNCHERS = {"torchrun", "srun", "env", "exec", "timeout", "nohup"}  # in front of one of ours
 _WHOLE = ("train", "data.prepare", "config.load")  # modules whose arguments are settings and nothing else

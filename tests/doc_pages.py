@@ -135,7 +135,8 @@ def _commands(page: str, block: Block) -> Iterator[Command]:
 
 def _simple_commands(where: str, line: str) -> Iterator[list[str]]:
     """The words of each command of a line, without what a pipe leads to."""
-    lexer = shlex.shlex(re.sub(r"\s#\s.*$", "", line), posix=True, punctuation_chars="();<>|&")
+    line = re.sub(r"\s2>&1(?=\s|$)", "", re.sub(r"\s#\s.*$", "", line))
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
     is_piped = False

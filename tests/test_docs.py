@@ -18,6 +18,7 @@ from doc_commands import SHELL, check, program_of
 from doc_pages import LANGUAGES, MARK, REPO, Command, Page, pages
 from forked import ForkServer
 
+from titan_mi100 import launch
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config, tomllib
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
@@ -53,12 +54,20 @@ _CHECKOUT = ("run_train.sh", "scripts", "train_configs", "checkpoint_tools", "te
 
 
 def make_checkout(folder: Path) -> None:
-    """The checkout's files, as links, and the data files that all pages name."""
+    """The checkout's files, as links, and the data files and the config that all pages name."""
     for name in _CHECKOUT:
         (folder / name).symlink_to(REPO / name)
-    shutil.copy(ASSETS / "chat.jsonl", folder / "train.jsonl")
     rows = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)
     (folder / "test.jsonl").write_text("".join(rows[:4]))
+    chats = [
+        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
+        for row in map(json.loads, rows)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    start, data = 'initial_load_path = "Qwen3-0.6B"', 'path = "train.jsonl"'
+    (folder / "X.toml").write_text(
+        f'base = "train_configs/finetune.toml"\n[checkpoint]\n{start}\n[data]\n{data}\nvalidation_fraction = 0.1\n'
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +79,8 @@ def parsing(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = folder / f"Qwen3-{flavor}"
         model.mkdir()
         (model / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    (folder / "outputs" / "mine").mkdir(parents=True)
+    shutil.copy(folder / "X.toml", folder / "outputs" / "mine" / "config.toml")  # a run leaves its config there
     return folder
 
 
@@ -80,14 +91,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     `Qwen3-0.6B` and `my-model` are tiny models of random weights with a chat template; `outputs/mine` is a run of two
     steps, whose checkpoint stands for that of any step that a page names, and `hf-step-2` for its export.
     """
-    from test_generate import write_folder
-
     folder = tmp_path_factory.mktemp("prepared")
     make_checkout(folder)
-    write_folder(folder / "Qwen3-0.6B")
-    config = json.loads((folder / "Qwen3-0.6B" / "config.json").read_text())
-    config["max_position_embeddings"] = 40960
-    (folder / "Qwen3-0.6B" / "config.json").write_text(json.dumps(config))
+    end = ["--checkpoint.export_hf", "true", "--job.run_folder", "random", "--nproc_per_node", "1"]
+    assert run_command(Command("a model", ["./run_train.sh", *end], {}, "", False), folder) == ""
+    (folder / "random" / "hf-step-2").rename(folder / "Qwen3-0.6B")
+    shutil.rmtree(folder / "random")
     words = ["./run_train.sh", "--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "train.jsonl"]
     words += ["--job.run_folder", "outputs/mine", "--nproc_per_node", "1"]
     assert run_command(Command("the prepared run", words, {}, "", False), folder) == ""
@@ -115,9 +124,11 @@ def run_command(command: Command, folder: Path) -> str:
     else:
         kind, name, arguments = program_of(words)
         processes, environment = 1, {**job_environment(), **command.variables}
-        if kind == "launch":
-            from titan_mi100 import launch
-
+        if kind == "launch" and {"--help", "-h"} & set(arguments):
+            name = "config.load"
+        elif kind == "launch" and any(word.partition("=")[0] == "--rehearse" for word in arguments):
+            name = "rehearse"
+        elif kind == "launch":
             processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", ""))
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
