@@ -54,7 +54,7 @@ SMALL = {
     "training.gradient_accumulation_steps": "1", "lr_scheduler.warmup_steps": "-1", "model.flavor": "",
 }  # fmt: skip
 _INSTEAD = ("training.epochs", "training.target_tokens_per_step")  # that SMALL replaces
-_CHECKOUT = ("run_train.sh", "scripts", "train_configs", "checkpoint_tools", "tests", "docs")
+_CHECKOUT = ("run_train.sh", "scripts", "train_configs", "checkpoint_tools", "certificates", "tests", "docs")
 
 
 def make_checkout(folder: Path) -> None:
@@ -93,7 +93,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which commands are run.
 
     `Qwen3-0.6B` and `my-model` are tiny models of random weights with a chat template; `outputs/mine` is a run of two
-    steps, whose checkpoint stands for that of any step that a page names, and `hf-step-2` for its export.
+    steps with a checkpoint and `hf-step-2`. They stand for those of any step that a page names.
     """
     folder = tmp_path_factory.mktemp("prepared")
     make_checkout(folder)
@@ -121,9 +121,9 @@ def _server() -> ForkServer:
 def run_command(command: Command, folder: Path) -> str:
     """Run it as the page shows it, tiny; what went wrong, or "". The launcher's own work is left out: its arguments are
     parsed, and the trainer's processes are forked from one that has imported torch."""
-    words = [re.sub(r"\bstep-\d+", "step-2", word) for word in command.words]
-    if words[0] in SHELL:
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=20)
+    words = [_with_its_step(word, folder) for word in command.words]
+    if words[0] in SHELL or (words[0].endswith(".sh") and "run_train.sh" not in words[0]):
+        done = subprocess.run(words, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=120)
         code, output, errors = done.returncode, done.stdout, done.stderr
     else:
         kind, name, arguments = program_of(words)
@@ -142,16 +142,27 @@ def run_command(command: Command, folder: Path) -> str:
     return f"{command.where}\nended with {code}:\n{output[-1500:]}{errors[-3000:]}" if code else ""
 
 
+def _with_its_step(word: str, folder: Path) -> str:
+    """A path with a step that the tiny run does not reach, with its last step instead."""
+    if not re.search(r"\bstep-\d+", word) or (folder / word).exists():
+        return word
+    found = [path.relative_to(folder).as_posix() for path in folder.glob(re.sub(r"\bstep-\d+", "step-*", word))]
+    steps = {int(step[1]): path for path in found if (step := re.search(r"\bstep-(\d+)(?:/|$)", path))}
+    return steps[max(steps)] if steps else word
+
+
 def _small(settings: list[str]) -> list[str]:
-    """The settings of a training command, with SMALL in the place of its own."""
+    """The settings of a training command, with SMALL in the place of its own. A few steps may stay."""
+    few = re.search(r"--training\.steps[ =](\d)(?: |$)", " ".join(settings))
+    small = SMALL | ({"training.steps": few[1]} if few else {})
     kept, is_ours = [], False
     for word in settings:
         if word.startswith("--"):
-            is_ours = word.removeprefix("--").partition("=")[0] in (*SMALL, *_INSTEAD)
+            is_ours = word.removeprefix("--").partition("=")[0] in (*small, *_INSTEAD)
         if not is_ours:
             kept.append(word)
     named = any(word.partition("=")[0] == "--checkpoint.initial_load_path" for word in kept)
-    return [*kept, *(f"--{key}={value}" for key, value in SMALL.items() if value or named)]
+    return [*kept, *(f"--{key}={value}" for key, value in small.items() if value or named)]
 
 
 @every_page
