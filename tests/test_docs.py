@@ -97,12 +97,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("prepared")
     make_checkout(folder)
-    end = ["--checkpoint.export_hf", "true", "--job.run_folder", "random", "--nproc_per_node", "1"]
+    end = ["--checkpoint.export_hf", "true", "--job.run_folder", "random"]
     assert run_command(Command("a model", ["./run_train.sh", *end], {}, "", False), folder) == ""
     (folder / "random" / "hf-step-2").rename(folder / "Qwen3-0.6B")
     shutil.rmtree(folder / "random")
     words = ["./run_train.sh", "--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "train.jsonl"]
-    words += ["--job.run_folder", "outputs/mine", "--nproc_per_node", "1"]
+    words += ["--job.run_folder", "outputs/mine"]
     assert run_command(Command("the prepared run", words, {}, "", False), folder) == ""
     for export in ("my-model", "outputs/mine/hf-step-2"):
         shutil.copytree(folder / "Qwen3-0.6B", folder / export)
@@ -119,8 +119,11 @@ def _server() -> ForkServer:
 
 
 def run_command(command: Command, folder: Path) -> str:
-    """Run it as the page shows it, tiny; what went wrong, or "". The launcher's own work is left out: its arguments are
-    parsed, and the trainer's processes are forked from one that has imported torch."""
+    """Run it as the page shows it, tiny; what went wrong, or "".
+
+    The launcher's own work is left out: its arguments are parsed, and the trainer's processes are forked from one that
+    has imported torch; one process where the command names no number.
+    """
     words = [_with_its_step(word, folder) for word in command.words]
     if words[0] in SHELL or (words[0].endswith(".sh") and "run_train.sh" not in words[0]):
         done = subprocess.run(words, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=120)
@@ -133,7 +136,7 @@ def run_command(command: Command, folder: Path) -> str:
         elif kind == "launch" and any(word.partition("=")[0] == "--rehearse" for word in arguments):
             name = "rehearse"
         elif kind == "launch":
-            processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", ""))
+            processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
         code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 120)
