@@ -1,8 +1,9 @@
 """What README.md and docs/ show: fenced blocks, the commands in them, links and headings.
 
 The rules for a block: `sh` holds commands, `toml` a config or a part of one, `jsonl` rows of data; `text` or no
-language is output. A line `# not run by our tests: what it needs` marks the whole block if it is the first one, else
-the command below it.
+language is output; `python` and `yaml` are files of other trainers. A line `# not run by our tests: what it needs`
+marks the whole block if it is the first one, else the command below it. Output that begins with `$ ` and a command,
+and has lines with ERROR, shows a mistake: the command must be refused with these messages.
 """
 
 import os
@@ -15,12 +16,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 REPO = Path(__file__).parents[1]
-LANGUAGES = ("sh", "toml", "jsonl", "text", "")
+LANGUAGES = ("sh", "toml", "jsonl", "text", "", "python", "yaml")
 MARK = "# not run by our tests: "
 
 _FENCE = re.compile(r"^(\s*)```(\S*)\n(.*?)^\1```$", re.S | re.M)
 _LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
-_MACHINE = re.compile(r"(?<![\w.~])/(?:work|tmp|home|root|Users|path|models|data|scratch)/[^\s`)\"]*")
+_MACHINE = re.compile(r"(?<![\w.~])/(?:work|tmp|home|root|Users|models)/[^\s`)\"]*")
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,15 @@ class Page:
     def machine_paths(self) -> list[str]:
         """Absolute paths that exist on somebody's machine only."""
         return [found[0] for found in _MACHINE.finditer(re.sub(r"https?://\S+", "", self.text))]
+
+    def mistakes(self) -> Iterator[tuple[Command, list[str]]]:
+        """Commands that are refused, and the messages."""
+        for block in self.blocks:
+            first, _, rest = block.text.partition("\n")
+            errors = [line.partition("ERROR ")[2] for line in rest.splitlines() if "ERROR " in line]
+            if block.language in ("", "text") and first.startswith("$ ") and errors:
+                [command] = _commands(self.name, Block("sh", first.removeprefix("$ "), block.line))
+                yield command, errors
 
     def commands(self) -> Iterator[Command]:
         """Raises ValueError: a line is no command that a shell reads."""

@@ -4,6 +4,7 @@ By default each command is parsed by its own parser and each config is loaded an
 that is not marked as not run is run, in a folder with the names that all pages use (see `prepared`).
 """
 
+import ast
 import functools
 import json
 import re
@@ -191,7 +192,8 @@ _STARTS = re.compile(
 
 @every_page
 def test_commands_stand_in_sh_blocks(page: Page) -> None:
-    found = [block.line for block in page.blocks if block.language in ("", "text") and _STARTS.search(block.text)]
+    shown = [block for block in page.blocks if block.language in ("", "text") and "\nERROR " not in block.text]
+    found = [block.line for block in shown if _STARTS.search(block.text)]
     is_listed = page.name in PAGES_TO_CONVERT
     if is_listed:
         assert found, f"{page.name} shows its commands in sh blocks now: remove it from PAGES_TO_CONVERT"
@@ -208,6 +210,18 @@ def test_each_command_is_taken_by_its_own_parser(
         f"{command.where}\n{problem}" for command in page.commands() if (problem := check(command, monkeypatch, capsys))
     ]
     assert not wrong, "\n\n".join(wrong)
+
+
+@every_page
+def test_each_mistake_has_the_message_that_is_shown(
+    page: Page, parsing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(parsing)
+    for command, errors in page.mistakes():
+        said = check(command, monkeypatch, capsys)
+        assert [error for error in errors if error not in said] == [], (
+            f"{command.where}\nis answered: {said or 'nothing'}"
+        )
 
 
 @every_page
@@ -249,6 +263,15 @@ def test_rows_of_data_can_be_read(page: Page, tmp_path: Path) -> None:
             form = choose_format(str(path), DataConfig())
             for record in read_records(str(path)):
                 form.read_row(parse_record(record), frozenset(), Counter())
+
+
+@every_page
+def test_files_of_other_trainers_can_be_parsed(page: Page) -> None:
+    for block in page.blocks:
+        if block.language == "python":
+            ast.parse(block.text)
+        elif block.language == "yaml":
+            pytest.importorskip("yaml").safe_load(block.text)
 
 
 @every_page
@@ -331,6 +354,18 @@ def test_a_mark_is_for_its_block_or_for_one_command(tmp_path: Path) -> None:
     found = [(command.words, command.is_marked) for command in page.commands()]
     assert found == [(["a"], True), (["b", "c"], True), (["a"], False), (["b"], True), (["c"], False)]
     assert [(command.variables, command.output) for command in page.commands()][-2:] == [({}, "f"), ({"X": "1"}, "")]
+
+
+def test_a_mistake_with_another_message_is_found(
+    parsing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(parsing)
+    message = "command line: '--training.step' is not an option; did you mean --training.steps?"
+    (tmp_path / "page.md").write_text(f"```\n$ ./run_train.sh --training.step 3\nERROR {message}\n```\n")
+    [(command, errors)] = Page(tmp_path / "page.md").mistakes()
+    assert errors == [message] and message in check(command, monkeypatch, capsys)
+    other = Command(command.where, ["./run_train.sh", "--training.steps", "3"], {}, "", False)
+    assert check(other, monkeypatch, capsys) == ""
 
 
 def _to_run() -> Iterator[Page]:
