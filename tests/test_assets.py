@@ -1,6 +1,7 @@
 """The bundled tokenizer and data are what tests/assets/make.py makes, and are usable."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,25 @@ def test_the_script_makes_the_committed_files_byte_for_byte(tmp_path: Path) -> N
     for name, content in made.items():
         assert (ASSETS / name).read_bytes() == content, name
     assert sum(map(len, made.values())) < 400_000
+
+
+def test_the_default_run_s_data_is_what_its_script_makes_and_every_sum_is_right(tmp_path: Path) -> None:
+    folder = REPO / "train_configs" / "debug"
+    runpy.run_path(str(folder / "make_additions.py"))["main"](tmp_path)
+    content = (folder / "additions.jsonl").read_text(encoding="utf-8")
+    assert (tmp_path / "additions.jsonl").read_text(encoding="utf-8") == content and len(content) < 200_000
+    pairs = set()
+    for row in map(json.loads, content.splitlines()):
+        a, b = map(int, re.findall(r"[0-9]+", row["question"]))
+        assert all(10 <= number < 100 for number in (a, b))
+        pairs.add(frozenset((a, b)))
+        *equations, result = row["answer"].split(", ")
+        assert result == f"so {a + b}." and len(equations) in (2, 3)
+        for equation in equations:
+            left, right = equation.split(" = ")
+            assert sum(map(int, left.split(" + "))) == int(right)
+    # so a held-out sum is not in the training data in other words
+    assert len(pairs) == len(content.splitlines()) == 2000
 
 
 def test_ids_are_bytes_then_merges_by_rank_then_added_tokens() -> None:

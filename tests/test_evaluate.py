@@ -34,7 +34,7 @@ def validated(rows: Sequence[str], folder: Path, processes: int) -> dict[str, fl
     torchrun(
         *("-m", "titan_mi100.train", "--job.config_file", str(REPO / "train_configs" / "debug.toml")),
         *("--job.run_folder", str(folder), "--training.steps", "1", "--optimizer.lr", "0", "--training.seq_len", "64"),
-        *("--data.max_lost_share", "1"),
+        *("--data.max_lost_share", "1", "--validation.prompts", "0"),
         *("--data.validation_fraction", "0", "--data.validation_path", ",".join(rows), "--metrics.enable_tensorboard"),
         *("false", "--training.mixed_precision_param", "float32", "--checkpoint.export_hf", "true"),
         processes=processes,

@@ -22,7 +22,9 @@ from titan_mi100.data.corpus import CorpusRows, read_corpus
 from titan_mi100.data.made_up import packed
 from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
+from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run.metrics import sample_line
 from titan_mi100.run.samples import answer_greedily, until_stop
 from titan_mi100.run.sinks import Explanation, TensorBoard
 from titan_mi100.text.load import load_tokenizer
@@ -196,3 +198,25 @@ def test_prompts_need_a_validation_set() -> None:
         load_config(given[:place] + given[place + 2 :], 1)
     with pytest.raises(UserError, match="prompt_tokens = 9 has no effect"):
         load_config(settings(Path("x"), **{"validation.prompt_tokens": "9"}), 1)
+
+
+def test_the_log_shows_question_and_answer_and_where_they_differ_what_was_expected() -> None:
+    prompt = "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    entry = {"prompt": [{"role": "prompt", "content": prompt}], "reference": "4.", "answer": "4."}
+    assert sample_line(1, entry) == "prompt 1: '2 + 2?'  answer: '4.'  (as expected)"
+    assert sample_line(2, {**entry, "answer": "4"}) == "prompt 2: '2 + 2?'  answer: '4'  (expected: '4.')"
+    text = {**entry, "prompt": [{"role": "prompt", "content": "a" * 500 + "the end"}]}
+    assert sample_line(1, text).startswith("prompt 1: 'aaa") and "the end'  answer" in sample_line(1, text)
+
+
+def test_the_log_counts_the_answers_that_are_as_expected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = open_reporter(tmp_path, 9)
+    entry = {"prompt": [{"role": "prompt", "content": "2 + 2 ="}], "reference": "4", "answer": "4"}
+    log.propagate = True
+    try:
+        with caplog.at_level("INFO"):
+            reporter.samples(3, [entry, {**entry, "answer": "5"}])
+    finally:
+        log.propagate = False
+        reporter.close()
+    assert caplog.messages[-1] == "step 3  1 of 2 held-out prompts are answered exactly as expected"

@@ -1,7 +1,7 @@
-"""What each technique saves: the counted peak of Qwen3-8B on two cards (or another model), one row per technique.
+"""Peak memory per card of Qwen3-8B (or another size) on two cards, and how much each technique saves.
 
-Each row adds its technique to those above it; the last rows are ways of their own. The peak is counted on fake tensors,
-by category (titan_mi100/memory/counter.py). --png draws it (needs matplotlib).
+Each of the first rows adds one technique to the rows above it. The last rows show alternatives. The peak is counted by
+category on fake tensors (titan_mi100/memory/counter.py), not measured on a GPU. --png draws it (needs matplotlib).
 """
 
 import argparse
@@ -19,24 +19,25 @@ from titan_mi100.errors import UserError
 from titan_mi100.memory.counter import Count, count, ranks_of_stages
 
 CARD = 32 * GIB
+COLORS = ("#2f6db5", "#e08a2e", "#3f9b5c", "#c4453c", "#8b6bb1", "#8d8d8d")  # one per category
 _BF16 = {"state": "8bit", "master": "bf16_sr"}
 STEPS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("FSDP2, AdamW in fp32", {"activation_checkpoint": {"mode": "none"}}),
-    ("recompute all but attention", {"activation_checkpoint": {"mode": "selective"}}),
-    ("recompute all", {"activation_checkpoint": {"mode": "full"}}),
-    ("state in 8 bits", {"optimizer": {"state": "8bit"}}),
-    ("weights in 24 bits", {"optimizer": {"state": "8bit", "master": "24bit"}}),
-    ("weights in bf16, rounded at random", {"optimizer": _BF16}),
-    ("reduce in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
+    ("+ recompute all but attention", {"activation_checkpoint": {"mode": "selective"}}),
+    ("+ recompute everything", {"activation_checkpoint": {"mode": "full"}}),
+    ("+ AdamW state in 8 bits", {"optimizer": {"state": "8bit"}}),
+    ("+ weights in 24 bits", {"optimizer": {"state": "8bit", "master": "24bit"}}),
+    ("+ weights in bf16 instead (stochastic rounding)", {"optimizer": _BF16}),
+    ("+ gradients reduced in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
 ]
 WAYS: list[tuple[str, dict[str, dict[str, Any]]]] = [
-    ("the same, a pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
+    ("all of the above, pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
     (
-        "the same, gradients and state on the host",
+        "all of the above, gradients and state on the host",
         {"optimizer": _BF16, "memory": {"offload": "optimizer"}},
     ),
     (
-        "the same, all on the host",
+        "all of the above, weights on the host too",
         {"optimizer": _BF16, "memory": {"offload": "weights"}},
     ),
     ("LoRA, rank 16", {"lora": {"rank": 16}}),
@@ -50,8 +51,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=1024, help="tokens per row (default 1024)")
     parser.add_argument("--batch", type=int, default=1, help="rows per forward and card (default 1)")
     parser.add_argument("--ga", type=int, default=8, help="forwards per step (default 8)")
-    parser.add_argument("--json", action="store_true", help="a JSON object per row, bytes")
-    parser.add_argument("--png", type=Path, help="draw it into this file")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per row, sizes in bytes")
+    parser.add_argument("--png", type=Path, help="write the picture to this file")
     options = parser.parse_args()
     rows = []
     if not options.json:
@@ -93,18 +94,20 @@ def draw(rows: list[tuple[str, Count]], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9.2, 0.42 * len(rows) + 1.4), layout="constrained")
     names, left = [name for name, _ in rows], [0.0] * len(rows)
-    for category in CATEGORIES:
+    axes.axvline(CARD / GIB, color="#b00020", linestyle="--", linewidth=1.2, label="32 GiB, as an MI100 has", zorder=0)
+    for category, color in zip(CATEGORIES, COLORS, strict=True):
         sizes = [counted.categories[category] / GIB for _, counted in rows]
-        axes.barh(names, sizes, left=left, label=category)
+        axes.barh(names, sizes, left=left, label=category, color=color, height=0.7)
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     for number, size in enumerate(left):
-        axes.text(size, number, f" {size:.1f}", va="center")
-    axes.axvline(CARD / GIB, color="black", linestyle=":", linewidth=1)
-    axes.margins(x=0.1)
+        plate = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that the dashed line does not cross it
+        axes.text(size + 0.6, number, f"{size:.1f}", va="center", weight="bold", bbox=plate)
+    axes.margins(x=0.08, y=0.02)
     axes.invert_yaxis()
-    axes.set(xlabel="GiB per card at the peak, counted; dotted: 32", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="GiB per card at the peak of a step (counted, not measured)", title=title)
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ from titan_mi100.wording import shortened
 SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 _LONGEST_SAMPLE = 1 << 24  # bytes of a line of samples.jsonl, which holds a document
-_SHOWN = 200  # characters of an answer in the log
+_SHOWN = 200  # characters of a prompt or an answer in the log
+_USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)  # as Qwen3's chat template writes it
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def sample_line(number: int, entry: dict[str, Any]) -> str:
+    """What was asked, the model's answer and, where it differs, the data's. `entry`: of samples.jsonl."""
+    prompt, answer, reference = entry["prompt"][-1]["content"], entry["answer"], entry["reference"]
+    questions = _USER_TURN.findall(prompt)
+    # of a conversation its last question, of other text the end
+    asked = shortened(questions[-1], _SHOWN) if questions else prompt[-_SHOWN:]
+    verdict = "as expected" if answer == reference else f"expected: {shortened(repr(reference), _SHOWN)}"
+    return f"prompt {number}: {asked!r}  answer: {shortened(repr(answer), _SHOWN)}  ({verdict})"
 
 
 class Reporter:
@@ -156,13 +168,15 @@ class Reporter:
         with self._disk(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
         for number, entry in enumerate(answered, 1):
-            log.info(f"step {step}  sample {number}: {shortened(repr(entry['answer']), _SHOWN)}")
+            log.info(f"step {step}  {sample_line(number, entry)}")
             prompt = entry["prompt"][-1]["content"]
             parts = {"prompt": prompt, "reference": entry["reference"], "answer": entry["answer"]}
             with self._disk("tensorboard"):  # an indented block is shown as it is
                 text = "\n\n".join(f"{name}\n\n{indent(part, '    ')}" for name, part in parts.items())
                 for sink in self._sinks:
                     sink.text(f"samples/{number}", text, step)
+        equal = sum(entry["answer"] == entry["reference"] for entry in answered)
+        log.info(f"step {step}  {equal} of {len(answered)} held-out prompts are answered exactly as expected")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
         with self._disk(self._file.name):
