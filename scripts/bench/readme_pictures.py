@@ -117,7 +117,7 @@ def draw_tokens(axes: Any, tokens: list[Token]) -> None:
         for place, character in enumerate(token.text):  # one by one: the boxes fit in every font
             ink = "#14532d" if token.is_trained else "#555b66"
             at = (column + place + 0.5, line + 0.52)
-            axes.text(*at, character, color=ink, family="monospace", ha="center", va="center", fontsize=10.5)
+            axes.text(*at, character, color=ink, family="monospace", ha="center", va="center", fontsize=9.6)
         lines = line + 1
     axes.set(xlim=(0, COLUMNS), ylim=(lines + 0.2, -0.2), title="What trains: the green tokens")
     axes.axis("off")
