@@ -3,15 +3,20 @@
 import argparse
 import json
 import logging
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from titan_mi100 import cli, exact_match, generate, inspect_data, train
+from titan_mi100 import __main__ as console
+from titan_mi100 import __version__, cli, exact_match, generate, inspect_data, train
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
@@ -137,3 +142,31 @@ def test_the_log_holds_no_control_characters(capsys: pytest.CaptureFixture[str])
     assert first.endswith("WARNING a file \\x1b[2J\\x9b\\x7f\\r\\u202e called\tso") and second.endswith(" and so")
     assert printable("żółć 你好 \U0001f600 \xa0") == "żółć 你好 \U0001f600 \xa0"
     assert shown(1 << 99_999) == "a number of thousands of digits" and len(shown("x" * 9999)) < 200
+
+
+@pytest.mark.parametrize("arguments", ["", *console.COMMANDS])
+def test_help_fits_100_columns_and_a_closed_pipe_and_every_command_has_a_version(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    for option in ("--help", "--version"):
+        if arguments == "train":  # its signals are blocked: in a process of its own
+            subprocess.run([sys.executable, "-m", "titan_mi100", "train", option], check=True)
+            said = capfd.readouterr().out
+        else:
+            monkeypatch.setattr(sys, "argv", ["titan-mi100", *arguments.split(), option])
+            with suppress(SystemExit):
+                console.main()
+            said = capfd.readouterr().out
+        assert said and max(map(len, said.splitlines())) <= (100 if option == "--help" else 200)
+    assert said.startswith(f"titan_mi100 {__version__} in ") and "\nPython 3." in said
+
+
+def test_help_whose_reader_is_gone_ends_quietly() -> None:
+    for command in (["-m", "titan_mi100.config.load"], ["-m", "titan_mi100.doctor"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "wb") as closed:
+            arguments = [sys.executable, *command, "--help"]
+            found = subprocess.run(arguments, stdout=closed, stderr=subprocess.PIPE, text=True)
+        assert (found.returncode, found.stderr) == (0, ""), command

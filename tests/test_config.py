@@ -119,7 +119,7 @@ def test_every_error_comes_at_once_with_file_key_and_remedy(tmp_path: Path) -> N
 [trainning]
 steps = 3
 [training]
-sequence_len = 3
+seq_lenn = 3
 steps = "ten"
 epochs = 1.5
 local_batch_size = 0
@@ -140,7 +140,7 @@ mode = "some"
     file = tmp_path / "my.toml"
     for expected in (
         f"{file}: [trainning] is not a section; did you mean training?",
-        f"{file}: [training] sequence_len is not a key; did you mean seq_len?",
+        f"{file}: [training] seq_lenn is not a key; did you mean seq_len?",
         f"{file}: [training] steps = 'ten' must be a whole number",
         f"{file}: [training] epochs = 1.5 must be a whole number",
         f"{file}: [training] local_batch_size = 0 must be at least 1",

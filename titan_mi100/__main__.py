@@ -31,7 +31,6 @@ COMMANDS = {  # word or words: module, and what it does
     "convert merge-lora": ("convert.merge_lora", "merge an adapter into its base"),
     "convert inspect-dcp": ("convert.inspect_dcp", "list what a checkpoint holds, or compare two"),
 }
-_LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken", "safetensors", "tensorboard")
 
 
 def console() -> int:
@@ -55,7 +54,7 @@ def main() -> int:
     if not given or given[0] in ("-h", "--help"):
         return cli.exit_code(lambda: print(_help()), cli.say)
     if given[0] == "--version":
-        return cli.exit_code(lambda: print(_versions()), cli.say)
+        return cli.exit_code(lambda: print(cli.versions()), cli.say)
     count = 2 if any(name.startswith(f"{given[0]} ") for name in COMMANDS) else 1
     name = " ".join(given[:count])
     if count == 2 and (len(given) == 1 or given[1] in ("-h", "--help")):
@@ -85,21 +84,6 @@ def _unknown(given: list[str], count: int) -> str:
     known = of_group or [*dict.fromkeys(name.split()[0] for name in COMMANDS)]
     where = f"{given[0]} " * (count - 1)
     return f"{where}{shown(given[count - 1])} is not a command{did_you_mean(given[count - 1], known, where)}"
-
-
-def _versions() -> str:
-    from importlib import metadata
-
-    lines = [
-        f"titan_mi100 {import_module('titan_mi100').__version__} in {os.path.dirname(__file__)}",
-        f"Python {sys.version.split()[0]}",
-    ]
-    for name in _LIBRARIES:
-        try:
-            lines.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{name} is not installed")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,25 @@
 import argparse
 import errno
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import command_name, shortened, with_level
+
+WIDTH = 100  # columns of a help text
+_LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken", "safetensors", "tensorboard")
 
 
 def say(message: object) -> None:
@@ -23,13 +29,69 @@ def say(message: object) -> None:
         print(with_level("ERROR", message), file=sys.stderr, flush=True)
 
 
+def versions() -> str:
+    """What `--version` prints: this package, Python, and the libraries that a bug report needs."""
+    lines = [
+        f"titan_mi100 {import_module('titan_mi100').__version__} in {Path(__file__).parent}",
+        f"Python {sys.version.split()[0]}",
+    ]
+    for name in _LIBRARIES:
+        try:
+            lines.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines)
+
+
 class Parser(argparse.ArgumentParser):
-    """Refuses an option that is given twice, of which argparse would drop the first without a word."""
+    """argparse with --version, with help of at most 100 columns, and without two of its habits.
+
+    Abbreviated options are refused, and so is an option that is given twice: argparse would take the last one silently.
+    """
 
     def __init__(self, **options: Any) -> None:
-        options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse makes one
+        options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse derives one
+        if options.get("formatter_class") is argparse.RawDescriptionHelpFormatter:
+            options["formatter_class"] = _RawHelp
         super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)  # the action of an option that names none
+        self.add_argument(
+            "--version", action=_Version, nargs=0, help="print the versions of this package and its libraries"
+        )
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        return self.formatter_class(prog=self.prog, width=width)  # type: ignore[call-arg]  # typeshed knows prog only
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        flush_output()  # `--help | head` would end with a traceback
+        super().exit(status, message)
+
+
+def reflowed(text: str, width: int = WIDTH) -> str:
+    """Help text in lines of at most `width` columns. A paragraph with indented lines keeps its line breaks."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        lines = paragraph.split("\n")
+        if not any(line.startswith(" ") for line in lines):
+            lines = [" ".join(lines)]
+        for line in lines:
+            indent = line[: len(line) - len(line.lstrip())]
+            more = indent + " " * 2 * bool(indent)
+            found += textwrap.wrap(line, width, subsequent_indent=more, break_on_hyphens=False) or [""]
+        found.append("")
+    return "\n".join(found[:-1])
+
+
+class _RawHelp(argparse.RawDescriptionHelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return reflowed(text, width)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser._print_message(f"{versions()}\n", sys.stdout)
+        parser.exit()
 
 
 class _Once(argparse._StoreAction):

@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(__doc__, end="")
+        print(cli.reflowed(__doc__), end="")
+        return 0
+    if "--version" in arguments:
+        print(cli.versions())
         return 0
     if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
         raise UserError("name a checkpoint and tasks; --help says how")

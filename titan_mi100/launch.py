@@ -72,8 +72,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
             launcher.run_first("the rehearsal", *_REHEARSAL, *arguments)
             return 0
-        if {"-h", "--help"} & set(arguments):
-            return len(launcher.run_first("the help", *_CONFIG, "--help"))  # 0: it is printed
+        if asked := {"-h", "--help", "--version"} & set(arguments):
+            return len(launcher.run_first("the help", *_CONFIG, *asked))  # 0: it is printed
         processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
         launcher.processes = processes
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))

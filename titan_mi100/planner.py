@@ -186,7 +186,7 @@ def _count(plan: Plan, as_json: bool) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.planner",
-        usage="%(prog)s --job.config_file X.toml [--gpus N] [--section.key value ...] [options]",
+        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 1 it does not, 2 a mistake. Settings are those of training; data and tokenizer "
         "need not be there.\n\n" + help_text().partition("\n\n")[2],

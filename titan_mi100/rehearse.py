@@ -149,7 +149,7 @@ def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="./run_train.sh",
-        usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value ...] [options]",
+        usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
         "tokenizer need not be there. docs/REHEARSE.md explains the tables.\n\n" + help_text().partition("\n\n")[2],

@@ -1,10 +1,12 @@
 """Settings as text: their sections and keys, a config as TOML, the help. Imports no torch."""
 
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
+from titan_mi100.cli import WIDTH
 from titan_mi100.config.settings import Config
 
 
@@ -52,15 +54,26 @@ def toml_value(value: Any) -> str:
 def help_text() -> str:
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
-        "or, where the package is installed, from any folder: titan-mi100 train with the same arguments",
-        "--max_restarts N: restart up to N times after a crash, a hang or a killed process (docs/WATCH.md)",
-        "on each of several nodes also: --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT (docs/CLUSTER.md)",
-        "       ./run_train.sh --rehearse N ... counts what a run of N devices takes and sends; --rehearse --help",
+        "   or: titan-mi100 train ..., from any folder, where the package is installed",
         "",
-        'Every key, with its type and default. In a TOML file: [section] key = value, and base = "other.toml"',
-        "inherits; X.toml may be the name of a bundled one (titan-mi100 configs lists them). Relative paths are",
-        "relative to the TOML file, or on the command line to the current folder.",
-        "A list is [a, b] in TOML, and a,b or a b on the command line, where its key may be repeated.",
+        "Options of the command:",
+        *_option("--nproc_per_node N", "processes of this node; default: one for each GPU, two on a CPU"),
+        *_option("--max_restarts N", "restart up to N times after a crash, a hang or a killed process (docs/WATCH.md)"),
+        *_option(
+            "--nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT",
+            "a run on several nodes: give them on each node (docs/CLUSTER.md)",
+        ),
+        *_option("--rehearse N", "count what a run on N devices takes and sends, without the devices; see its --help"),
+        *_option("--version", "print the versions of this package and its libraries"),
+        "",
+        "Settings: on the command line --section.key value; in a TOML file key = value under [section].",
+        *textwrap.wrap(
+            'In a file, base = "other.toml" inherits all settings of another file. X.toml may be the name of a bundled '
+            "config: titan-mi100 configs lists them. A relative path in a file is relative to the file; on the command "
+            "line, to the current folder. A list is [a, b] in a file; on the command line it is a,b or a b, and its "
+            "key may be repeated. Options of TRL, axolotl, LLaMA-Factory and torchtitan: docs/COMING_FROM.md.",
+            WIDTH,
+        ),
     ]
     parts = [(f"[{name}]", f"--{name}.", section) for name, section in sections()]
     parts += [
@@ -76,6 +89,11 @@ def help_text() -> str:
                 continue
             kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
-            head = f"  {prefix}{key.name}  {kind} = {toml_value(key.default)}"
-            lines += [f"{head:<64} {key.metadata['doc']}{choices}"]
+            lines += _option(f"{prefix}{key.name}  {kind} = {toml_value(key.default)}", key.metadata["doc"] + choices)
     return "\n".join(lines)
+
+
+def _option(head: str, doc: str) -> list[str]:
+    """An option's lines: what it is called, and below it, indented, what it does."""
+    heads = textwrap.wrap(f"  {head}", WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return heads + textwrap.wrap(doc, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)

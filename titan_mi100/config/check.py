@@ -5,6 +5,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 
 from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
+from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
@@ -97,7 +98,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
                 f"{spec.max_position_embeddings}"
             )
     except UserError as error:
-        errors.extend(str(error).splitlines())
+        errors.extend(line for line in str(error).splitlines() if line not in errors)
     return errors
 
 
@@ -180,7 +181,7 @@ def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
 
 
 def _check_paths(config: Config) -> list[str]:
-    errors = []
+    errors, folder = [], os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
         errors.append("[data] path is not set; name a file or a glob, or several, or [[data.source]]")
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
@@ -190,17 +191,20 @@ def _check_paths(config: Config) -> list[str]:
                 what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
                 errors.append(f"[data] {key}: {pattern}: {what}")
             elif key == "validation_path" or not is_corpus(pattern):
-                errors += [f"[data] {key}: {problem}" for problem in matching_files(pattern)[1]]
+                hint = hub_hint(pattern, folder, is_data=True)
+                errors += [f"[data] {key}: {problem}{hint}" for problem in matching_files(pattern)[1]]
     if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
-        errors.append(f"[checkpoint] initial_load_path = {load!r} is no folder and no file")
+        errors.append(no_such_model(load, config.job.config_file))
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
-    if not path:
+    if load and not os.path.exists(load) and not config.model.tokenizer_path:
+        pass  # that folder's tokenizer: its absence is reported above
+    elif not path:
         errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
     elif not os.path.exists(path):
-        errors.append(f"{key} = {path!r} does not exist")
+        errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder)}")
     elif not os.path.isfile(path) and not has_tokenizer(path):
         errors.append(
             f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
@@ -342,5 +346,6 @@ def _check_lora(lora: LoRAConfig) -> list[str]:
     if lora.initial_load_path and not lora.rank:
         errors.append("[lora] initial_load_path needs rank; set it to the adapter's")
     if lora.initial_load_path and not os.path.isdir(lora.initial_load_path):
-        errors.append(f"[lora] initial_load_path = {lora.initial_load_path!r} is not a folder")
+        where = f"[lora] initial_load_path = {lora.initial_load_path!r}"
+        errors.append(f"{where} is not a folder{hub_hint(lora.initial_load_path)}")
     return errors

@@ -20,8 +20,10 @@ from titan_mi100 import cli
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check
+from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
+from titan_mi100.config.unknown import Unknown, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files import child
 from titan_mi100.files.patterns import unusable
@@ -43,7 +45,6 @@ _OWN_MODEL_OR_DATA = (
 # Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
-_OF_THE_LAUNCHER = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv")  # options
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock"),
@@ -74,29 +75,26 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     Raises:
         UserError: all that is wrong, one line each.
     """
-    errors: list[str] = []
-    overrides = _parse_arguments(argv, errors)
+    errors, unknown = list[str](), list[Unknown]()
+    overrides = _parse_arguments(argv, errors, unknown)
     shipped = "finetune" if any(map(overrides.get, _OWN_MODEL_OR_DATA)) else "debug"
     default = _Setting(str(bundled.FOLDER / f"{shipped}.toml"), "default config file", Path(), is_text=True)
     named = overrides.get(("job", "config_file"), default)
     config_file = overrides["job", "config_file"] = named._replace(value=bundled.or_bundled(named.value))
     settings: dict[_Name, _Setting] = {}
-    is_read = _read_toml(Path(config_file.value), settings, errors, chain=())
+    is_read = _read_toml(Path(config_file.value), settings, errors, unknown, chain=())
     settings.update(overrides)
-    values, refused, here = {}, set(), Path.cwd()  # refused: as check names them
+    values, refused, here = {}, set[str](), Path.cwd()
     for name, section in sections():
         for key in keys_of(section):
-            where = f"[{name}] {key.name}"
-            setting = settings.get((name, key.name)) or _Setting(key.default, where, here, is_text=False)
+            setting = settings.get((name, key.name)) or _Setting(key.default, "", here, is_text=False)
             if table := table_of(key):
                 values[name, key.name], problems = _convert_tables(table, setting)
-                errors += problems
-                refused.update([where] if problems else [])
-                continue
-            values[name, key.name], problem = _convert(key, setting)
-            if problem:
-                errors.append(f"{setting.where} = {shown(setting.value)} {problem}")
-                refused.add(where)
+            else:
+                values[name, key.name], problem = _convert(key, setting)
+                problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
+            errors += problems
+            refused.update([f"{name}.{key.name}"] if problems else [])
     notes = _replace_alternatives(values, overrides)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
@@ -110,13 +108,33 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     config = Config(**built, notes=tuple(notes))
     origins = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
     for error in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
-        if (start := re.match(r"\[\w+\] \w+", error)) is None:
+        start = re.match(r"\[(\w+)\] (\w+)", error)
+        if start is None:
             errors.append(error)
-        elif start[0] not in refused:
+        elif not _may_follow(error, f"{start[1]}.{start[2]}", refused, unknown, (start[1], start[2]) in settings):
             errors.append(origins.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
+    errors = [*(problem.message for problem in unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
+
+
+def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
+    """Whether an error of the checks may only follow from settings that could not be read.
+
+    Args:
+        about: the "section.key" that the error begins with; is_given: whether the user has set it.
+        refused: each "section.key" whose value was refused: the checks saw its default.
+        unknown: names that are none of ours: the checks saw the defaults of what they stand for.
+    """
+    doubtful = refused.union(*(problem.meant or () for problem in unknown))
+    names = [name for key in doubtful for name in (key, *(part for part in key.split(".")[1:] if "_" in part))]
+    return (
+        about in doubtful
+        or any(re.search(rf"\b{re.escape(name)}\b", error) for name in names)
+        or (about.startswith("parallelism.") and any(key.startswith("parallelism.") for key in doubtful))  # multiplied
+        or (not is_given and any(problem.meant is None for problem in unknown))
+    )
 
 
 def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Setting]) -> list[str]:
@@ -130,9 +148,8 @@ def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Sett
     return notes
 
 
-def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Setting]:
-    found: dict[_Name, _Setting] = {}
-    known = {f"{name}.{key.name}": key for name, section in sections() for key in keys_of(section)}
+def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unknown]) -> dict[_Name, _Setting]:
+    found, known = dict[_Name, _Setting](), our_keys()
     tables = {name for name, key in known.items() if table_of(key)}
     rest = list(argv)
     while rest:
@@ -143,15 +160,10 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
         is_list = is_known and get_origin(known[name].type) is tuple
         while rest and not rest[0].startswith("--") and (is_list or not words):
             words.append(rest.pop(0))
-        if not is_known:  # its value is left out too, so that one mistake gives one message
-            given_to = [*known, *_OF_THE_LAUNCHER]
-            meant = did_you_mean(name, given_to, "--") if argument.startswith("-") or name in known else ""
-            if name in _OF_THE_LAUNCHER:
-                meant = "; it is one of ./run_train.sh and titan-mi100 train"
-            if name in tables:
-                meant = f"; it is a list of tables: write [[{name}]] in a TOML file"
-            meant = meant or "; only a list takes several values"
-            errors.append(f"command line: {shown(argument)} is not an option{meant}")
+        if not is_known:  # its values belong to it, so that one mistake gives one message
+            while argument.startswith("--") and rest and not rest[0].startswith("--"):
+                words.append(rest.pop(0))
+            unknown.append(unknown_option(argument, words))
             continue
         section, key = name.split(".")
         before = found.get((section, key))
@@ -170,7 +182,9 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
     return found
 
 
-def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], chain: tuple[Path, ...]) -> bool:
+def _read_toml(
+    path: Path, settings: dict[_Name, _Setting], errors: list[str], unknown: list[Unknown], chain: tuple[Path, ...]
+) -> bool:
     """Add the file's settings, its `base` first, so that the file overrides it; whether it could be read."""
     if problem := _refused_path(str(path)):
         errors.append(f"{shown(str(path))}: {problem}")
@@ -193,26 +207,22 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     base, is_read = document.pop("base", None), True
     if isinstance(base, str):
         inherited = bundled.or_bundled(base, str(path.parent))
-        is_read = _read_toml(Path(inherited), settings, errors, (*chain, real))
+        is_read = _read_toml(Path(inherited), settings, errors, unknown, (*chain, real))
     elif base is not None:
         errors.append(f"{path}: base = {shown(base)} is not the name of a TOML file")
     known = {name: {key.name for key in keys_of(section)} for name, section in sections()}
     for section, values in document.items():
-        if section not in known:
-            errors.append(f"{path}: [{_in_line(section)}] is not a section{did_you_mean(section, known)}")
-        elif not isinstance(values, dict):
-            errors.append(f"{path}: {section} = {shown(values)} must be a section, [{section}]")
-        else:
-            for key, value in values.items():
-                where = f"{path}: [{section}] {_in_line(key)}"
-                if key not in known[section]:
-                    elsewhere = [f"[{name}] {key}" for name, keys in known.items() if key in keys]
-                    hint = f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, known[section])
-                    errors.append(f"{where} is not a key{hint}")
-                elif (section, key) == ("job", "config_file"):
-                    errors.append(f"{where} can only be given on the command line; use `base` to inherit")
-                else:
-                    settings[section, key] = _Setting(value, where, path.parent, is_text=False)
+        if section not in known or not isinstance(values, dict):
+            unknown.append(unknown_at_top_level(str(path), section, values, known))
+            continue
+        for key, value in values.items():
+            where = f"{path}: [{section}] {_in_line(key)}"
+            if key not in known[section]:
+                unknown.append(unknown_key(where, section, key, value))
+            elif (section, key) == ("job", "config_file"):
+                errors.append(f"{where} can only be given on the command line; use `base` to inherit")
+            else:
+                settings[section, key] = _Setting(value, where, path.parent, is_text=False)
     return is_read
 
 
@@ -369,7 +379,9 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
     Args:
         for_this_job: the layout must fit the processes that were started; else it is of a job to come.
     """
-    is_help, found = bool({"-h", "--help"} & set(sys.argv[1:])), list[Config]()
+    found = list[Config]()
+    answers = {"-h": help_text, "--help": help_text, "--version": cli.versions}
+    asked = next((answers[argument] for argument in sys.argv[1:] if argument in answers), None)
 
     def is_first() -> bool:
         place = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
@@ -379,10 +391,10 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         if for_this_job:
             os.environ.update(srun_ranks(os.environ))
             check_place(os.environ)
-        if not is_help:
+        if asked is None:
             found.append(load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None))
         elif is_first():
-            print(help_text())
+            print(asked())
 
     def say(message: object) -> None:
         if is_first():

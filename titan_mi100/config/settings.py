@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_mi100.config import assets, model_spec
+from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.errors import UserError, did_you_mean
 
@@ -415,6 +416,8 @@ class Config:
             raise UserError("[model] flavor is not set; name a preset, or an HF folder in checkpoint.initial_load_path")
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
+        if not os.path.exists(load):
+            raise UserError(no_such_model(load, self.job.config_file))
         spec = model_spec.read_hf_config(folder)
         if preset and (differing := model_spec.differences(preset, spec)):
             raise UserError(

@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
     parser.add_argument("other", type=Path, nargs="?", help="another one, to be compared with")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")

@@ -10,6 +10,7 @@ from typing import Any
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config import assets as asset_files
 from titan_mi100.config.assets import Assets
+from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
@@ -40,7 +41,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
         raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
     if not path.exists():
-        raise UserError(f"{path}: no such folder or file")
+        raise UserError(f"{path}: no such folder or file{hub_hint(str(path))}")
     if path.is_file():
         raise UserError(f"{path}: name its folder, which has to hold config.json as well")
     return HFWeights(path)

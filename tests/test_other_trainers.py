@@ -1,0 +1,250 @@
+"""Names that people bring from other trainers, and names of the Hugging Face hub: each is answered with our words."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+from titan_mi100.config import other_trainers
+from titan_mi100.config.hub import hub_id
+from titan_mi100.config.load import _convert, _parse_arguments, load_config
+from titan_mi100.config.other_trainers import advise, entries, our_keys
+from titan_mi100.config.unknown import Unknown
+from titan_mi100.errors import UserError
+from titan_mi100.weights.source import open_weights
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib
+
+TOKENIZER = str(REPO / "train_configs/debug/tokenizer")
+# the sections and keys of torchtitan's configuration of Qwen3-0.6B, with values of our own
+TORCHTITAN = """
+[job]
+dump_folder = "out"
+description = "a trial"
+[profiling]
+enable_profiling = false
+save_traces_folder = "traces"
+profile_freq = 50
+[metrics]
+log_freq = 5
+enable_tensorboard = false
+save_tb_folder = "events"
+[model]
+name = "qwen3"
+flavor = "0.6B"
+hf_assets_path = "./assets/hf/Qwen3-0.6B"
+[optimizer]
+name = "AdamW"
+lr = 1e-4
+eps = 1e-7
+[lr_scheduler]
+warmup_steps = 3
+[training]
+local_batch_size = 2
+seq_len = 2048
+max_norm = 0.5
+steps = 30
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+context_parallel_degree = 1
+[checkpoint]
+enable = false
+folder = "saved"
+interval = 10
+last_save_model_only = false
+export_dtype = "bfloat16"
+async_mode = "disabled"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = false
+components = ["model"]
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+filter_fqns = ["output"]
+"""
+
+
+def errors_of(*arguments: str, world_size: int = 1) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load_config(arguments, world_size)
+    return str(error.value).splitlines()
+
+
+def written(tmp_path: Path, text: str) -> tuple[str, str]:
+    (tmp_path / "my.toml").write_text(text)
+    return "--job.config_file", str(tmp_path / "my.toml")
+
+
+def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
+    assert len({name for entry in entries() for name in entry.names}) > 250
+    for entry in entries():
+        assert entry.key in {"", *our_keys()}, entry
+        assert entry.exists or entry.note, entry
+        for name in re.findall(r"\b([a-z_]+\.[a-z_0-9]+)\b", entry.note):
+            assert name in our_keys() or name in ("e.g", "run_train.sh", "titan_mi100.planner", "titan_mi100.report",
+                *("train.jsonl", "held_out.jsonl", "text.jsonl", "a.jsonl", "metrics.jsonl", "config.json"),
+                *("config.toml", "dataset_info.json", "dcp_to_hf.py")), entry  # fmt: skip
+        for setting in filter(None, entry.settings.values()):
+            name, _, value = setting.partition(" = ")
+            [parsed] = tomllib.loads(f"x = {value}").values()
+            for form in (True, False):
+                given = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
+                problem = _convert(our_keys()[name], _setting(given if form else parsed, form))[1]
+                assert not problem, f"{setting} {problem}"
+
+
+def _setting(value: object, is_text: bool) -> object:
+    from titan_mi100.config.load import _Setting
+
+    return _Setting(value, "", Path(), is_text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--learning_rate 1e-5", "--optimizer.lr 1e-5"),
+        ("--bf16", "--training.mixed_precision_param bfloat16"),
+        ("--fp16 true", "--training.mixed_precision_param float16"),
+        ("--per-device-train-batch-size 4", "--training.local_batch_size 4"),
+        ("--training.max_seq_len 512", "--training.seq_len 512"),
+        ("--num_train_epochs=3.0", "--training.epochs 3"),
+        ("--lora_target_modules q_proj,v_proj", "--lora.target_modules q_proj v_proj"),
+        ("--lora_target_modules q_proj v_proj", "--lora.target_modules q_proj v_proj"),
+        ("--optim paged_adamw_8bit", "--optimizer.state 8bit"),
+        ("--warmup_ratio 0.03", "--lr_scheduler.warmup_steps -1"),
+        ("--checkpoint.enable false", "--checkpoint.interval 0"),
+        ("--output_dir 'my run'", "--job.run_folder 'my run'"),
+        ("--gradient_checkpointing", "--activation_checkpoint.mode full"),
+        ("--learning_rate '$(x); y'", "--optimizer.lr '$(x); y'"),
+        ("--optimizer.learning_rate 1", "--optimizer.lr 1"),
+        ("--seq_len 512", "--training.seq_len 512"),
+    ],
+)
+def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
+    [message] = errors_of(*shlex.split(arguments))
+    assert f" {expected}" in message and message.startswith("command line: --")
+    found: list[Unknown] = []
+    pasted = _parse_arguments(shlex.split(expected), [], found)
+    assert len(pasted) == 1 and not found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--parallelism.context_parallel_degree 2", "does not exist here: for long rows use"),
+        ("--parallelism.context_parallel_degree 1", "leave it out here"),
+        ("--checkpoint.enable", "leave it out here: checkpoints are always on"),
+        ("--deepspeed ds.json", "does not exist here: FSDP2 shards the run"),
+        ("--float8.recipe_name rowwise", "is an option of torchtitan and does not exist here: no float8"),
+        ("--packing", "does not exist here: documents are always packed"),
+        ("--warmup_ratio 0.1", "set lr_scheduler.warmup_steps to the ratio x the steps"),
+        ("--max_steps -1", "-1 means by epochs"),
+        ("--trainning.steps 3", "is not an option; did you mean --training.steps?"),
+        ("--frobnicate 3", "is not an option; --help lists them"),
+        ("my.toml", "name the config with --job.config_file my.toml"),
+        ("my.yaml", "a config is a TOML file here"),
+        ("train.jsonl", "name data with --data.path train.jsonl"),
+    ],
+)
+def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) -> None:
+    [message] = errors_of(*shlex.split(arguments))
+    assert expected in message
+
+
+def test_a_config_of_torchtitan_gets_one_right_message_for_each_key(tmp_path: Path) -> None:
+    found = errors_of(*written(tmp_path, TORCHTITAN), world_size=2)
+    start = f"{tmp_path / 'my.toml'}: "
+    assert all(line.startswith(start) for line in found)
+    said = {line.removeprefix(start).partition(" is ")[0].partition(" = ")[0]: line for line in found}
+    assert said.keys() == {
+        *("[metrics] save_tb_folder", "[model] name", "[model] hf_assets_path", "[optimizer] name"),
+        *("[training] dataset", "[parallelism] fsdp_reshard_after_forward", "[parallelism] context_parallel_degree"),
+        *("[checkpoint] enable", "[checkpoint] folder", "[checkpoint] last_save_model_only", "[quantize]"),
+        *("[activation_checkpoint] selective_ac_option", "[compile] components"),
+        *("[profiling] profile_freq", "[profiling] save_traces_folder", "[checkpoint] export_dtype"),
+    }
+    assert len(found) == len(said)
+    assert 'under [model] write tokenizer_path = "./assets/hf/Qwen3-0.6B"' in said["[model] hf_assets_path"]
+    assert "under [checkpoint] write interval = 0" in said["[checkpoint] enable"]
+    for name in ("[model] name", "[optimizer] name", "[checkpoint] last_save_model_only", "[quantize]"):
+        assert "leave it out" in said[name]
+    # what the messages say leads to a config that is accepted
+    mended = TORCHTITAN.replace("hf_assets_path", "tokenizer_path").replace("./assets/hf/Qwen3-0.6B", TOKENIZER)
+    mended = mended.replace("interval = 10", "interval = 0").replace('dataset = "c4"', "")
+    for key in ("save_tb_folder", "name", "fsdp_reshard_after_forward", "context_parallel_degree", "enable", "folder",
+                "last_save_model_only", "selective_ac_option", "components", "profile_freq", "save_traces_folder",
+                "export_dtype"):  # fmt: skip
+        mended = re.sub(rf"(?m)^{key} = .*\n", "", mended)
+    mended = mended.partition("[quantize")[0]
+    [left] = errors_of(*written(tmp_path, mended), "--model.allow_other_tokenizer", "--training.steps", "30")
+    assert left == f"{start}[data] path is not set; name a file or a glob, or several, or [[data.source]]"
+
+
+def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> None:
+    text = 'learning_rate = 1e-5\nbf16 = true\nseq_len = 9\nmodel = "x"\ndatasets = [{ path = "a" }]\nodd = 1\n'
+    found = "\n".join(errors_of(*written(tmp_path, f"{text}[deepspeed]\nstage = 2\n")))
+    shared = "is an option of TRL, axolotl and LLaMA-Factory"
+    for expected in (
+        f"my.toml: learning_rate {shared}; here: under [optimizer] write lr = 1e-05",
+        f'my.toml: bf16 {shared}; here: under [training] write mixed_precision_param = "bfloat16"',
+        "my.toml: seq_len = 9 must be written under its section, [training]",
+        'under [checkpoint] write initial_load_path = "x"',
+        "my.toml: datasets is an option of axolotl; here: data.path",
+        "my.toml: odd = 1 is outside of any section",
+        f"my.toml: [deepspeed] {shared} and does not exist here",
+    ):
+        assert expected in found, expected
+    assert len(found.splitlines()) == 7, found
+
+
+def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None:
+    data = REPO / "train_configs/debug/arithmetic.jsonl"
+    cases = {
+        "[dta]\npath = 'x'\n[model]\nflavor = 'debug'\ntokenizer_path = '.'": ["[dta] is not a section"],
+        "[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1": [
+            "tensor_parallel_degree = '2' must"
+        ],
+        "[data]\nvalidation_pth = 'x'\n[validation]\nfreq = 5": ["validation_pth is not a key"],
+        "[training\nsteps = 3": ["cannot be read as TOML"],
+        f"[data]\npath = '{data}'\n[training]\nsteps = 'ten'\n[lr_scheduler]\nwarmup_steps = 3": [
+            "steps = 'ten' must be a whole"
+        ],
+    }
+    for text, expected in cases.items():
+        given = "" if "[dta]" in text or "[training\n" in text else f"base = '{tmp_path / 'base.toml'}'\n"
+        (tmp_path / "base.toml").write_text(
+            f"[model]\nflavor = 'debug'\ntokenizer_path = '{TOKENIZER}'\nallow_other_tokenizer = true\n"
+            f"[data]\npath = '{data}'"
+        )
+        found = errors_of(*written(tmp_path, given + text.replace("'.'", f"'{TOKENIZER}'")), world_size=2)
+        assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+
+
+def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    for key in ("checkpoint.initial_load_path", "model.tokenizer_path", "lora.initial_load_path"):
+        found = [line for line in errors_of(f"--{key}", "Qwen/Qwen3-0.6B") if "Qwen3-0.6B" in line]
+        assert len(found) == 1 and command in found[0], found
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "my.toml").write_text('[checkpoint]\ninitial_load_path = "Qwen/Qwen3-0.6B"')
+    assert command in "\n".join(errors_of("--job.config_file", "configs/my.toml"))
+    assert "hf download me/rows --repo-type dataset" in "\n".join(errors_of("--data.path", "me/rows"))
+    with pytest.raises(UserError, match=command):
+        open_weights("Qwen/Qwen3-0.6B")
+    assert advise("model_name_or_path", "Qwen/Qwen3-0.6B", in_toml=False).text.endswith(f"fetch it first: {command}")
+    (tmp_path / "data").mkdir()
+    for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
+        assert hub_id(path) == "", path
+    assert other_trainers.advise("no_such_name", "1", in_toml=False) is None

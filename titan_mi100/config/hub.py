@@ -1,0 +1,45 @@
+"""Names of the Hugging Face hub where a path is wanted: how to fetch what they name. Imports no torch."""
+
+import os
+import re
+
+_FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model", ".tiktoken")
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def hub_id(path: str, folder: str = "") -> str:
+    """The OWNER/NAME that a path which is not there may be; "" if it is none.
+
+    Args:
+        path: as the user wrote it, or made absolute.
+        folder: what it was relative to, besides the current folder.
+    """
+    for name in (
+        os.path.relpath(path, start) if os.path.isabs(path) else path for start in (os.curdir, folder) if start
+    ):
+        is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII)
+        if is_name and not name.endswith((*_FILES, *_WEIGHTS)) and not os.path.lexists(os.path.dirname(path)):
+            return name
+    return ""
+
+
+def download(name: str, is_data: bool = False) -> tuple[str, str]:
+    """The path to name after the download of OWNER/NAME, and the command that downloads it."""
+    folder = name.partition("/")[2]
+    if is_data:
+        return f"{folder}/**/*.parquet", f"hf download {name} --repo-type dataset --local-dir {folder}"
+    return folder, f"hf download {name} --local-dir {folder}"
+
+
+def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
+    """The end of a message about a path that is not there, if it may be a name on the hub; else "". Args: as hub_id."""
+    if not (name := hub_id(path, folder)):
+        return ""
+    local, command = download(name, is_data)
+    return f"; if you mean {name} on the Hugging Face hub, fetch it: {command}, and name {local} here"
+
+
+def no_such_model(load: str, config_file: str) -> str:
+    """The message about a checkpoint.initial_load_path that does not exist."""
+    hint = hub_hint(load, os.path.dirname(config_file))
+    return f"[checkpoint] initial_load_path = {load!r}: no such folder or file{hint}"

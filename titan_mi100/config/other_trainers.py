@@ -1,0 +1,154 @@
+"""Option names of torchtitan, TRL, axolotl and LLaMA-Factory, and what to write here instead. Imports no torch.
+
+other_trainers.txt has the names. docs/COMING_FROM.md shows them as tables, which scripts/coming_from.py writes.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+from titan_mi100.config.as_text import keys_of, sections, toml_value
+from titan_mi100.config.hub import download, hub_id
+
+# what may be given as OWNER/NAME elsewhere, and must be a path here
+_OF_THE_HUB = ("checkpoint.initial_load_path", "model.tokenizer_path", "data.path", "data.validation_path")
+_FILE = Path(__file__).with_suffix(".txt")
+
+
+class Entry(NamedTuple):
+    """What one of their options is here.
+
+    Attributes:
+        trainer: whose option it is.
+        names: theirs, with the same meaning; "section.*" is a whole section.
+        key: "section.key" of ours that takes the same value; "": there is none.
+        settings: their value -> our setting as TOML, "section.key = value"; "": nothing needs to be set.
+        exists: whether something here does the same for other values; else `note` says what to use.
+        note: what is different, or what to use instead.
+    """
+
+    trainer: str
+    names: tuple[str, ...]
+    key: str
+    settings: Mapping[str, str]
+    exists: bool
+    note: str
+
+    @property
+    def targets(self) -> set[str]:
+        """Each "section.key" of ours that this option is about."""
+        named = {self.key, *(setting.partition(" = ")[0] for setting in self.settings.values())} - {""}
+        return named or set(re.findall(r"\b[a-z_]+\.[a-z_0-9]+\b", self.note)) & our_keys().keys()
+
+
+class Advice(NamedTuple):
+    """The end of a message about another trainer's option, and the keys of ours that it is about."""
+
+    text: str
+    targets: set[str]
+
+
+@cache
+def our_keys() -> Mapping[str, Any]:
+    """Every key here, by "section.key"."""
+    return {f"{name}.{key.name}": key for name, section in sections() for key in keys_of(section)}
+
+
+def keys_called(key: str) -> list[str]:
+    """Each "section.key" of ours with this key."""
+    return [name for name in our_keys() if name.partition(".")[2] == key]
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    found, trainer = [], ""
+    for line in _FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            trainer = line[1:-1]
+        elif line and not line.startswith("#"):
+            names, here, note = (part.strip() for part in f"{line} ".split(" | "))
+            key, settings, parts = "", dict[str, str](), here.split("; ")
+            for part in parts:
+                values, is_conversion, setting = part.partition(": ")
+                if is_conversion:
+                    settings |= dict.fromkeys(values.split(), "" if setting == "-" else setting)
+                elif part not in "-*":
+                    key = part
+            found.append(
+                Entry(
+                    trainer, tuple(names.split()), key, settings, "*" in parts or any((key, *settings.values())), note
+                )
+            )
+    return tuple(found)
+
+
+def advise(name: str, value: Any, in_toml: bool) -> Advice | None:
+    """What to write here instead of another trainer's option; None: the name is unknown.
+
+    Args:
+        name: the option, with its section if it has one; "section." for a whole section.
+        value: of the option: a text, or what TOML made of it. None: it has none.
+        in_toml: where it was written, and so in which form the advice is.
+    """
+    entry = _find(name.replace("-", "_"))
+    if entry is None:
+        return None
+    given = "true" if value is None else str(value).lower()
+    setting, fetch = entry.settings.get(given), ""
+    start, note = f"is {'a section' if name.endswith('.') else 'an option'} of {entry.trainer}", entry.note
+    if setting == "":
+        return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)
+    if not entry.exists:
+        what = note if note == "leave it out" else f"{note}; leave it out"
+        return Advice(f"{start} and does not exist here: {what}", entry.targets)
+    if setting is None and entry.key and value is not None:
+        words, fetch = _converted(entry.key, value)
+        setting = f"{entry.key} = {words}"
+    if setting is None:
+        return Advice(f"{start}; here: {note or entry.key}", entry.targets)
+    return Advice(f"{start}; here: {as_written(setting, in_toml)}{f' ({note})' if note else ''}{fetch}", entry.targets)
+
+
+def _find(name: str) -> Entry | None:
+    """By its full name; else by its section; else without the section, unless a key of ours has that name."""
+    known = {given: entry for entry in reversed(entries()) for given in entry.names}  # of two, the first holds
+    section, _, key = name.rpartition(".")
+    if entry := known.get(name) or known.get(f"{name.partition('.')[0]}.*"):
+        return entry
+    return known.get(key) if section and not keys_called(key) else None
+
+
+def as_written(setting: str, in_toml: bool) -> str:
+    """A setting in TOML, "section.key = value", in the form in which it can be pasted."""
+    name, _, value = setting.partition(" = ")
+    section, _, key = name.partition(".")
+    if in_toml:
+        return f"under [{section}] write {key} = {value}"
+    words = json.loads(value) if value[0] in '["' else value
+    return (
+        f"--{name} {' '.join(map(shlex.quote, map(str, words)) if isinstance(words, list) else [shlex.quote(words)])}"
+    )
+
+
+def _converted(key: str, value: Any) -> tuple[str, str]:
+    """Their value as TOML of our key's type; and, for a name on the Hugging Face hub, how to fetch it first."""
+    field, fetch = our_keys()[key], ""
+    is_list = get_origin(field.type) is tuple
+    kind = get_args(field.type)[0] if is_list else field.type
+    items = value if isinstance(value, list) else re.split("[, ]+", str(value)) if is_list else [value]
+    if key in _OF_THE_HUB and len(items) == 1 and hub_id(str(items[0])):
+        items[0], command = download(str(items[0]), is_data=key.startswith("data."))
+        fetch = f"; fetch it first: {command}"
+    texts = []
+    for item in items:
+        text = str(item).lower() if isinstance(item, bool) else str(item).strip()
+        if kind is int:
+            with suppress(ValueError, OverflowError):
+                text = str(int(float(text)))
+        texts.append(toml_value(text) if kind is str else text)
+    return (f"[{', '.join(texts)}]" if is_list else texts[0]), fetch
