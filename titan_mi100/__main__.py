@@ -15,6 +15,7 @@ COMMANDS = {  # word or words: module, and what it does
     "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),
     "certify": ("certify", "measure this machine's cards: kernels, precision, bandwidth"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
+    "config new": ("config.new", "write a config: five questions, and a check that the run fits the cards"),
     "inspect": ("inspect_data", "show what will train, token by token"),
     "plan": ("planner", "tell before a run whether it fits its cards, and which layout does best"),
     "rehearse": ("rehearse", "count what a run on N devices takes and sends, without the devices"),

@@ -1,0 +1,248 @@
+"""`titan-mi100 config new` asks five questions and writes a config that the planner has checked. Imports no torch.
+
+Each answer can be given as an option; without a terminal nothing is asked. The config inherits from the bundled
+finetune.toml. What does not fit the cards is changed step by step, or refused with what would fit.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_mi100 import cli
+from titan_mi100.config.as_text import toml_value
+from titan_mi100.config.assets import has_tokenizer
+from titan_mi100.config.bundled import FOLDER
+from titan_mi100.config.check import check
+from titan_mi100.config.device import positive, size_gib
+from titan_mi100.config.hardware import count_gpus
+from titan_mi100.config.hub import hub_hint
+from titan_mi100.config.load import load_config
+from titan_mi100.config.model_spec import read_hf_config
+from titan_mi100.config.plan import GIB, Plan, make_plan, with_settings
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.files.patterns import matching_files
+
+Change = dict[str, dict[str, Any]]  # section -> key -> value
+
+_ADAPTERS: Change = {
+    "lora": {"rank": 16, "alpha": 32.0, "dropout": 0.05},
+    "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
+}
+_NF4: Change = {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}}
+_LEAN = {"state": "8bit", "master": "bf16_sr"}
+# method -> what to try in this order, each with a word about what it changes; the first that fits is taken
+METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
+    "full": (
+        ("", {}),
+        ("optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
+        ("optimizer state in 8 bits, weights in bf16 with stochastic rounding", {"optimizer": _LEAN}),
+        (
+            "the same, with gradients and optimizer state in the host's memory",
+            {"optimizer": _LEAN, "memory": {"offload": "optimizer"}},
+        ),
+    ),
+    "lora": (("", _ADAPTERS), ("the frozen weights in 4 bits (QLoRA)", _NF4)),
+    "qlora": (("", _NF4),),
+}
+
+
+class Answers(NamedTuple):
+    model: str
+    data: tuple[str, ...]
+    cards: int
+    memory: float  # GiB of a card
+    method: str
+
+
+class Question(NamedTuple):
+    text: str
+    default: str  # "": there is none
+    read: Callable[[str], Any]  # the answer's value; raises UserError or ArgumentTypeError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.exit_code(lambda: _new(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        prog="python -m titan_mi100 config new",
+        description="Write a config for fine-tuning: asks for what the options leave open, on a terminal, and checks "
+        "that the run fits the cards before it writes.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="FOLDER", help="Hugging Face folder of a Qwen3, such as Qwen3-0.6B")
+    add("--data", metavar="FILE", nargs="+", help="training data: files or globs")
+    add("--cards", metavar="N", help="GPUs, one process each; on a CPU: processes")
+    add("--memory", metavar="32GB", help="of each card")
+    add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
+    add("--output", metavar="X.toml", help="file to write; never overwritten")
+    return parser
+
+
+def _new(options: argparse.Namespace) -> None:
+    if options.output and os.path.lexists(options.output):
+        raise UserError(f"--output {options.output}: exists already; name another file")
+    answers = Answers(**{name: _answer(name, question, options) for name, question in _questions().items()})
+    plan, changed = fitting_plan(answers)
+    output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
+    text = as_toml(answers, changed[1])
+    _verify(text, plan)
+    try:
+        with open(output, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror}") from None
+    print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
+    if changed[0]:
+        print(f"changed so that it fits: {changed[0]}")
+    print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:.1f} GiB on each card (docs/MEMORY.md)\n\nnext:")
+    for command in _next_commands(output, answers):
+        print(f"  {command}")
+
+
+def _questions() -> dict[str, Question]:
+    gpus = count_gpus()
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # of a CPU's memory each of two processes has half
+    return {
+        "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
+        "data": Question("Training data: files or globs, separated by spaces", "", _data),
+        "cards": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
+        "memory": Question("Memory of each", memory, size_gib),
+        "method": Question(
+            "Train all weights: full; adapters: lora; adapters on 4-bit weights: qlora", "full", _method
+        ),
+    }
+
+
+def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
+    """From the option, else from the terminal, else the default. A wrong answer on a terminal is asked for again."""
+    given, is_terminal = getattr(options, name), sys.stdin.isatty()
+    given = shlex.join(given) if isinstance(given, list) else given
+    if given is None and not is_terminal:
+        given = question.default
+        if not given:
+            raise UserError(f"--{name} is missing, and there is no terminal to ask for it")
+    while True:
+        try:
+            default = f" [{question.default}]" if question.default else ""
+            return question.read(
+                given if given is not None else input(f"{question.text}{default}: ") or question.default
+            )
+        except EOFError:
+            raise UserError("the input has ended; nothing was written") from None
+        except (UserError, argparse.ArgumentTypeError) as error:
+            if given is not None:
+                raise UserError(f"--{name}: {error}") from None
+            cli.say(error)
+
+
+def _model(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text.strip())) if text.strip() else ""
+    if not os.path.isdir(path):
+        raise UserError(f"{text or 'no answer'}: is no folder; name a model's folder{hub_hint(text)}")
+    read_hf_config(path)
+    if not has_tokenizer(path):
+        raise UserError(f"{text}: has no tokenizer; download the whole folder again")
+    if not any(Path(path).glob("*.safetensors")):
+        raise UserError(f"{text}: has no *.safetensors; download the whole folder again")
+    return path
+
+
+def _data(text: str) -> tuple[str, ...]:
+    try:
+        paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{text}: {error}") from None
+    problems = [problem for path in paths for problem in matching_files(path)[1]]
+    if problems or not paths:
+        raise UserError("; ".join(problems) or "name at least one file, such as train.jsonl")
+    return paths
+
+
+def _method(text: str) -> str:
+    if text not in METHODS:
+        raise UserError(f"{text!r} is none of {', '.join(METHODS)}")
+    return text
+
+
+def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
+    """The plan of the first settings that fit the cards; what they change, in words and as settings.
+
+    Raises:
+        UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
+    """
+    given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
+    config = load_config([*given, "--data.path", *answers.data], answers.cards)
+    tried = {method: _first_fitting(config, method, answers) for method in METHODS}
+    plan, change = tried[answers.method]
+    if plan.fits:
+        return plan, change
+    others = [method for method, (other, _) in tried.items() if other.fits]
+    remedy = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
+    raise UserError(
+        f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
+        f"{answers.cards} cards, which have {answers.memory:.1f}; {remedy}"
+    )
+
+
+def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:
+    """The first change of the method that fits; if none does, the one that takes least."""
+    plans = []
+    for words, change in METHODS[method]:
+        changed = with_settings(config, change)
+        if not check(changed, answers.cards, with_files=False):
+            plans.append((make_plan(changed, answers.cards, round(answers.memory * GIB)), (words, change)))
+            if plans[-1][0].fits:
+                return plans[-1]
+    return min(plans, key=lambda found: found[0].most)
+
+
+def as_toml(answers: Answers, change: Change) -> str:
+    settings: Change = {"checkpoint": {"initial_load_path": answers.model}, "data": {"path": answers.data}, **change}
+    lines = [
+        f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; by titan-mi100 config new",
+        "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
+        'base = "finetune.toml"',
+    ]
+    for section, values in settings.items():
+        lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _verify(text: str, plan: Plan) -> None:
+    """The text gives the config that was planned."""
+    with tempfile.TemporaryDirectory(prefix="titan-config-") as folder:
+        file = Path(folder, "new.toml")
+        file.write_text(text, encoding="utf-8")
+        found = load_config(["--job.config_file", str(file)], plan.ranks)
+    assert replace(found, job=plan.config.job, notes=plan.config.notes) == plan.config
+
+
+def _free_name(stem: str) -> str:
+    """A name for a file that is not there yet."""
+    names = (f"{stem}.toml" if number == 1 else f"{stem}-{number}.toml" for number in range(1, 10_000))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _next_commands(output: Path, answers: Answers) -> list[str]:
+    name = "titan-mi100" if shutil.which("titan-mi100") else "python -m titan_mi100"
+    config = f"--job.config_file {shlex.quote(str(output))}"
+    return [
+        f"{name} inspect {config} --html data.html",
+        f"{name} plan {config} --gpus {answers.cards} --memory {answers.memory:g}GB",
+        f"{name} train {config} --nproc_per_node {answers.cards}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
