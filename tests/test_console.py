@@ -137,6 +137,7 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     modules = {str(path.relative_to(REPO)) for path in (REPO / "titan_mi100").rglob("*.py")}
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.toml")}
     data = {"additions.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
+    modules.add("titan_mi100/config/other_trainers.txt")
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 
 

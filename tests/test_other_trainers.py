@@ -1,15 +1,19 @@
 """Names that people bring from other trainers, and names of the Hugging Face hub: each is answered with our words."""
 
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
+import coming_from
 import pytest
 from conftest import REPO
 
 from titan_mi100.config import other_trainers
 from titan_mi100.config.hub import hub_id
 from titan_mi100.config.load import _convert, _parse_arguments, load_config
+from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.config.unknown import Unknown
 from titan_mi100.errors import UserError
@@ -248,3 +252,23 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
         assert hub_id(path) == "", path
     assert other_trainers.advise("no_such_name", "1", in_toml=False) is None
+
+
+def test_the_page_has_the_tables_and_its_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = coming_from.PAGE.read_text(encoding="utf-8")
+    assert coming_from.with_tables(page) == page, "run python scripts/coming_from.py"
+    trainers = {entry.trainer for entry in entries()}
+    assert trainers == set(re.findall(r"<!-- table: (.+?) -->", page))
+    assert all(f"`{name}`" in page for entry in entries() for name in entry.names)
+    # the errors at its top are those that the command prints
+    [shown] = re.findall(r"(?s)^\$ ./run_train.sh (.+?)\n```", page, re.MULTILINE)
+    command, *messages = shown.splitlines()
+    assert [f"ERROR {line}" for line in errors_of(*shlex.split(command))] == messages
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
+    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    shutil.copy(REPO / "train_configs/debug/arithmetic.jsonl", tmp_path / "train.jsonl")
+    configs = re.findall(r"(?s)```toml\n(.+?)```", page)
+    assert len(configs) == 4
+    for text in configs:
+        load_config(written(tmp_path, text), 2)

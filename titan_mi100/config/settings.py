@@ -378,11 +378,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, checked. `spec`, `layout` and `batch` are what follows from them.
-
-    Attributes:
-        notes: what was decided while the settings were read, lines for the log.
-    """
+    """All settings of a run, checked. `notes`: lines for the log about what was decided while they were read."""
 
     job: JobConfig = field(default_factory=JobConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
