@@ -346,7 +346,7 @@ def test_configuration_imports_no_torch(tmp_path: Path) -> None:
         shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert shown.returncode == 0
         for key in ("--training.seq_len", "--checkpoint.initial_load_path", "int = 1024", "tokens per packed row",
-                    "goes on (disabled | async)"):  # fmt: skip
+                    "(disabled | async)"):  # fmt: skip
             assert key in shown.stdout
         wrong = subprocess.run(
             [*command, "--training.stepz", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -1,7 +1,7 @@
 """The console command: `titan-mi100 WORD ...` or `python -m titan_mi100 WORD ...`. Each word is a module's `main`.
 
-A module is imported only when its word is used, and torch by none of what is here, so that help and mistakes answer at
-once. `train` goes the way of run_train.sh: signals are blocked first of all, then launch.py supervises the run.
+A module is imported only when its command is used, and this file does not import torch: help and mistakes answer at
+once. `train` does what run_train.sh does: it blocks signals first, then launch.py supervises the run.
 """
 
 import os
@@ -13,14 +13,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as 
 COMMANDS = {  # word or words: module, and what it does
     "train": ("launch", "check the config, prepare the data, start the processes and supervise them"),
     "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),
-    "certify": ("certify", "measure this machine's cards: kernels, precision, bandwidth"),
+    "certify": ("certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
     "config new": ("config.new", "write a config: five questions, and a check that the run fits the cards"),
     "inspect": ("inspect_data", "show what will train, token by token"),
-    "plan": ("planner", "tell before a run whether it fits its cards, and which layout does best"),
-    "rehearse": ("rehearse", "count what a run on N devices takes and sends, without the devices"),
+    "plan": ("planner", "predict whether a run fits its GPUs, and find the fastest layout"),
+    "rehearse": ("rehearse", "count memory and communication of a run on N devices, without the devices"),
     "prepare": ("prepare_corpus", "tokenise a corpus for pretraining into shards"),
-    "profile": ("profile", "summary of a trace that a run has written"),
+    "profile": ("profile", "summarise a trace that a run has written"),
     "report": ("report", "one page about a run, or several side by side"),
     "generate": ("generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("exact_match", "exact match of generated answers, in GSM8K's format"),
@@ -36,13 +36,13 @@ COMMANDS = {  # word or words: module, and what it does
 
 def console() -> int:
     """What pyproject.toml installs as `titan-mi100`."""
-    # processes that this one starts find the installed package, not another titan_mi100 in the caller's folder
+    # child processes must import the installed package, not another titan_mi100 in the current folder
     os.environ["PYTHONSAFEPATH"] = "1"
     return main()
 
 
 def main() -> int:
-    """Run the command that sys.argv names; its exit code. It finds its own arguments in sys.argv[1:]."""
+    """Run the command that sys.argv names and return its exit code. The command reads its own sys.argv[1:]."""
     given = sys.argv[1:]
     if given[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before anything is imported: the launcher waits for them
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def _help(group: str = "") -> str:
-    """Args: group: of which commands, such as "convert "; empty: all."""
+    """The list of commands. Args: group: only those that begin with it, such as "convert "; empty: all."""
     shown = {name: what for name, (_, what) in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"usage: titan-mi100 {group}COMMAND [arguments]; titan-mi100 {group}COMMAND --help explains them", ""]
@@ -77,7 +77,7 @@ def _help(group: str = "") -> str:
 
 
 def _unknown(given: list[str], count: int) -> str:
-    """What is wrong with the words."""
+    """The message about a command that does not exist."""
     from titan_mi100.errors import did_you_mean
     from titan_mi100.wording import shown
 

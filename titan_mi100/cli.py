@@ -1,4 +1,4 @@
-"""How a command of ours starts and ends: its words go to the log, its errors are one message and an exit code."""
+"""How a command starts and ends: every error becomes one message and an exit code."""
 
 import argparse
 import errno
@@ -25,7 +25,7 @@ _LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken",
 
 
 def say(message: object) -> None:
-    with suppress(OSError):  # its reader is gone, or its disk is full
+    with suppress(OSError):  # the reader of stderr is gone, or the disk is full
         print(with_level("ERROR", message), file=sys.stderr, flush=True)
 
 
@@ -105,12 +105,12 @@ class _Once(argparse._StoreAction):
 
 
 def exit_code(program: Callable[[], object], say: Callable[[object], None] = say) -> int:
-    """Run a command whose output is what it prints; returns the code that it returns, if any.
+    """Run a command that prints its results; returns its exit code.
 
-    What a user caused is one message and code 2, all else one line and code 1.
+    A user's mistake gives one message and code 2. Any other error gives one line and code 1.
     """
     open_streams()
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names can be any bytes
     try:
         os.getcwd()
         code = _code_of(program, say)
@@ -130,14 +130,14 @@ def exit_code(program: Callable[[], object], say: Callable[[object], None] = say
 
 
 def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
-    """Run it; exits if it fails: 1 failed, 2 the user's input, 130 interrupted.
+    """Run a command that logs; exits if it fails: 1 error, 2 the user's mistake, 130 interrupted.
 
     Args:
-        afterwards: how things stand when it has failed.
+        afterwards: the end of the message after a failure: what is left on the disk.
     """
     open_streams()
     setup_logging(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` blocks clean up
     try:
         code = _code_of(main, log.error)
     except (RuntimeError, OSError) as error:
@@ -154,10 +154,10 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
 
 
 def message_of(error: Exception, file: Path | None = None) -> str:
-    """The message of what a user caused; of all else one line that names the file with the traceback.
+    """A user's mistake: its message. Any other error: one line that names the file with the traceback.
 
     Args:
-        file: to add the traceback to; None: a new one in the folder for temporary files.
+        file: the traceback is appended to it; None: a new temporary file.
     """
     if isinstance(error, UserError):
         return str(error)
@@ -166,7 +166,7 @@ def message_of(error: Exception, file: Path | None = None) -> str:
         number, name = (None, file) if file else tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")
         with open(number or name, "a", encoding="utf-8", errors="backslashreplace") as out:
             out.write(text)
-    except OSError:  # a full disk must not hide why
+    except OSError:  # no file can be written: show the traceback itself
         return text
     what = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
     return f"unexpected error, {what}; the traceback is in {name}"
@@ -188,6 +188,6 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
 
 
 def _was_interrupted(error: BaseException) -> bool:
-    """A Ctrl-C inside of torch.save comes out as what its writer makes of it."""
+    """Whether a KeyboardInterrupt caused the error: torch.save turns a Ctrl-C into an error of its own."""
     cause = error.__context__
     return cause is not None and (isinstance(cause, KeyboardInterrupt) or _was_interrupted(cause))

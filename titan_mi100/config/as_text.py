@@ -17,18 +17,18 @@ def sections() -> Iterator[tuple[str, type]]:
 
 
 def keys_of(section: type) -> tuple[Any, ...]:
-    """The section's fields; `type` is a class in each, for that module has no `from __future__ import annotations`."""
+    """The section's fields. Each `type` is a class, not a string: settings.py does not postpone annotations."""
     return fields(section)
 
 
 def table_of(key: Any) -> Any:
-    """The dataclass that a key's tables are read as, if its value is a list of tables: [[section.key]]."""
+    """The dataclass of one table, if the key is a list of tables ([[section.key]]); else None."""
     arguments = get_args(key.type)
     return arguments[0] if arguments and is_dataclass(arguments[0]) else None
 
 
 def to_toml(config: Config) -> str:
-    """The whole config as TOML, with each key's doc; `load_config` reads it back to the same."""
+    """The whole config as TOML, with each key's doc. `load_config` reads it back to an equal config."""
     lines = []
     for name, section in sections():
         lines += ["", f"[{name}]"]
@@ -36,7 +36,7 @@ def to_toml(config: Config) -> str:
             if key.name != "config_file" and not table_of(key):
                 value = getattr(getattr(config, name), key.name)
                 lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
-        for key in filter(table_of, keys_of(section)):  # behind the section's own keys, as TOML wants it
+        for key in filter(table_of, keys_of(section)):  # TOML: tables follow the section's own keys
             for item in getattr(getattr(config, name), key.name):
                 lines += ["", f"[[{name}.{key.name}]]"]
                 lines += [f"{own.name} = {toml_value(getattr(item, own.name))}" for own in keys_of(type(item))]
@@ -48,7 +48,9 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(map(toml_value, value))}]"
     if not isinstance(value, str | bool):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL as it is, TOML does not
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # JSON allows DEL in a string, TOML does not
 
 
 def help_text() -> str:

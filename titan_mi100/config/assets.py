@@ -1,6 +1,6 @@
 """The files of an HF folder besides its weights: config, tokenizer and chat template, unchanged. Imports no torch.
 
-A checkpoint holds the same files, so it is a model by itself, with its weights in another format.
+A checkpoint holds the same files: it is a complete model, with its weights in another format.
 """
 
 import glob
@@ -16,8 +16,8 @@ from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-CORPUS, PLAN = "corpus.json", "plan.json"  # of a folder that prepare_corpus has completed, has begun
-PROMPTS = "titan_mi100.json"  # ours: how prompts are to set the template's variables
+CORPUS, PLAN = "corpus.json", "plan.json"  # in a folder of prepare_corpus: complete; begun
+PROMPTS = "titan_mi100.json"  # our file: the values of the chat template's variables
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
     *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json"),
@@ -36,7 +36,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def read_assets(folder: Path) -> Assets:
-    """Those of the model's files that the folder has.
+    """The model's files besides its weights, as far as the folder has them.
 
     Raises:
         UserError: one is no regular file, or too large.
@@ -55,9 +55,10 @@ def is_corpus(path: str | os.PathLike[str]) -> bool:
 
 
 def tokenizer_files(path: Path) -> Assets:
-    """The files of a tokenizer, named by its folder or by a tokenizer file that is not HF's.
+    """The files of a tokenizer. `path` is its folder, or a .tiktoken or sentencepiece file.
 
-    Named templates become a list in tokenizer_config.json, which means the same: a checkpoint has no folders in it.
+    Named chat templates, which are files in a subfolder, become a list in tokenizer_config.json, which means the same:
+    a checkpoint has no subfolders.
     """
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
@@ -92,9 +93,9 @@ def run_assets(
     """The files of the model that a run trains.
 
     Args:
-        base: the folder or file that the run's weights come from; empty: none.
+        base: folder or file of the initial weights; empty: random weights.
         tokenizer, chat_template: as the config names them.
-        enable_thinking: as the run's data have it; None: as the base has it.
+        enable_thinking: the template's variable in the run's data; None: as in the base.
     """
     own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
@@ -106,7 +107,7 @@ def run_assets(
 
 
 def enable_thinking(assets: Assets, folder: Path) -> bool | None:
-    """What prompts are to set the template's variable to; None: nothing says. Raises UserError, about `folder`."""
+    """The value of the template's variable enable_thinking; None: not specified. Raises UserError, about `folder`."""
     if PROMPTS not in assets:
         return None
     given = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
@@ -131,12 +132,12 @@ def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
 
 
 def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
-    """The files of an export: config.json with what is true of it, and a generation_config.json that ends turns.
+    """The files of an export: a config.json that matches the weights, a generation_config.json with the stop tokens.
 
     Args:
         folder: where the assets come from, for messages.
-        dtype: of the exported weights; None: of several.
-        ends: ids of tokens that end a text, that of a turn first; empty: unknown.
+        dtype: of the exported weights; None: they have several.
+        ends: ids of the tokens that end a text, the end of a turn first; empty: unknown.
     """
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)
     config["architectures"] = to_hf_config(spec)["architectures"]

@@ -1,6 +1,6 @@
 """The configs that come with the package. `python -m titan_mi100.config.bundled` lists them, with a NAME prints one.
 
-They lie in train_configs/, inside the package where it is installed; in the checkout beside it, and a link leads there.
+They are in train_configs/: inside an installed package; in a checkout beside the package, which links to them.
 """
 
 import argparse
@@ -23,8 +23,8 @@ def names() -> list[str]:
 def or_bundled(path: str, folder: str = "") -> str:
     """The path in the folder, or the bundled config of that name where no such file is there.
 
-    A name without a folder in it may be a bundled one's, with or without `.toml`. What is there has precedence, but a
-    folder has not: one that is called `debug` is most likely that of a run.
+    A name without a folder may be the name of a bundled config, with or without `.toml`. An existing file has
+    precedence; an existing folder has not: a folder called `debug` is most likely a run's.
     """
     wanted = os.path.join(folder, path)
     if os.path.dirname(path) or (os.path.lexists(wanted) and not os.path.isdir(wanted)):
@@ -34,7 +34,7 @@ def or_bundled(path: str, folder: str = "") -> str:
 
 
 def no_such_file(path: str) -> str:
-    """What is wrong with the path of a config that is not there."""
+    """The message about a config file that does not exist."""
     close = difflib.get_close_matches(os.path.basename(path).removesuffix(".toml"), names(), n=1, cutoff=0.8)
     return f"no such file; a bundled config is called {close[0]}.toml, without a folder" if close else "no such file"
 

@@ -1,4 +1,4 @@
-"""Which combinations of settings make sense: all that is wrong, one message each. Imports no torch."""
+"""Checks settings against each other, and returns one message for each problem. Imports no torch."""
 
 import os
 from dataclasses import fields
@@ -13,7 +13,7 @@ from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.wording import has_control_characters
 
-# Two ways to say one thing: the command line's replaces the file's.
+# Pairs of keys that exclude each other. One on the command line replaces the other in the file.
 ALTERNATIVES = (
     (("training", "steps"), ("training", "epochs")),
     (("training", "gradient_accumulation_steps"), ("training", "target_tokens_per_step")),
@@ -21,8 +21,8 @@ ALTERNATIVES = (
     (("data", "path"), ("data", "source")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
-_TAKEN = ("checkpoint", "tensorboard", "logs", "snapshot")  # names in the run folder
-# keys that have no effect while another one of their section has its default
+_TAKEN = ("checkpoint", "tensorboard", "logs", "snapshot")  # names that the run folder needs itself
+# switch -> keys of its section that have no effect while the switch has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
@@ -37,7 +37,7 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
-    """All that is wrong with the combination of settings, one message each; None: for any number of processes."""
+    """One message for each problem. Args: world_size: processes; None: not known, so layouts are not checked."""
     errors = _check_paths(config) if with_files else []
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
@@ -58,7 +58,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
                 errors.append(f"[{section}] {key} = {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
-    # where wandb is missing, find_spec finds the folder that wandb writes to here, as a package without a file
+    # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install 'titan_mi100[wandb]'")
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
@@ -138,7 +138,7 @@ def check_layout(config: Config, world_size: int) -> list[str]:
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
-    """Which inputs of linear layers are no whole blocks of 64 on each tensor-parallel rank; "": none."""
+    """The first input size of a linear layer that 64 does not divide on each tensor-parallel rank; "": none."""
     heads = spec.num_attention_heads * spec.head_dim
     inputs = (("hidden_size", spec.hidden_size, 1), ("num_attention_heads x head_dim", heads, tp),
               ("intermediate_size", spec.intermediate_size, tp))  # fmt: skip
@@ -256,7 +256,7 @@ def _check_sources(data: DataConfig) -> list[str]:
 
 
 def _check_effects(config: Config) -> list[str]:
-    """Settings that another one makes idle, where they are not the default."""
+    """Settings that were changed, but have no effect because of another setting."""
     data, defaults = config.data, Config()
     idle = [
         (f"{switch} = {value!r}", section, keys)

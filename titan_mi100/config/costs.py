@@ -7,7 +7,7 @@ from functools import partial
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import LoRAConfig
 
-_FLOP_PER_BYTE = 40  # what a GPU computes in bf16 in the time in which it moves a byte, about
+_FLOP_PER_BYTE = 40  # bf16 FLOPs that a GPU computes in the time of moving one byte, roughly
 _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
 
 
@@ -19,16 +19,16 @@ def end_costs(
     recompute: bool,
     frozen: bool = False,
 ) -> tuple[float, float]:
-    """What a microbatch costs in the embedding and in the head, in blocks' costs; each has a (vocab, hidden) weight.
+    """Cost of the embedding and of the head for one microbatch, in units of a block's cost.
 
-    A block: matrix products over all tokens, forward once and backward twice, once more where activations are
-    recomputed, and attention over rows of one document. The head: the same over supervised tokens, always recomputed,
-    and its logits pass through memory several times. Both ends make a gradient as large as the weight and add it to
-    the sum in fp32.
+    A block costs its matrix products over all tokens (one forward, two backward, one more if recomputed) and attention
+    over rows of one document. The head costs the same for its (vocab, hidden) weight over the supervised tokens, is
+    always recomputed, and moves its logits through memory several times. Embedding and head each write a gradient of
+    the weight's size and add it to the fp32 sum.
 
     Args:
         supervised_share: supervised tokens per token.
-        frozen: no gradients of these weights: one product less for each, and no traffic at the ends.
+        frozen: the weights have no gradients: one matrix product less, and no gradients to move.
     """
     tokens = local_batch_size * seq_len
     shapes = [shape for name, shape in parameter_shapes(spec).items() if name.startswith("model.layers.0.")]
@@ -47,15 +47,15 @@ def train_flops(
 ) -> int:
     """FLOPs that one forward and backward need, for model FLOPs utilisation (MFU).
 
-    Only work that the loss depends on is counted: real tokens (no padding), the head on supervised tokens, attention
-    inside documents below the diagonal; recomputation of activations is not. So the figure is lower, for the same
-    speed, than one by the usual 6 x parameters x tokens.
+    Counted: real tokens (no padding), the head on supervised tokens, attention inside documents below the diagonal.
+    Not counted: recomputation of activations. So MFU is lower here, at the same speed, than by the usual formula
+    6 x parameters x tokens.
 
     Args:
         tokens: real tokens.
         supervised_tokens: tokens with a label.
         attention_pairs: (query, key) pairs inside documents with key <= query: n * (n + 1) / 2 for one of n tokens.
-        adapter_values: of LoRA's matrices, which alone are trained; 0: the whole model is.
+        adapter_values: number of values in LoRA's matrices, if only they are trained; 0: all weights are trained.
 
     A matrix product of a weight with one token is 2 FLOPs per weight; backward costs twice the forward, and once
     where the weight is frozen; attention is two products (scores, values) of 2 * head_dim FLOPs per pair and head.
@@ -66,14 +66,15 @@ def train_flops(
 
 
 def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int], int]:
-    """train_flops of tokens, supervised tokens and attention pairs."""
+    """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and LoRA config."""
     adapters = adapter_shapes(spec, lora.rank, lora.target_modules)  # without LoRA of no elements
     return partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values())))
 
 
 def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:
-    """FLOPs of the blocks' second forward, see activation_checkpoint.mode. It ends before a block's last matrix
-    product, whose result no backward needs.
+    """FLOPs of recomputing the blocks in backward, by activation_checkpoint.mode.
+
+    A block's last matrix product is not recomputed: no backward needs its result.
     """
     blocks, attention = _forward_flops(spec, tokens, attention_pairs)
     blocks -= 2 * spec.num_hidden_layers * spec.hidden_size * spec.intermediate_size * tokens
@@ -81,7 +82,7 @@ def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: s
 
 
 def _forward_flops(spec: ModelSpec, tokens: int, attention_pairs: int) -> tuple[int, int]:
-    """Of the blocks' matrices, and of their attention."""
+    """Forward FLOPs of the blocks: of their weight matrices, and of attention."""
     matrices = sum(
         math.prod(shape)
         for name, shape in parameter_shapes(spec).items()

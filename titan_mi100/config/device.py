@@ -1,4 +1,4 @@
-"""The device that a command plans for, and other values of command lines. Imports no torch."""
+"""The device that a command plans for, and parsers of option values. Imports no torch."""
 
 import argparse
 from dataclasses import fields
@@ -12,7 +12,7 @@ _MAY_BE_LEFT_OUT = ("host_gbs", "overlap", "per_node", "node_gbs")
 
 
 def find_device(name: str) -> Gpu:
-    """One that we know, or a user's own from a TOML file."""
+    """The device of this name, or the one that a user's TOML file describes."""
     if name in DEVICES:
         return DEVICES[name]
     if not name.endswith(".toml"):
@@ -43,7 +43,7 @@ def positive(text: str) -> int:
 
 
 def size_gib(text: str) -> float:
-    """GiB; `32GB` is what a card of that name has."""
+    """A size in GiB. `32GB` means 32 GiB: cards are sold by such names."""
     number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")
     try:
         size = float(number)

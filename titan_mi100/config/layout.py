@@ -1,18 +1,18 @@
-"""How many processes do what: degrees, their product, the pipeline's stages, and the batch. Pure integers."""
+"""Integer arithmetic of a layout: degrees of parallelism, the pipeline's stages, and the batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 
-IGNORE = -100  # the label of a token without supervision, as PyTorch and Hugging Face write it
+IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A pipeline schedule of torch.distributed.pipelining, by its name there."""
 
-    stages_per_rank: int = 1  # at least; more only where `looped`
+    stages_per_rank: int = 1  # the least number; `looped` schedules allow more
     looped: bool = False
     zero_bubble: bool = False
     v_shaped: bool = False  # the first and the last stage are on one rank
@@ -43,7 +43,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def twin(self, rank: int) -> int:
-        """The rank of the first replica that holds what this rank holds; itself: it is in the first replica.
+        """The rank in the first replica that holds the same shard; the rank itself if it is in the first replica.
 
         Ranks are numbered along the mesh axes pp, dp_replicate, dp_shard, tp, the last innermost.
         """
@@ -83,7 +83,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one pipeline stage holds; the first stage embeds, the last has the norm and the head."""
+    """The layers of one pipeline stage. The first stage also has the embedding, the last the final norm and head."""
 
     layers: range
     first: bool = True
@@ -93,13 +93,13 @@ class Stage:
 def resolve_layout(
     world_size: int, dp_shard: int = -1, dp_replicate: int = 1, tp: int = 1, pp: int = 1, zero_stage: int = -1
 ) -> Layout:
-    """The layout that fills `world_size` processes; dp_shard = -1 takes what the others leave.
+    """The layout of `world_size` processes; dp_shard = -1: all processes that the other degrees leave.
 
     Args:
         zero_stage: -1 means 3; under a pipeline 1; and 0 (DDP) where there are replicas of one process each.
 
     Raises:
-        ValueError: the degrees do not multiply to the world size; the message names key and remedy.
+        ValueError: the product of the degrees is not the world size; the message names key and remedy.
     """
     if dp_shard == 0:
         raise ValueError("[parallelism] data_parallel_shard_degree = 0 must be -1 (all processes) or at least 1")
@@ -159,7 +159,7 @@ def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, p
 def resolve_batch(
     local_batch_size: int, gradient_accumulation_steps: int, target_tokens_per_step: int, seq_len: int, dp_degree: int
 ) -> Batch:
-    """Rows per step: with the given accumulation (0: one forward), or the one that comes nearest to a token target."""
+    """Rows per step. The accumulation is given (0: one forward), or comes nearest to the target of tokens."""
     accumulation = gradient_accumulation_steps or 1
     if target_tokens_per_step:
         accumulation = max(1, round(target_tokens_per_step / (seq_len * local_batch_size * dp_degree)))
@@ -167,15 +167,15 @@ def resolve_batch(
 
 
 def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
-    """The accumulation that keeps a run's global batch on other ranks, or with other rows per forward.
+    """The accumulation steps that keep a resumed run's global batch size when ranks or rows per forward change.
 
     Args:
-        global_batch_size: of the run so far.
-        batch: as the config says now.
-        saved: as it was.
+        global_batch_size: that of the run so far.
+        batch: from the config now.
+        saved: from the checkpoint.
 
     Raises:
-        ValueError: there is none, or the config wants another global batch; the message names the remedy.
+        ValueError: no number of steps does, or the config asks for another global batch; the message has the remedy.
     """
     rows = batch.local_batch_size * batch.dp_degree
     if rows == saved.local_batch_size * saved.dp_degree and batch.global_batch_size != global_batch_size:
@@ -186,7 +186,7 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
             '["global_batch_size"]'
         )
     if global_batch_size % rows:
-        few = range(1, min(global_batch_size, 8192) + 1)  # what a manifest says can be any number
+        few = range(1, min(global_batch_size, 8192) + 1)  # a manifest can hold any number
         ranks = [n for n in few if not global_batch_size % (n * batch.local_batch_size)]
         sizes = [n for n in few if not global_batch_size % (n * batch.dp_degree)]
         fit = [f"{', '.join(map(str, ranks))} data-parallel ranks with this local_batch_size"] if ranks else []
@@ -210,7 +210,7 @@ def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
         )
     got = f'[parallelism] pipeline_parallel_schedule = "{name}" over {pp} ranks'
     how = "the forwards of a step, gradient_accumulation_steps, are its microbatches"
-    # of the interleaved one torch 2.8 would make wrong gradients, or hang
+    # with fewer, torch 2.8 computes wrong gradients or hangs under an interleaved schedule
     if (name == "1F1B" or SCHEDULES[name].looped) and microbatches < pp:
         return f'{got} needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "GPipe"'
     if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
@@ -219,30 +219,31 @@ def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
 
 
 def is_torch_before_2_13() -> bool:
-    """Without importing it."""
+    """Whether the installed torch is older than 2.13, by its metadata: torch is not imported."""
     return tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
 
 
 def received_per_microbatch(stages: Sequence[Stage]) -> int:
-    """Tensors of hidden states that torch's pipeline keeps on a rank for each microbatch of a step: what it receives
-    from the stage before, up to 2.8 with its gradient, and from the one behind.
+    """Number of hidden-state tensors that torch's pipeline keeps on a rank for each microbatch of a step.
+
+    A rank keeps what it receives from the previous stage (up to torch 2.8 also its gradient) and from the next stage.
     """
-    from_before = 2 if is_torch_before_2_13() else 1  # those between were not tried
+    from_before = 2 if is_torch_before_2_13() else 1  # versions between 2.8 and 2.13 were not tried
     return sum(from_before * (not stage.first) + (not stage.last) for stage in stages)
 
 
 def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) -> list[int]:
-    """Layers per stage so that the costliest stage costs least.
+    """Layers per stage that make the most expensive stage as cheap as possible.
 
     Args:
-        first_cost, last_cost: what the embedding adds to the first and the head to the last stage, in layers.
+        first_cost, last_cost: cost of the embedding in the first stage and of the head in the last, in layers.
     """
     assert layers >= stages
     counts, cost = [1] * stages, [1.0] * stages
     cost[0] += first_cost
     cost[-1] += last_cost
     for _ in range(layers - stages):
-        # among equals the latest: the earlier a stage, the more microbatches' activations it holds
+        # of equal stages the last: an earlier stage holds the activations of more microbatches
         cheapest = min(range(stages), key=lambda stage: (cost[stage], -stage))
         counts[cheapest] += 1
         cost[cheapest] += 1
@@ -250,13 +251,13 @@ def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) 
 
 
 def stages_of(layers_per_stage: Sequence[int]) -> list[Stage]:
-    """Consecutive stages of so many layers each."""
+    """Consecutive stages with these numbers of layers."""
     edges = list(accumulate(layers_per_stage, initial=0))
     return [Stage(range(start, stop), start == 0, stop == edges[-1]) for start, stop in pairwise(edges)]
 
 
 def stages_on(pp_rank: int, pp: int, stages: int, v_shaped: bool) -> list[int]:
-    """The stages that a pipeline rank holds, as torch's schedules lay them: in a loop, or back and forth."""
+    """The stages of a pipeline rank, placed as torch's schedules expect: round-robin, or V-shaped."""
     if v_shaped:
         return [pp_rank, stages - 1 - pp_rank]
     return list(range(pp_rank, stages, pp))

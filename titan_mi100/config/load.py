@@ -37,15 +37,15 @@ else:
 
 _Name = tuple[str, str]  # section and key
 
-# What a command line names that is not about the model and the data of debug.toml.
+# Keys that name a model or data of the user's own: debug.toml is for its own only.
 _OWN_MODEL_OR_DATA = (
     *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
     *(("lora", "initial_load_path"), ("data", "path")),
 )
-# Bytes of a TOML file. The time to parse one can grow with its cube: larger ones go to the child process.
+# Bytes of a TOML file. Parsing can take cubic time: larger files are parsed in a child process with a time limit.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
-_PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables: the first says whether a process prints
+_PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variables; the first that is set counts
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock"),
     "wandb_id",
@@ -55,7 +55,7 @@ _OURS = (
 class _Setting(NamedTuple):
     """A value that was given, and where."""
 
-    value: Any  # from the command line: a text, of a list its texts
+    value: Any  # from the command line: a text; for a list key a list of texts
     where: str  # "file.toml: [section] key" or "--section.key", for messages
     folder: Path  # what a relative path is relative to
     is_text: bool  # from the command line: to be parsed
@@ -70,10 +70,10 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         argv: `--job.config_file x.toml`, then any `--section.key value` (or `=value`; a lone `--section.key` is true;
             a list takes several values, and its key may be repeated).
         world_size: number of processes of the run; None: it is not to be started, and any layout will do.
-        with_files: data and tokenizer must be there.
+        with_files: whether data and tokenizer must exist.
 
     Raises:
-        UserError: all that is wrong, one line each.
+        UserError: every problem, one line each.
     """
     errors, unknown = list[str](), list[Unknown]()
     overrides = _parse_arguments(argv, errors, unknown)
@@ -138,7 +138,7 @@ def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unk
 
 
 def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Setting]) -> list[str]:
-    """Unset what the command line says in another way; a line for the log about each."""
+    """Unset keys of the file that a key on the command line excludes; a line for the log about each."""
     notes = []
     for pair in ALTERNATIVES:
         for mine, other in (pair, pair[::-1]):
@@ -185,7 +185,7 @@ def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unkno
 def _read_toml(
     path: Path, settings: dict[_Name, _Setting], errors: list[str], unknown: list[Unknown], chain: tuple[Path, ...]
 ) -> bool:
-    """Add the file's settings, its `base` first, so that the file overrides it; whether it could be read."""
+    """Add the settings of the file, after those of its `base`, which it overrides; whether it could be read."""
     if problem := _refused_path(str(path)):
         errors.append(f"{shown(str(path))}: {problem}")
         return False
@@ -239,7 +239,7 @@ def parse_toml(path: str) -> dict[str, Any]:
 
 
 def _in_line(key: str) -> str:
-    """A key as a message shows it: in quotes it may be any text."""
+    """A key as a message shows it: TOML allows any text as a quoted key."""
     return shortened(repr(key)[1:-1])
 
 
@@ -268,7 +268,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
 
 
 def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], list[str]]:
-    """What the tables are, and what is wrong in them."""
+    """The tables as dataclasses, and what is wrong with them."""
     if not isinstance(setting.value, list | tuple) or any(not isinstance(item, dict) for item in setting.value):
         return (), [f"{setting.where} must be a list of tables, each under [[section.key]]"]
     found, errors, keys = [], list[str](), {key.name: key for key in keys_of(table)}
@@ -285,7 +285,7 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
 
 
 def _absolute(path: str, folder: Path, is_glob: bool) -> str:
-    """A path that no longer depends on `folder`. What `..` means after a link is for the system to say."""
+    """The absolute path. `..` is resolved by the system: after a symbolic link it is not the parent in the text."""
     path = os.path.expanduser(path)
     found = os.path.join(folder, path)
     if ".." in Path(path).parts:
@@ -296,7 +296,7 @@ def _absolute(path: str, folder: Path, is_glob: bool) -> str:
 
 
 def _refused(value: Any, rules: Any) -> str:
-    """What is wrong with a value of the right type; "" if nothing is."""
+    """Why a value of the right type is refused; "": it is accepted."""
     if isinstance(value, str):
         return _refused_path(value) if rules["path"] else "" if is_utf8(value) else "is not UTF-8"
     if isinstance(value, float):
@@ -317,7 +317,7 @@ def _refused_path(path: str) -> str:
 
 
 def _items(text: str, is_path: bool = False) -> list[str]:
-    """The items of `a, b` or `[a, b]`. A glob may begin or end with a bracket of its own, a file's name hold commas."""
+    """The items of `a, b` or `[a, b]`. A glob may begin or end with a bracket; a file name may contain commas."""
     if is_path and os.path.lexists(text):
         return [text]
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
@@ -335,11 +335,13 @@ def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Make this run's folder and return it: the named one, which may be there; with checkpoint.fresh a new one beside
-    it; else a new one named by the time. Of two runs that start at once none gets the other's new folder.
+    """Make this run's folder and return it.
+
+    It is the named folder, which may exist; with checkpoint.fresh a new one beside it; without a name a new one, named
+    by the time. Two runs that start at the same time never get the same new folder.
 
     Raises:
-        UserError: it cannot be made, or holds something that is in the way of the run's files.
+        UserError: it cannot be made, or a name that the run needs in it is taken.
     """
     if made := os.environ.get(RUN_FOLDER):
         return Path(made)
@@ -363,7 +365,7 @@ def make_run_folder(config: Config) -> Path:
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse what a run would wait for, or write through, in the place of a file of its own."""
+    """Refuse a link, a folder or a pipe that has the name of one of the run's files. Raises UserError."""
     for path in (folder / name for name in _OURS):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "is a link, a folder or a pipe, where the run writes a file of its own"
@@ -371,13 +373,13 @@ def _check_ours(folder: Path) -> None:
 
 
 def config_from_command_line(for_this_job: bool = True) -> Config:
-    """`load_config` for a program's start: prints the help and exits 0, or prints what is wrong and exits 2.
+    """`load_config` with sys.argv. Prints the help or the version and exits 0, or prints the errors and exits 2.
 
-    One process of each node prints, since all of a node find the same. The world size comes from the launcher; srun's
-    variables become those that torchrun sets.
+    Only one process of each node prints: all of them find the same. The world size comes from the launcher; srun's
+    variables are translated into torchrun's.
 
     Args:
-        for_this_job: the layout must fit the processes that were started; else it is of a job to come.
+        for_this_job: whether the layout must fit the processes that were started now; False: it is for a later job.
     """
     found = list[Config]()
     answers = {"-h": help_text, "--help": help_text, "--version": cli.versions}

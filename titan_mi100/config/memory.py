@@ -1,6 +1,6 @@
-"""What a step takes of a card's memory, by arithmetic: the peak of a few moments of the step. Imports no torch.
+"""Predicted peak memory of a step on each card: the largest of a few moments of the step. Imports no torch.
 
-tests/test_memory.py compares it with what memory/counter.py counts. Sizes are in bytes, of one rank.
+tests/test_memory.py compares the prediction with memory/counter.py. Sizes are bytes of one rank.
 """
 
 import math
@@ -24,14 +24,14 @@ from titan_mi100.config.settings import Config
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNICATION)
-HOST = "host"  # beside them: what is not on the device
+HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of an element's two moments
-MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes of a weight, and beside it
-_UPDATE_BUFFERS = 40 << 22  # of optim/lean.py on a GPU, without its kernel
-_ON_THE_WAY = 1 << 30  # bytes of gradients that wait for their way to the host, see parallel/offload.py
-HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # see model/loss.py: logits at a time; of the memory one part in so many is kept
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # bytes of AdamW's two moments per weight
+MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes per weight, and of its extra bits
+_UPDATE_BUFFERS = 40 << 22  # bytes that optim/lean.py needs on a GPU without its Triton kernel
+_ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
+HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # model/loss.py: logits in one block; 1/64 of the memory may hold logits
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Memory:
     """The peak of a rank.
 
     Attributes:
-        moment: in words.
-        categories: bytes by CATEGORIES.
-        host: bytes of the host's memory that the rank's process takes beside.
+        moment: when it is reached, for messages.
+        categories: bytes, by the names in CATEGORIES.
+        host: bytes of the host's memory that the rank's process takes besides.
     """
 
     moment: str
@@ -54,7 +54,7 @@ class Memory:
 
 
 def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | None = None) -> list[Memory]:
-    """The peak of each pipeline rank; without a pipeline, of any rank.
+    """The peak of each pipeline rank. Without a pipeline one entry: all ranks are alike.
 
     Args:
         device_memory: bytes of a card; 0: a CPU.
@@ -71,7 +71,7 @@ def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | N
 
 
 def _stages(config: Config, spec: ModelSpec, layout: Layout) -> list[list[Stage]]:
-    """Of each pipeline rank. Balanced as for a set of which every token is learned."""
+    """The stages of each pipeline rank, balanced as if every token were supervised."""
     p = config.parallelism
     schedule = SCHEDULES[p.pipeline_parallel_schedule]
     if layout.pp == 1:
@@ -109,7 +109,7 @@ class _Rank:
         self.block = sum(math.prod(x) for name, x in shapes.items() if name.startswith("model.layers.0.")) / layout.tp
         self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
         self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
-        # as they are computed with or gathered
+        # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
         self.block_bytes = self.block * (0.5 + self.compute / 64 if self.is_nf4 else self.compute)
         self.end_bytes = self.vocabulary * self.compute
@@ -117,15 +117,15 @@ class _Rank:
         self.adapters = sum(map(math.prod, adapters.values())) / spec.num_hidden_layers / layout.tp
         master, self.beside = MASTER_BYTES[config.optimizer.master]
         self.master = max(master, self.compute) if self.compute > 4 else master
-        # of a gradient where it is added up, and where it is reduced
+        # bytes of a gradient value where it is reduced
         self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Of the last microbatch and the update, those at which a peak can lie."""
+        """The moments of the last microbatch and of the update at which the peak can be, with their categories."""
         trained, weights, state = self._held()
         sums = self._gradient_sums(trained)
         is_all_here = self.offload == "nothing"
-        # Until the last microbatch, which ZeRO-1 waits for; among replicas FSDP2 keeps what it has reduced until then.
+        # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
         stay_so_long = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
         held = {
             PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
@@ -156,10 +156,12 @@ class _Rank:
                     gradients=before + end, activations=kept,
                     communication=self._reduced(self.vocabulary) + self._gathered(self.block_bytes),
                 )  # fmt: skip
-            if self.layout.tp > 1 and not self.is_fsdp:  # of a DTensor autograd adds out of place
+            if self.layout.tp > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
                 yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
-        waiting = end if self.tied and self.first and self.last else 0.0  # for the embedding's, as both are one weight
-        if self.first and end and not stay_so_long:  # the embedding's has not come yet
+        waiting = (
+            end if self.tied and self.first and self.last else 0.0
+        )  # the head's gradient waits for the embedding's: one weight
+        if self.first and end and not stay_so_long:  # the embedding's gradient is not there yet
             sums = self._gradient_sums(trained - self.vocabulary)
         if self.layers:
             inside = self._inside() + (0.0 if is_kept else copies)
@@ -200,7 +202,7 @@ class _Rank:
         return trained, (trained * self.master + frozen) / self.shard, state / self.shard
 
     def on_host(self) -> float:
-        """Bytes of the host's memory that take the place of the device's."""
+        """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
         found = self.layers * self._pinned(self._kept()) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
@@ -213,17 +215,17 @@ class _Rank:
         return found
 
     def _pinned(self, size: float) -> float:
-        """What torch's page-locked memory takes for a tensor: a power of two."""
+        """Bytes of pinned host memory for a tensor: torch rounds up to a power of two."""
         return 2.0 ** math.ceil(math.log2(size)) if self.device_memory and size else size
 
     def _weights_pinned(self) -> float:
-        """The weights, each matrix for itself."""
+        """Pinned bytes of all weights: each matrix is rounded up separately."""
         bytes_each = (self.compute if self.lora else self.master) / self.shard / self.layout.tp
         shapes = {name: math.prod(shape) for name, shape in parameter_shapes(self.spec).items() if len(shape) == 2}
         return sum(self._pinned(size * bytes_each) for size in shapes.values())
 
     def _gradient_sums(self, trained: float) -> float:
-        """Gradients where they are added up over microbatches, or wait for their way to the host."""
+        """Bytes of gradients that are accumulated over microbatches, or wait to be copied to the host."""
         if self.is_fsdp and self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
             return trained * max(self.reduce, self.compute)
         twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
@@ -244,19 +246,19 @@ class _Rank:
         return min(microbatches, pp - self.rank)
 
     def _per_token(self) -> tuple[float, float, float, float]:
-        """Values of a token on this rank: hidden state, MLP, queries, keys."""
+        """Number of values per token on this rank: hidden state, MLP, queries, keys."""
         spec, tp = self.spec, self.layout.tp
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         return spec.hidden_size / tp, spec.intermediate_size / tp, heads / tp, kv_heads / tp
 
     def _saved(self) -> float:
-        """What a block saves for its backward, without recomputation: as autograd does, norms in fp32."""
+        """Bytes that autograd saves for a block's backward without recomputation; norms are in fp32."""
         hidden, mlp, q, k = self._per_token()
         c = self.compute
         return self.tokens * (hidden * (6 * c + 8) + q * (2 * c + 8) + k * (2 * c + 8) + mlp * 4 * c)
 
     def _kept(self) -> float:
-        """What a block keeps from forward to backward."""
+        """Bytes that a block keeps from forward to backward."""
         hidden, _, q, k = self._per_token()
         by_mode = {
             "none": self._saved(),
@@ -266,11 +268,11 @@ class _Rank:
         return by_mode[self.config.activation_checkpoint.mode]
 
     def _inside(self) -> float:
-        """What a block's backward takes beside what was kept."""
+        """Bytes that a block's backward needs besides what was kept."""
         hidden, mlp, _, _ = self._per_token()
         mode, c = self.config.activation_checkpoint.mode, self.compute
         moving = self.tokens * c * (2 * mlp + 2 * hidden)
-        if self.is_nf4:  # a matrix while it is multiplied, and what its bytes stand for is looked up by
+        if self.is_nf4:  # one dequantised matrix, and the indices of its lookup
             moving += self.spec.hidden_size * mlp * (c + 2)
         if mode == "none":
             return moving
@@ -282,14 +284,14 @@ class _Rank:
         return self.tokens * 8 * self.spec.head_dim
 
     def _received(self) -> float:
-        """Buffers for hidden states and their gradients: torch's pipeline keeps them for each microbatch."""
+        """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
         if self.layout.pp == 1:
             return 0.0
         one = self.tokens * self.compute * self._per_token()[0]
         return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
 
     def _weight_copies(self) -> float:
-        """A block's weights in the dtype of the computation, where the master weights are wider and not gathered."""
+        """Bytes of a block's weights, cast to the dtype of the computation, if FSDP2 does not gather them."""
         is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
         return self.block * self.compute if is_cast else 0.0
 
@@ -307,14 +309,14 @@ class _Rank:
         return rows + block * (c + (wide if c < 4 else 0))
 
     def _end_bytes(self) -> int:
-        """Of a value of a vocabulary matrix's gradient, before it is reduced."""
+        """Bytes per value of a vocabulary matrix's gradient before its reduction."""
         return self.compute if self.is_fsdp else self.master
 
     def _gathered(self, by_group: float, more: float = 0.0) -> float:
-        """Weights that FSDP2 has gathered.
+        """Bytes of the weights that FSDP2 has gathered.
 
         Args:
-            by_group: bytes, where each group is freed after use. more: in the buffer of the last gathering.
+            by_group: if each group is freed after use (ZeRO-3); more: still in the buffer of the last all-gather.
         """
         if not self.is_fsdp:
             return 0.0
@@ -323,7 +325,7 @@ class _Rank:
         return by_group + more
 
     def _reduced(self, elements: float) -> float:
-        """FSDP2 copies a group's gradients into a buffer, reduces that into another, and casts that."""
+        """Bytes of FSDP2's buffers: it copies a group's gradients into one, reduces into a second, casts the second."""
         if not self.is_fsdp or self.lora or self.layout.pp > 1:
             return 0.0
         other = self.master if self.master != self.reduce else 0

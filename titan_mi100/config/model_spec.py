@@ -1,4 +1,4 @@
-"""Which Qwen3 it is: presets, HF `config.json`, parameter and FLOP counts. Imports no torch."""
+"""The shape of a Qwen3: presets, HF `config.json`, names and shapes of its parameters. Imports no torch."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ class ModelSpec:
     pad_token_id: int | None = None  # its row of the input embedding gets no gradient, as in transformers
 
     def problems(self) -> list[str]:
-        """What makes this shape impossible, one clause each; empty when it is sound."""
+        """What is wrong with this shape, one clause each; empty: nothing."""
         found = [
             f"{name} = {value} must be positive"
             for name, value in asdict(self).items()
@@ -64,26 +64,26 @@ PRESETS: Mapping[str, ModelSpec] = {
 }
 
 
-# transformers' own for a Qwen3 whose config.json leaves these out
+# transformers' defaults for keys that a Qwen3's config.json may leave out
 _DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
 
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _LARGEST_COUNT, _LARGEST_SIZE = 10_000, 10**8
 
-# a field's type -> the types of JSON values that it takes, and what they are in words
+# type of a field -> the types of JSON values that it accepts, and their name in messages
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"), int: ((int,), "an int"), float: ((int, float), "a finite float"),
     int | None: ((int, type(None)), "an int or null"),
 }  # fmt: skip
 
-# The other keys of config.json, by what transformers' Qwen3 does with them. It computes what ours does only with:
+# Other keys of config.json. transformers' Qwen3 computes the same as this model only with these values:
 _ONLY: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "is_causal": True,
     "attention_dropout": 0.0, "partial_rotary_factor": 1.0, "is_decoder": False, "is_encoder_decoder": False,
     "tie_encoder_decoder": False, "add_cross_attention": False, "chunk_size_feed_forward": 0, "pretraining_tp": 1,
     "pruned_heads": {},
 }  # fmt: skip
-# and these change no forward or backward: bookkeeping, what is returned, classification, generation
+# These keys change neither forward nor backward: bookkeeping, return values, classification, generation.
 _WITHOUT_EFFECT = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path _commit_hash
@@ -104,12 +104,11 @@ _ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as 
 def read_hf_config(folder: str | Path) -> ModelSpec:
     """Read the model's shape from `folder/config.json`.
 
-    The base of the rotary embedding is taken in both forms that transformers has written: beside the other fields, or
-    in a dict (`rope_parameters`).
+    rope_theta may be a key of its own (transformers 4) or in the dict `rope_parameters` (transformers 5).
 
     Raises:
-        UserError: no such file, not a dense Qwen3, code of its own, or a key under which transformers computes
-            something else than this model, or may do so.
+        UserError: no such file, not a dense Qwen3, a model with its own code, or a key that makes transformers compute
+            something else than this model, or might.
     """
     path = Path(folder) / "config.json"
     raw = read_object(path, "name an HF folder, which has a config.json, or for other weights model.flavor")
@@ -127,7 +126,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     if not found:
         spec = ModelSpec(**{field.name: values[field.name] for field in fields(ModelSpec) if field.name in values})
         found = spec.problems()
-        # what counts the layers would not come to an end, and what multiplies sizes would overflow
+        # larger counts would make loops over layers endless, larger sizes would overflow
         for field in fields(ModelSpec):
             most = _LARGEST_COUNT if field.name in _COUNTS else _LARGEST_SIZE
             if field.type is int and (value := getattr(spec, field.name)) > most:
@@ -138,7 +137,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
 
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """What of a config.json this model does not do, or is not known here."""
+    """Keys of a config.json that this model does not support, or that are unknown."""
     if raw.get("model_type") != "qwen3":
         return [f"model_type = {shown(raw.get('model_type'))}; only 'qwen3' (dense) is supported"]
     own = (field.name for field in fields(ModelSpec))
@@ -189,7 +188,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
-    """Fields that change what a model computes or its tensors' shapes, as `name: a's value, b's value`."""
+    """Differing fields that change the computation or the tensors' shapes, as `name: a's value, b's value`."""
     # none of these changes the computation of given weights
     same = {"initializer_range": 0.0, "max_position_embeddings": 0, "pad_token_id": None}
     left, right = asdict(replace(a, **same)), asdict(replace(b, **same))  # type: ignore[arg-type]

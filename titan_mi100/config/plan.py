@@ -1,4 +1,4 @@
-"""What a run will take: memory against what a card has, FLOPs, traffic, time; and which layout does best. No torch."""
+"""The plan of a run: memory on each card, FLOPs, communication, time; and a search for the best layout. No torch."""
 
 import itertools
 import math
@@ -16,19 +16,19 @@ from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import REACHED, reached
 
 GIB = 1 << 30
-# Of the plan against the counter, over the configurations of tests/test_memory.py: at most so much above and below.
+# Largest relative error of the plan against the counter, above and below, over the configs of tests/test_memory.py.
 ABOVE, BELOW = 0.10, 0.03
-# What no counter sees: a driver's context, a communication library's buffers, what is lost between blocks. Assumed:
-# nobody has measured it on the cards that this is for.
+# Memory that the counter does not see: the driver's context, buffers of the communication library, fragmentation.
+# Assumed, not measured on any card.
 _CONTEXT, _LOST = 0.75 * GIB, 0.02
-EFFICIENCY = 0.35  # of the peak rate, that a step reaches while it computes: assumed
-# Seconds per element of an update by the host's processor, measured on 2 cores: torch's AdamW, and ours.
+EFFICIENCY = 0.35  # share of the peak rate that a step reaches while it computes: assumed, not measured
+# Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on so many cards. Times are in seconds, for rows that are full of learned tokens.
+    """A run on `ranks` cards. Times are seconds, for full rows of which every token is learned.
 
     Attributes:
         memory: the peak of each pipeline rank.
@@ -36,11 +36,11 @@ class Plan:
         flops: of a step, all ranks together, recomputation not counted.
         sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline.
         bubble: share of the step in which a pipeline's rank waits.
-        step: seconds; None: the device's speed is not known.
-        tokens: of a step.
-        hidden_from: tokens of a forward from which on backward hides what moves between host and device; 0: nothing
-            moves, or the device's speed is not known.
-        update: seconds of a step in which the host's state moves, or its processor works; in `step`.
+        step: seconds of a step; None: the device's speed is not known.
+        tokens: tokens of a step.
+        hidden_from: tokens per forward from which computation overlaps all copies between host and device; 0: there
+            are no copies, or the device's speed is not known.
+        update: seconds of the update with offloading: copies, or work of the CPU; part of `step`.
     """
 
     config: Config
@@ -66,17 +66,17 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step; for a device whose speed is not known without end."""
+        """Seconds of a step; infinite if the device's speed is not known."""
         return math.inf if self.step is None else self.step
 
     @property
     def least(self) -> float:
-        """Bytes that a card needs at least, if the plan errs as far upwards as it was seen to."""
+        """Bytes that a card needs at least: the plan, if it is too high by its largest known error."""
         return self.worst.peak / (1 + ABOVE)
 
     @property
     def most(self) -> float:
-        """Bytes that a card needs at most, if it errs downwards, with what no counter sees."""
+        """Bytes that a card needs at most: the plan, if it is too low by its largest known error, with the unseen."""
         return with_unseen(self.worst.peak * (1 + BELOW))
 
     @property
@@ -85,12 +85,12 @@ class Plan:
 
 
 def with_unseen(peak: float) -> float:
-    """Bytes that a card needs at a counted peak."""
+    """Bytes that a card needs for a counted peak: with the memory that the counter does not see."""
     return peak * (1 + _LOST) + _CONTEXT
 
 
 def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:
-    """Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
+    """Plan a run on `ranks` cards. Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
     spec = spec or config.spec()
     layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
     rows = batch.global_batch_size
@@ -143,7 +143,7 @@ def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
 
 
 def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float], float]:
-    """Bytes that a rank sends in a step, and those of data parallel that it sends during a single microbatch."""
+    """Bytes that a rank sends in a step; and how many of data parallel's it sends during a single microbatch."""
     layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
@@ -164,7 +164,7 @@ def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float]
     return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
 
 
-# single changes, what they are in words, and the settings: the first that is tried wins where two save as much
+# changes that save memory: words, and settings; of two that save the same, the first is proposed
 _CHANGES: Sequence[tuple[str, dict[str, dict[str, Any]]]] = (
     ("recompute activations", {"activation_checkpoint": {"mode": "full"}}),
     ("reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
@@ -192,9 +192,7 @@ def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
 
 
 def remedy(plan: Plan) -> str:
-    """The one change that helps most, in words: of those after which it fits, the one that changes least; else the
-    one that saves most.
-    """
+    """The change to propose, in words: the first after which the run fits; else the one that saves most memory."""
     config, size = plan.config, plan.config.training.local_batch_size
     changes = list(_CHANGES)
     if size > 1:
@@ -219,7 +217,7 @@ def remedy(plan: Plan) -> str:
     return best[2] if best else "more cards, or a smaller model"
 
 
-_KINDS = (  # of optimizer state and master weights, and what is kept on the host
+_KINDS = (  # optimizer.state, optimizer.master, memory.offload
     ("fp32", "fp32", "nothing"),
     ("8bit", "24bit", "nothing"),
     ("8bit", "bf16_sr", "nothing"),

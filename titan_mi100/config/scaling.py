@@ -1,4 +1,4 @@
-"""How long a step takes that was rehearsed: computation, what of the communication it hides, and the rest. No torch."""
+"""Predicted time of a rehearsed step: computation, and the communication that it does not hide. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from titan_mi100.config.layout import SCHEDULES
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import AXES, WORLD, Traffic, Work
 
-# Of a device's peak rate, that a step reaches while it computes: so chosen that the modelled step of Llama-3 8B (FSDP2
-# over 64 MI250X GCDs, one row of 8,192 tokens each, selective recomputation) takes the published time, 1,333 tokens/s
-# per GCD. Nothing else is fitted. scripts/bench/scaling.py fit computes it anew.
+# Share of a device's peak rate that a step reaches while it computes. Fitted so that the modelled step of Llama-3 8B
+# (FSDP2 over 64 MI250X GCDs, one row of 8,192 tokens each, selective recomputation) takes the published time: 1,333
+# tokens/s per GCD. It is the only fitted number; `scripts/bench/scaling.py fit` computes it again.
 EFFICIENCY = 0.4293
 _DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
@@ -22,8 +22,8 @@ class StepTime:
     Attributes:
         computing: matrix products and attention.
         bubble: waiting for other stages of a pipeline.
-        sending: by axis, all transfers, hidden or not.
-        exposed: those that nothing hides: by axis, both of data parallel as "dp".
+        sending: seconds of all transfers by axis, overlapped or not.
+        exposed: seconds that are not overlapped, by axis; both data-parallel axes together are "dp".
     """
 
     computing: float
@@ -43,12 +43,12 @@ def bubble_share(schedule: str, pp: int, microbatches: int) -> float:
 
 
 def exposed_seconds(once: float, spread: float, computing: float, microbatches: int, overlap: float) -> float:
-    """What remains of data parallel's communication behind the computation.
+    """Seconds of data-parallel communication that computation does not overlap.
 
     Args:
-        once: seconds of what is sent during one of the forwards and backwards, which hides it.
-        spread: of what is sent during all of them.
-        overlap: of the hardware, see Gpu.
+        once: seconds of what is sent during a single microbatch, which overlaps it.
+        spread: seconds of what is sent over all microbatches.
+        overlap: see Gpu.overlap.
     """
     hides = overlap * computing
     return max(0.0, once - hides / microbatches) + max(0.0, spread - hides)
@@ -57,11 +57,11 @@ def exposed_seconds(once: float, spread: float, computing: float, microbatches: 
 def step_time(
     work: Work, gpu: Gpu, dtype: str, microbatches: int, bubble: float, efficiency: float = EFFICIENCY
 ) -> StepTime:
-    """Of one rank. Tensor parallel and a pipeline wait for what they send; FSDP2 sends ahead.
+    """Time of one rank. Tensor and pipeline parallel wait for their transfers; FSDP2 overlaps them.
 
     Args:
-        dtype: of the computation, whose peak rate the device must have.
-        bubble: share of the step without its communication, see bubble_share.
+        dtype: of the computation; gpu.tflops must have it.
+        bubble: see bubble_share.
         efficiency: see EFFICIENCY.
     """
     computing = work.flops / (gpu.tflops[dtype] * 1e12 * efficiency)
@@ -75,7 +75,7 @@ def step_time(
 
 
 def step_of(config: Config, ranks: int, works: Sequence[Work], gpu: Gpu, efficiency: float = EFFICIENCY) -> StepTime:
-    """Of a run, by its slowest rank. Args: works: of a rank of each pipeline stage."""
+    """Time of a run's step: that of its slowest rank. Args: works: one for each pipeline stage."""
     layout, microbatches = config.layout(ranks), config.batch(ranks).gradient_accumulation_steps
     bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
     dtype = config.training.mixed_precision_param

@@ -1,11 +1,11 @@
-"""Ranks of processes that torchrun has not started: srun's variables have all that is needed, mpirun's are refused."""
+"""Ranks of processes that were started without torchrun: read from srun's variables; mpirun's are refused."""
 
 import re
 from collections.abc import Mapping
 
 from titan_mi100.errors import UserError
 
-RUN_FOLDER = "TITAN_RUN_FOLDER"  # variable in which the launcher names the folder that it has made for the run
+RUN_FOLDER = "TITAN_RUN_FOLDER"  # environment variable: the run folder that the launcher has made
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 _REMEDY = (
@@ -15,13 +15,13 @@ _REMEDY = (
 
 
 def srun_tasks(environ: Mapping[str, str]) -> int:
-    """How many of this process srun has started; 1 if it was not srun, or a launcher has set RANK.
+    """Number of processes that srun has started; 1 if it was not srun, or a launcher has set RANK.
 
-    A batch script and the shell of salloc are one process, though they see SLURM_PROCID = 0 and SLURM_NTASKS, which
-    counts the tasks of the job. Only a process of a step sees what belongs to a step.
+    A batch script and the shell of salloc are one process, although they see SLURM_PROCID = 0 and SLURM_NTASKS, the
+    number of the job's tasks. Only the processes of a step have the variables of a step.
 
     Raises:
-        UserError: mpirun has started several.
+        UserError: mpirun has started several processes.
     """
     if environ.get("RANK"):
         return 1
@@ -34,17 +34,17 @@ def srun_tasks(environ: Mapping[str, str]) -> int:
 
 
 def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, for a process that srun has started beside others; else {}.
+    """The variables that torchrun would set, if srun has started several processes; else {}.
 
     Raises:
-        UserError: several processes were started, and which of them this is cannot be told.
+        UserError: several processes were started, but this one's rank is not known.
     """
     tasks = srun_tasks(environ)
     if not environ.get("RANK"):
         _check_size(environ, "WORLD_SIZE", tasks)
     if tasks == 1:
         return {}
-    # below the ports that systems give out; another one for each job and step, which may share a node
+    # below the ephemeral ports; different for each job and step, because they may share a node
     step = _number({"SLURM_STEP_ID": "0", **environ}, "SLURM_STEP_ID")
     port = 10_000 + (_number(environ, "SLURM_JOB_ID") + 997 * step) % 20_000
     found = {
@@ -59,7 +59,7 @@ def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_place(environ: Mapping[str, str]) -> None:
-    """Refuse variables of a launcher that are half of what is needed, or contradict each other. Raises UserError."""
+    """Check a launcher's variables. Raises UserError: some are missing, or they contradict each other."""
     given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1", **environ}
     given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
     _number(given, "MASTER_PORT")
@@ -71,10 +71,10 @@ def check_place(environ: Mapping[str, str]) -> None:
 
 
 def device_index(environ: Mapping[str, str], usable: int) -> int:
-    """Which of the devices that this process can use is its own.
+    """The index of this process's GPU among those that it can see.
 
     Args:
-        usable: their number. A task of srun may see its own only, which is then number 0.
+        usable: number of GPUs that it can see. A task of srun may see only its own, which is then number 0.
 
     Raises:
         UserError: more processes than devices.
@@ -102,7 +102,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int:
-    """Of `2(x3),1`: 2 for nodes 0 to 2, 1 for node 3."""
+    """Tasks on this node, e.g. of `2(x3),1`: 2 on nodes 0 to 2, 1 on node 3."""
     node = _number(environ, "SLURM_NODEID")
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
@@ -112,7 +112,7 @@ def _tasks_of_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """Of `gpu[003-006,009],login1`: gpu003."""
+    """The first host of a node list, e.g. of `gpu[003-006,009],login1`: gpu003."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     found = re.match(r"((?:[\w.-]|\[\w[^\[\]]*\])+)(?:,|$)", nodes)
     if found is None:

@@ -16,9 +16,7 @@ FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora
 def _key(
     default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False
 ) -> Any:
-    """A config key. `low` is the least allowed number, `high` the largest whole one; `path` values in a TOML file are
-    relative to that file.
-    """
+    """A key. low, high: limits of a number (high: of a whole one). path: in a TOML file it is relative to the file."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "path": path})
 
 
@@ -26,8 +24,10 @@ def _key(
 class JobConfig:
     config_file: str = _key("", "TOML file to read (command line only)")
     description: str = _key("", "free text, kept with the run")
-    dump_folder: str = _key("outputs", "where run folders are made that have no name", path=True)
-    run_folder: str = _key("", "this run's folder, resumed if it holds a checkpoint; empty: a new one", path=True)
+    dump_folder: str = _key("outputs", "folder for runs without job.run_folder", path=True)
+    run_folder: str = _key(
+        "", "folder of this run, which resumes if it holds a checkpoint; empty: a new one", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class ModelConfig:
         "", "HF folder, .tiktoken or sentencepiece .model file; empty: checkpoint.initial_load_path", path=True
     )
     allow_other_tokenizer: bool = _key(
-        False, "train with a tokenizer_path whose tokenizer is not that of checkpoint.initial_load_path"
+        False, "allow a tokenizer_path that differs from the tokenizer in checkpoint.initial_load_path"
     )
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key(
         "auto",
-        "attention implementation; auto: the fastest that works on this machine, eager: the reference",
+        "attention kernel; auto: the fastest that works on this machine; eager: the reference",
         choices=("auto", "triton", "varlen", "flash_attn", "flex", "sdpa", "chunked", "eager"),
     )
 
@@ -59,7 +59,7 @@ class SourceConfig:
     )
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
-    epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
+    epochs: float = _key(1.0, "how often it is read; then data.on_exhausted applies")
     format: str = _key(
         "auto", "what a row looks like, as data.format; a folder of prepare_corpus: auto", choices=_FORMATS
     )
@@ -72,27 +72,23 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: tuple[str, ...] = _key(
-        (),
-        "training data: files or globs of JSONL, JSON or parquet, also .gz and .zst; short for one source",
-        path=True,
-    )
-    weights: tuple[float, ...] = _key((), "a source for each path, with these weights, e.g. [3, 1]")
-    repeats: tuple[float, ...] = _key((), "a source for each path, read so often in an epoch, e.g. [1, 2.5]")
+    path: tuple[str, ...] = _key((), "training data: files or globs of JSONL, JSON, parquet, also .gz, .zst", path=True)
+    weights: tuple[float, ...] = _key((), "makes each path a source of a mixture with this weight, e.g. [3, 1]")
+    repeats: tuple[float, ...] = _key((), "makes each path a source, read this often in an epoch, e.g. [1, 2.5]")
     source: tuple[SourceConfig, ...] = _key((), "the sources of a mixture, each a table [[data.source]]")
     weights_in: str = _key(
         "tokens",
-        "what weights are shares of; documents: converted to tokens by each source's mean length",
+        "whether weights are shares of tokens or of documents (converted by each source's mean length)",
         choices=("tokens", "documents"),
     )
     on_exhausted: str = _key(
         "repeat",
-        "a source of a mixture that was read `epochs` times: read again, until all were; drop out, the others share "
-        "its weight; or stop the run",
+        "what happens to a source that was read `epochs` times: it is read again until all were, it drops out and the "
+        "others share its weight, or the run stops",
         choices=("repeat", "drop", "stop"),
     )
     concatenate: bool = _key(
-        False, "documents of a corpus that share a row see each other, as in a classic stream; false: isolated"
+        False, "let attention cross document boundaries in the rows of a corpus; false: documents are isolated"
     )
     format: str = _key(
         "auto", "what a row looks like (docs/DATA.md); auto: by the keys of each file's first row", choices=_FORMATS
@@ -103,23 +99,23 @@ class DataConfig:
     text_column: str = _key("text", "column with the text, for format text")
     loss: str = _key(
         "assistant",
-        "which turns are learned: the assistant's, its last one, the whole text, or messages that say weight = 1",
+        "what is learned: the assistant's turns, its last turn, the whole text, or messages with weight = 1",
         choices=("assistant", "last", "all", "weight"),
     )
     empty_think: str = _key(
         "masked",
-        "the empty think block that the template puts before an answer: not learned, or learned",
+        "whether the empty think block that the template puts before an answer is learned",
         choices=("masked", "supervised"),
     )
     earlier_thinking: str = _key(
         "template",
-        "turns whose reasoning the template leaves out: learned as it writes them, not learned, or the conversation "
-        "is unrolled into one document per round, each with its reasoning",
+        "turns whose reasoning the template removes: learned without it, not learned, or unrolled into one document "
+        "per round, each with its reasoning",
         choices=("template", "mask", "unroll"),
     )
     overlong: str = _key(
         "drop",
-        "more tokens than seq_len: leave the row out, keep its beginning, cut it into pieces, or stop",
+        "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
         choices=("drop", "truncate", "split", "error"),
     )
     max_lost_share: float = _key(
@@ -132,7 +128,7 @@ class DataConfig:
         "keep", "rows with the content of an earlier row: train on them, or leave them out", choices=("keep", "drop")
     )
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
-    max_bad_rows: int = _key(100, "with on_bad_row = skip: more of them than this stop the run")
+    max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")
     validation_path: tuple[str, ...] = _key((), "files or globs to validate on", path=True)
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
@@ -173,11 +169,10 @@ class TrainingConfig:
     epochs: int = _key(0, "passes over the data; 0 with steps = 0: one")
     max_norm: float = _key(1.0, "clip the gradient's global norm to this; 0: off")
     max_nonfinite_steps: int = _key(
-        3, "steps in a row without a finite loss and gradient norm, which are skipped, before the run ends", low=1
+        3, "end the run after this many steps in a row with a loss or gradient norm that is not finite", low=1
     )
     loss_spike_sigmas: float = _key(
-        6.0,
-        "a loss this many deviations above the mean of the last 128 steps is a spike; its rows are logged; 0: off",
+        6.0, "log the rows of a step whose loss is this many deviations above the mean of the last 128; 0: off"
     )
     skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
@@ -195,8 +190,8 @@ class TrainingConfig:
 @dataclass(frozen=True)
 class ValidationConfig:
     freq: int = _key(0, "optimizer steps between validations; 0: only after the last step")
-    prompts: int = _key(0, "beginnings of held-out documents that the model continues at each validation", high=1024)
-    prompt_tokens: int = _key(128, "most tokens of each answer; each costs a forward", low=1)
+    prompts: int = _key(0, "number of held-out prompts that the model answers at each validation", high=1024)
+    prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)
 
 
 @dataclass(frozen=True)
@@ -208,19 +203,18 @@ class OptimizerConfig:
     weight_decay: float = _key(0.1, "decoupled weight decay of matrices; norms have none")
     state: str = _key(
         "fp32",
-        "of AdamW's two moments: fp32, or bf16 rounded at random, or 8 bits each with an exponent per block",
+        "dtype of AdamW's two moments: fp32, bf16 with stochastic rounding, or 8 bits with an exponent per block",
         choices=("fp32", "bf16", "8bit"),
     )
     master: str = _key(
         "fp32",
-        "what the weights themselves are kept in: fp32; bf16_sr, bf16 rounded at random (stochastic rounding); 24bit, "
-        "bf16 and 8 bits more",
+        "format of the master weights: fp32; bf16_sr: bf16 with stochastic rounding; 24bit: bf16 and 8 more bits",
         choices=("fp32", "bf16_sr", "24bit"),
     )
 
     @property
     def is_lean(self) -> bool:
-        """Whether anything is kept in fewer bits than fp32 has."""
+        """Whether the optimizer state or the weights are kept in fewer than 32 bits."""
         return (self.state, self.master) != ("fp32", "fp32")
 
 
@@ -228,7 +222,7 @@ class OptimizerConfig:
 class LRSchedulerConfig:
     warmup_steps: int = _key(-1, "steps of linear warmup; -1: 3% of the steps", low=-1)
     decay_type: str = _key("cosine", "shape of the decay", choices=("cosine", "linear", "sqrt", "constant"))
-    decay_ratio: float = _key(1.0, "share of the steps that decay, at the end; under 1: warmup-stable-decay (WSD)")
+    decay_ratio: float = _key(1.0, "share of the steps in which lr decays, at the end; below 1: warmup-stable-decay")
     min_lr_factor: float = _key(0.0, "final learning rate as a share of lr")
 
 
@@ -238,7 +232,7 @@ class ParallelismConfig:
         -1, "FSDP2 ranks that share weights; -1: all processes that the others leave", low=-1
     )
     data_parallel_replicate_degree: int = _key(
-        1, "HSDP: replicas, each of data_parallel_shard_degree ranks; with 1 of them each: DDP", low=1
+        1, "replicas (HSDP), each of data_parallel_shard_degree ranks; with shard degree 1: DDP", low=1
     )
     tensor_parallel_degree: int = _key(1, "ranks that share each layer's heads and matrices; inside a node", low=1)
     pipeline_parallel_degree: int = _key(
@@ -250,58 +244,58 @@ class ParallelismConfig:
     )
     zero_stage: int = _key(
         -1,
-        "what the FSDP2 ranks share: 3 weights, gradients and optimizer state; 2 all but weights, gathered once per "
-        "step; 1 optimizer state only, gradients reduced once per step; 0 nothing (DDP); -1: 3, with a pipeline 1, "
-        "with replicas of one rank 0",
+        "what FSDP2 shards: 3: weights, gradients, optimizer state; 2: all but weights, which are gathered once per "
+        "step; 1: optimizer state, gradients reduced once per step; 0: nothing (DDP); -1: 3, or 1 with a pipeline, or "
+        "0 with replicas of one rank",
         low=-1,
     )
-    powersgd_rank: int = _key(0, "DDP: send gradient matrices as products of this rank (PowerSGD, lossy); 0: off")
-    powersgd_start_step: int = _key(10, "first step that is compressed; those before are exact", low=2)
-    powersgd_warm_start: bool = _key(True, "begin each compression from the step before's")
-    powersgd_error_feedback: bool = _key(True, "add what a compression lost to the next step's gradient")
+    powersgd_rank: int = _key(0, "with DDP: compress gradients to matrices of this rank (PowerSGD, lossy); 0: off")
+    powersgd_start_step: int = _key(10, "first step with compression; steps before it are exact", low=2)
+    powersgd_warm_start: bool = _key(True, "start each compression from the previous step's factors")
+    powersgd_error_feedback: bool = _key(True, "add the compression error to the next step's gradient")
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
     mode: str = _key(
         "selective",
-        "recompute in backward: nothing, each block but its attention, or each block whole",
+        "what is recomputed in backward: nothing, each block except its attention, or whole blocks",
         choices=("none", "selective", "full"),
     )
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    limit_gib: float = _key(0.0, "of each device that the run may use; 0: all of a GPU, on a CPU without a limit")
+    limit_gib: float = _key(0.0, "memory that the run may use on each device; 0: all of a GPU; on a CPU no limit")
     offload: str = _key(
         "nothing",
-        "what lives in the host's memory: optimizer, the summed gradients and the optimizer's state, the weights stay "
-        "on the device; weights, all three, fetched block by block (FSDP2's CPU offload)",
+        "what is in the host's memory: optimizer: accumulated gradients and optimizer state; weights: the weights "
+        "too, fetched block by block (FSDP2's CPU offload)",
         choices=("nothing", "optimizer", "weights"),
     )
     offload_activations: bool = _key(
         False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
     )
     on_overflow: str = _key(
-        "refuse", "when the plan says that a step does not fit: do not start, or only warn", choices=("refuse", "warn")
+        "refuse", "what to do if a step is predicted not to fit: refuse to start, or warn", choices=("refuse", "warn")
     )
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    enable: bool = _key(False, "torch.compile each block, but for its attention")
+    enable: bool = _key(False, "torch.compile each block except its attention")
     backend: str = _key("inductor", "torch.compile's backend", choices=("inductor", "aot_eager"))
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    rank: int = _key(0, "train only adapters, W + alpha / rank * B A with A and B of this rank (LoRA); 0: all weights")
-    alpha: float = _key(16.0, "scale of the adapters, times rank")
-    dropout: float = _key(0.0, "share of the adapters' inputs that training leaves out")
+    rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
+    alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
+    dropout: float = _key(0.0, "dropout of the adapters' inputs")
     target_modules: tuple[str, ...] = _key(model_spec.LINEARS, "linear layers of each block that get an adapter")
     base: str = _key(
         "whole",
-        "the frozen linear layers of the blocks: in the dtype of the computation, or in 4 bits (NF4, as in QLoRA)",
+        "format of the frozen weights: whole: the dtype of the computation; nf4: 4 bits (QLoRA)",
         choices=("whole", "nf4"),
     )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
@@ -318,24 +312,24 @@ class CheckpointConfig:
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
     async_mode: str = _key(
         "disabled",
-        "async: a thread writes a copy, in the host's memory, while training goes on",
+        "async: training continues while a thread writes a copy in the host's memory",
         choices=("disabled", "async"),
     )
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
     keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
     allow_changed: tuple[str, ...] = _key(
-        (), f"what may differ from the run so far: {', '.join(FINGERPRINTS)}; or a field, model.rope_theta"
+        (), f"what may change on resume: {', '.join(FINGERPRINTS)}; or a field such as model.rope_theta"
     )
     export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf-step-N/ in the run folder")
     export_dtype: str = _key(
         "auto",
-        "of the exported weights; auto: what config.json beside initial_load_path names, else float32",
+        "dtype of the exported weights; auto: that of initial_load_path's config.json, else float32",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     load_step: int = _key(
         -1,
-        "step of the checkpoint to resume from, suspect or not; later ones are renamed; -1: the newest that is not "
-        "suspect",
+        "step of the checkpoint to resume from, even if it is suspect; later ones are renamed; -1: the newest that "
+        "is not suspect",
         low=-1,
     )
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
@@ -345,20 +339,20 @@ class CheckpointConfig:
 class MetricsConfig:
     log_freq: int = _key(1, "optimizer steps between printed lines", low=1)
     enable_tensorboard: bool = _key(True, "write TensorBoard events")
-    enable_wandb: bool = _key(False, "send the same to Weights & Biases (extra wandb); its WANDB_... variables hold")
+    enable_wandb: bool = _key(False, "also log to Weights & Biases (extra wandb); its WANDB_... variables apply")
 
 
 @dataclass(frozen=True)
 class WatchdogConfig:
     seconds: float = _key(
         300.0,
-        "a step that takes longer than this, and than 10 median steps, is a hang: the run ends with code 5; 0: nothing "
-        "is watched",
+        "a step that takes longer than this and than 10 median steps is a hang: the run ends with code 5; 0: no "
+        "watching",
     )
-    start_seconds: float = _key(3600.0, "the same for the start, up to the first step", low=1)
-    compile_seconds: float = _key(1800.0, "for the first two steps, in which kernels are compiled", low=1)
-    save_seconds: float = _key(3600.0, "for a checkpoint or an export", low=1)
-    validation_seconds: float = _key(600.0, "for a microbatch of a validation", low=1)
+    start_seconds: float = _key(3600.0, "time limit of the start, up to the first step", low=1)
+    compile_seconds: float = _key(1800.0, "time limit of the first two steps, which compile kernels", low=1)
+    save_seconds: float = _key(3600.0, "time limit of a checkpoint or an export", low=1)
+    validation_seconds: float = _key(600.0, "time limit of a microbatch of a validation", low=1)
 
 
 @dataclass(frozen=True)
@@ -366,11 +360,11 @@ class ProfilingConfig:
     enable_profiling: bool = _key(False, "write Chrome traces of some steps, with a summary (docs/PROFILE.md)")
     profile_freq: int = _key(10, "optimizer steps between traced ones", low=1)
     profile_steps: tuple[int, ...] = _key((), "the steps to trace, e.g. [20, 21]; empty: every profile_freq", low=1)
-    profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces, and snapshots when they are asked for")
+    profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces and memory snapshots")
     save_traces_folder: str = _key("profile_traces", "folder for traces, inside the run folder")
     enable_memory_snapshot: bool = _key(
         False,
-        "remember allocations on GPUs: a snapshot when a file `snapshot` is put into the run folder, and when "
+        "record allocations on GPUs; a snapshot is written when a file `snapshot` is put into the run folder, or when "
         "memory runs out",
     )
     save_memory_snapshot_folder: str = _key("memory_snapshot", "folder for snapshots, inside the run folder")

@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: which collective, over which axis of the mesh, over which link. No torch."""
+"""Communication of a step: which collective, over which mesh axis, over which link. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the mesh, the innermost la
 WORLD = "world"
 _RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
 OPERATIONS = (*_RING, "send", "receive", "barrier")
-REACHED = 0.5  # of a link's rate, about what collectives reach: assumed
+REACHED = 0.5  # share of a link's rate that collectives reach: assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Transfer:
     """A rank's part in one collective.
 
     Attributes:
-        axis: of the mesh; WORLD: all ranks beside the mesh.
+        axis: mesh axis; WORLD: a group along no single axis, such as all ranks.
         operation: one of OPERATIONS.
-        group: its ranks, several.
-        payload: bytes: of an all-gather the whole result, of a reduce-scatter the whole input, else the tensor.
+        group: the ranks that take part, at least two.
+        payload: bytes: the whole result of an all-gather, the whole input of a reduce-scatter, else the tensor.
     """
 
     axis: str
@@ -44,15 +44,15 @@ class Transfer:
         return "inside a node" if _is_inside(self.group, per_node) else "between nodes"
 
     def seconds(self, gpu: Gpu) -> float:
-        """Of one such transfer."""
+        """Predicted seconds of one such transfer."""
         return self.ring_bytes / reached(self.group, gpu)
 
 
 def reached(group: range, gpu: Gpu) -> float:
-    """Bytes a second that a rank sends around the ring of a group.
+    """Bytes per second that a rank sends around the ring of a group.
 
-    Between nodes the ring has the share of each node's network that belongs to its ranks there, because as many other
-    groups send at the same time.
+    Between nodes, a group gets only its ranks' share of the node's network: other groups use the rest at the same
+    time.
     """
     ranks = max(Counter(rank // gpu.per_node for rank in group).values())
     inside = gpu.link_gbs if ranks > 1 or len(group) == 1 else inf
@@ -64,7 +64,7 @@ def _is_inside(group: range, per_node: int) -> bool:
     return group[0] // per_node == group[-1] // per_node
 
 
-Traffic = Mapping[Transfer, int]  # how often a rank takes part in each, in a step
+Traffic = Mapping[Transfer, int]  # transfer -> how often a rank does it in a step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Work:
     Attributes:
         flops: of its matrix products and attention, recomputation included.
         traffic: all of its transfers.
-        by_microbatch: those of a microbatch between the first and the last; empty if there is only one.
+        by_microbatch: transfers of a middle microbatch, neither the first nor the last; empty if there is only one.
     """
 
     flops: float
@@ -83,7 +83,7 @@ class Work:
 
 
 def axis_of(group: range, layout: Layout) -> str:
-    """The mesh's axis along which a group of several ranks lies; WORLD: along none alone."""
+    """The mesh axis along which a group of several ranks lies; WORLD if it lies along no single axis."""
     stride = 1
     for name in reversed(AXES):
         size = getattr(layout, name)
@@ -94,13 +94,13 @@ def axis_of(group: range, layout: Layout) -> str:
 
 
 def extrapolated(few: Traffic, more: Traffic, microbatches: tuple[int, int], wanted: int) -> Traffic:
-    """The traffic of a step of more microbatches: each that is added adds as much as those between the two counts.
+    """The traffic of a step with `wanted` microbatches, by linear extrapolation from two counts.
 
     Args:
-        few, more: counted with so many `microbatches`; a key of one may be missing in the other.
+        few, more: counted with microbatches[0] and microbatches[1]; a transfer may be missing in one of them.
 
     Raises:
-        AssertionError: what is added is no whole number for each.
+        AssertionError: the number of transfers per microbatch is not whole.
     """
     added, rest = microbatches[1] - microbatches[0], wanted - microbatches[0]
     found = {}
@@ -112,7 +112,7 @@ def extrapolated(few: Traffic, more: Traffic, microbatches: tuple[int, int], wan
 
 
 def by_axis(traffic: Traffic) -> Iterator[tuple[Transfer, int, int, float]]:
-    """A table's lines, by axis, operation and group: a transfer of it; count, payload and ring bytes in all."""
+    """Totals by axis, operation and group, for a table: one transfer of the group; count, payload, ring bytes."""
     rows: dict[tuple[str, str, range], list[tuple[Transfer, int]]] = {}
     for transfer, count in traffic.items():
         rows.setdefault((transfer.axis, transfer.operation, transfer.group), []).append((transfer, count))
