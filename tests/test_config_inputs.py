@@ -269,7 +269,11 @@ def test_what_a_command_prints_holds_no_control_characters(
         config_from_command_line()
     shown = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "\x1b" not in shown and "\u202e" not in shown and "my.toml: \\x1b[2J\\n\\u202e = 1 is outside of any section" in shown
+    assert (
+        "\x1b" not in shown
+        and "\u202e" not in shown
+        and "my.toml: \\x1b[2J\\n\\u202e = 1 is outside of any section" in shown
+    )
 
 
 def test_any_other_error_is_one_line_with_the_traceback_in_a_file(

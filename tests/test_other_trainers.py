@@ -133,6 +133,7 @@ def _setting(value: object, is_text: bool) -> object:
         ("--learning_rate '$(x); y'", "--optimizer.lr '$(x); y'"),
         ("--optimizer.learning_rate 1", "--optimizer.lr 1"),
         ("--seq_len 512", "--training.seq_len 512"),
+        ("-lr 1e-5", "--optimizer.lr 1e-5"),
     ],
 )
 def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
@@ -220,7 +221,8 @@ def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None
             "tensor_parallel_degree = '2' must"
         ],
         "[data]\nvalidation_pth = 'x'\n[validation]\nfreq = 5": ["validation_pth is not a key"],
-        "[training\nsteps = 3": ["cannot be read as TOML"],
+        "[training\nsteps = 3": [": [training; write key = value, and texts in quotes"],
+        "[lora]\nr = 8\nalpha = 32.0": ["under [lora] write rank = 8"],
         f"[data]\npath = '{data}'\n[training]\nsteps = 'ten'\n[lr_scheduler]\nwarmup_steps = 3": [
             "steps = 'ten' must be a whole"
         ],

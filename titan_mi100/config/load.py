@@ -129,9 +129,11 @@ def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unk
     """
     doubtful = refused.union(*(problem.meant or () for problem in unknown))
     names = [name for key in doubtful for name in (key, *(part for part in key.split(".")[1:] if "_" in part))]
+    section = about.partition(".")[0]
+    names += [f"{key.partition('.')[2]} =" for key in doubtful if key.startswith(f"{section}.")]
     return (
         about in doubtful
-        or any(re.search(rf"\b{re.escape(name)}\b", error) for name in names)
+        or any(re.search(rf"\b{re.escape(name)}(?!\w)", error) for name in names)
         or (about.startswith("parallelism.") and any(key.startswith("parallelism.") for key in doubtful))  # multiplied
         or (not is_given and any(problem.meant is None for problem in unknown))
     )
@@ -233,9 +235,13 @@ def parse_toml(path: str) -> dict[str, Any]:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes, which no config is")
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return tomllib.loads(text := content.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as TOML: {shortened(str(error), 300)}") from None
+        problem = f"{path}: cannot be read as TOML: {shortened(str(error), 300)}"
+        if place := re.search(r"at line (\d+)", problem):
+            line = text.splitlines()[int(place[1]) - 1]
+            problem += f": {shortened(line.strip(), 100)}; write key = value, and texts in quotes"
+        raise UserError(problem) from None
 
 
 def _in_line(key: str) -> str:

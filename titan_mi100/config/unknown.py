@@ -21,7 +21,7 @@ class Unknown(NamedTuple):
 
 def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     """An argument of the command line that is none of ours, and the words after it."""
-    name, _, _ = argument.removeprefix("--").partition("=")
+    name = argument.lstrip("-").partition("=")[0]
     where, value = f"command line: {shown(argument)}", " ".join(words) if words else None
     if not argument.startswith("-"):
         return Unknown(f"{where} is not an option{_stray(argument)}", None)
