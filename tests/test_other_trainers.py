@@ -138,7 +138,7 @@ def _setting(value: object, is_text: bool) -> object:
 )
 def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
-    assert f" {expected}" in message and message.startswith("command line: --")
+    assert f" {expected} " in f"{message} " and message.startswith("command line: --")
     found: list[Unknown] = []
     pasted = _parse_arguments(shlex.split(expected), [], found)
     assert len(pasted) == 1 and not found
@@ -221,6 +221,7 @@ def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None
             "tensor_parallel_degree = '2' must"
         ],
         "[data]\nvalidation_pth = 'x'\n[validation]\nfreq = 5": ["validation_pth is not a key"],
+        "[frob]\nodd = 'x'\n[model]\nflavor = 'debug'\ntokenizer_path = '.'": ["[frob] is not a section"],
         "[training\nsteps = 3": [": [training; write key = value, and texts in quotes"],
         "[lora]\nr = 8\nalpha = 32.0": ["under [lora] write rank = 8"],
         f"[data]\npath = '{data}'\n[training]\nsteps = 'ten'\n[lr_scheduler]\nwarmup_steps = 3": [
@@ -228,7 +229,11 @@ def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None
         ],
     }
     for text, expected in cases.items():
-        given = "" if "[dta]" in text or "[training\n" in text else f"base = '{tmp_path / 'base.toml'}'\n"
+        given = (
+            ""
+            if "[dta]" in text or "[frob]" in text or "[training\n" in text
+            else f"base = '{tmp_path / 'base.toml'}'\n"
+        )
         (tmp_path / "base.toml").write_text(
             f"[model]\nflavor = 'debug'\ntokenizer_path = '{TOKENIZER}'\nallow_other_tokenizer = true\n"
             f"[data]\npath = '{data}'"
