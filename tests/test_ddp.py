@@ -16,7 +16,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.wording import bytes_in_words
 
 RANKS = (0, 1)
-WARNING = "PowerSGD: the checkpoint has no memory that fits"
+WARNING = "PowerSGD: the checkpoint has no PowerSGD state for this layout"
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
 def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "count_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"2 GPU\(s\) are here, but torch .* cannot use them"):
+    with pytest.raises(UserError, match=r"this machine has 2 GPU\(s\), but torch .* cannot use them"):
         distributed.init_distributed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -55,7 +55,7 @@ def test_ranks_wait_less_for_each_other_after_the_first_step() -> None:
 def test_the_device_of_two_tasks_is_refused(world: distributed.World) -> None:
     distributed._refuse_shared("host/one", 0)
     distributed._refuse_shared("host/two", 1)
-    with pytest.raises(UserError, match="rank 2: another process has its GPU too"):
+    with pytest.raises(UserError, match="rank 2: another process uses the same GPU"):
         distributed._refuse_shared("host/one", 2)
 
 

@@ -464,7 +464,7 @@ BAD = {
     "no batch": (["--prompt", "x", "--batch_size", "0"], "batch_size = 0 must be at least 1"),
     "no prompt": ([], "nothing to do: give --prompt or --input"),
     "empty raw prompt": (["--raw", "--prompt", ""], "prompt 1: is empty"),
-    "long": (["--prompt", "x" * 600], "tokens and max_new_tokens = 9 are more than the 512 positions"),
+    "long": (["--prompt", "x" * 600], "tokens plus max_new_tokens = 9 exceed the 512 positions"),
     "no file": (["--input", "{tmp}/none.jsonl"], "none.jsonl: cannot be read: No such file"),
     "no rows": (["--input", "{tmp}/prompts.txt"], "prompts.txt: is neither JSON nor parquet"),
     "empty prompt": (["--input", "{tmp}/empty.jsonl"], "empty.jsonl:1: empty: prompt is an empty text"),

@@ -1,7 +1,7 @@
 """Token generation with a cache of keys and values (KV cache).
 
-It runs the model's own parts: the two halves of a block around an attention that reads the cache. Tested against
-transformers' `generate` and its logits processors in tests/test_generate.py.
+It runs the model's own modules: `Block.before_attention` and `after_attention`, with an attention between them that
+reads the cache. tests/test_generate.py compares it with transformers' `generate` and logits processors.
 """
 
 import zlib
@@ -27,12 +27,12 @@ class Sampling:
     """How the next token is chosen. The filters apply in this order, as in transformers.
 
     Raises:
-        UserError: values out of range, a line each; or filters that have no effect because decoding is greedy.
+        UserError: values out of range, or filters with greedy decoding, where they have no effect; one line each.
     """
 
     temperature: float = 0.0  # 0: greedy, always the most probable token
     top_k: int = 0  # only the k most probable tokens; 0: all
-    top_p: float = 1.0  # only the most probable tokens whose probabilities sum to this
+    top_p: float = 1.0  # only the smallest set of most probable tokens whose probabilities sum to at least top_p
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -50,8 +50,8 @@ class Sampling:
 class Generated(NamedTuple):
     """The continuation of one prompt."""
 
-    ids: list[int]  # without the stop token
-    stopped: bool  # a stop token ended it; False: max_new_tokens did
+    ids: list[int]  # the new tokens, without the stop token
+    stopped: bool  # True: it ended with a stop token; False: it reached max_new_tokens
 
 
 @torch.no_grad()
@@ -65,26 +65,32 @@ def generate(
     vocabulary: int | None = None,
     on_step: Callable[[list[int | None]], None] | None = None,
 ) -> list[Generated]:
-    """Continue the prompts, all in one batch. The continuation of a prompt does not depend on the rest of the batch.
+    """Continue the prompts in one batch. The continuation of a prompt does not depend on the other prompts.
 
     Args:
         prompts: token ids, of any lengths.
         stop_ids: tokens that end a continuation.
-        seeds: one per prompt, for its random draws; default: its index.
-        vocabulary: only ids below it are chosen, for a tokenizer that has fewer than the model; default: all.
-        on_step: called after each step with one token per prompt, None for those that have ended.
+        max_new_tokens: the most tokens to add to each prompt.
+        seeds: one per prompt, seeds its random draws; default: the prompt's index.
+        vocabulary: only ids below this number are chosen, if the tokenizer has fewer tokens than the model's embedding;
+            default: all ids.
+        on_step: called after each step with one token per prompt; None for prompts that have ended.
+
+    Returns:
+        One continuation per prompt, in order.
 
     Raises:
-        UserError: a prompt that is empty, or too long for the model.
+        UserError: a prompt is empty, or too long for the model.
     """
     lengths = {f"prompt {number}": len(prompt) for number, prompt in enumerate(prompts, 1)}
     check_lengths(model.model.spec, lengths, max_new_tokens)
     seeds = seeds or [str(index) for index in range(len(prompts))]
     generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
     rows: list[list[int]] = [[] for _ in prompts]
-    new: list[int | None] = [0] * len(prompts)  # the last token of each prompt; None: it has ended
+    new: list[int | None] = [0] * len(prompts)  # the newest token of each prompt; None: the continuation has ended
     cache = KVCache(model, prompts, max_new_tokens)
     tokens = cache.prompts
+    # A continuation that has ended stays in the batch, so shapes stay fixed; its further tokens are dropped.
     for _ in range(max_new_tokens):
         logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
@@ -101,13 +107,13 @@ def generate(
 
 
 def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: int) -> None:
-    """Refuse prompts that are empty, or that leave no room for the new tokens.
+    """Refuse an empty prompt, and a prompt that with its new tokens exceeds the model's positions.
 
     Args:
-        lengths: name of each prompt for the message -> its number of tokens.
+        lengths: name of each prompt, for the message -> its number of tokens.
 
     Raises:
-        UserError: about the first such prompt.
+        UserError: for the first such prompt.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {max_new_tokens} must be at least 1")
@@ -118,16 +124,20 @@ def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: i
         if length + max_new_tokens > limit:
             lower = f", or lower max_new_tokens to {limit - length}" if length < limit else ""
             raise UserError(
-                f"{name}: {length:,} tokens and max_new_tokens = {max_new_tokens:,} are more than the {limit:,} "
+                f"{name}: {length:,} tokens plus max_new_tokens = {max_new_tokens:,} exceed the {limit:,} "
                 f"positions of the model (max_position_embeddings); shorten the prompt{lower}"
             )
 
 
 class KVCache:
-    """Keys and values of a batch, each (layers, batch, kv_heads, capacity, head_dim). Rows are padded on the left."""
+    """Keys and values of a batch, each (layers, batch, kv_heads, capacity, head_dim). Prompts are padded on the left,
+    so that the newest token of every row is in the last used column.
+    """
 
     def __init__(self, model: Qwen3, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        """Make room for the prompts and the new tokens. Padding is a document of its own: no prompt attends to it."""
+        """Allocate the cache for the prompts and the new tokens. Padding is a document of its own, so no prompt attends
+        to it.
+        """
         spec, weight = model.model.spec, next(model.parameters())
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side="left")
         batch, longest = padded.shape
@@ -153,7 +163,7 @@ class KVCache:
 
 
 def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
-    """Run the next tokens: first `cache.prompts`, then one token of each row at a time.
+    """Run the model on new tokens and append them to the cache: first `cache.prompts`, then one token per row.
 
     Args:
         ids: (batch, new).
@@ -177,28 +187,28 @@ def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """The next token of each row.
+    """Choose the next token of each row.
 
     Args:
         logits: (batch, vocab).
         draws: (batch,), uniform in [0, 1), fp64; unused at temperature 0.
 
     Returns:
-        (batch,): the most probable token, or the inverse of the cumulative distribution at the draw.
+        (batch,) token ids: the most probable one at temperature 0, else inverse transform sampling with the draw.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     cumulative = probabilities(logits, sampling).double().cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     found = torch.searchsorted(cumulative, draws[:, None] * total, right=True)
-    # Rounding may lift draw * total to the total itself; then take the last token with a probability above 0.
+    # Rounding can make draw * total equal to total. Then take the last token whose probability is above 0.
     return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(batch, vocab) -> (batch, vocab) in at least fp32: the distribution to sample from, 0 for filtered tokens.
+    """The distribution to sample from: (batch, vocab) -> (batch, vocab), in fp32 or fp64, 0 for filtered tokens.
 
-    As transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper, ties included.
+    Equals transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper in this order, ties included.
     """
     scores = at_least_fp32(logits) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:

@@ -1,4 +1,4 @@
-"""Random initial weights: a pure function of (seed, parameter name), so that every layout starts from the same ones."""
+"""Random initial weights: a pure function of (seed, parameter name), so every layout starts from the same weights."""
 
 import zlib
 from collections.abc import Callable
@@ -8,20 +8,27 @@ from torch import Tensor
 
 from titan_mi100.config.model_spec import ModelSpec
 
-# Reads a part of a parameter: (name, whole shape, offset, size) -> that part, on CPU, in any dtype
+# Reads a slice of a parameter: (name, full shape, offset, size) -> that slice, on CPU, in any dtype
 Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
-_INIT_ROWS = 1024  # rows drawn from one seed
+# Rows drawn from one seed. A rank that holds a shard draws only the blocks of rows that its shard touches. Changing
+# this number changes the initial weights of every run.
+_INIT_ROWS = 1024
 
 
 def initial_values(
     spec: ModelSpec, seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
 ) -> Tensor:
-    """A part of a parameter's random initial value: normal(0, initializer_range), ones for norms; fp32, on CPU.
+    """The initial values of a slice of a parameter: normal(0, initializer_range) for a matrix, ones for a norm.
 
     Args:
-        name, shape: the whole parameter, a vector or a matrix. offset, size: the part, per dimension.
+        seed: `training.seed`.
+        name, shape: HF name and full shape of the parameter, a vector or a matrix.
+        offset, size: where the slice starts and how large it is, per dimension.
 
-    Each 1024 rows have their own seed, so a rank draws little more than its shard.
+    Returns:
+        A tensor of shape `size`, fp32, on CPU.
+
+    Every 1024 rows have their own seed, so a rank draws little more than its shard.
     """
     if len(shape) == 1:
         return torch.ones(size)
@@ -37,13 +44,21 @@ def draw(
     size: tuple[int, ...],
     fill: Callable[[Tensor, torch.Generator], Tensor],
 ) -> Tensor:
-    """A part of a random matrix, as initial_values; `fill(rows, generator)` draws whole rows in place."""
+    """Draw a slice of a random matrix; the arguments are those of `initial_values`.
+
+    Args:
+        fill: `fill(rows, generator)` fills full rows, (up to 1024, columns), in place.
+
+    Returns:
+        A tensor of shape `size`, fp32, on CPU.
+    """
     values = torch.empty(size)
     row, stop = offset[0], offset[0] + size[0]
     while row < stop:
         block = row // _INIT_ROWS
+        # The full block, even if the slice needs one row or column of it: the values must not depend on the slice.
         rows = torch.empty(min(_INIT_ROWS, shape[0] - block * _INIT_ROWS), shape[1])
-        # hashed into 32 bits: torch's CPU generator ignores the seed's upper half
+        # Hash to 32 bits: torch's CPU generator ignores the upper half of a 64-bit seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
         fill(rows, generator)
         end = min(stop, (block + 1) * _INIT_ROWS)

@@ -1,4 +1,4 @@
-"""The layers that the model, its adapters and tensor parallelism share."""
+"""Layers that the model, the LoRA adapters and tensor parallelism share."""
 
 from collections.abc import Sequence
 
@@ -9,30 +9,30 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.hardware import is_amd_cpu
 
-_FEW_ROWS, _LARGE = 32, 100_000
-# There MKL, which multiplies in fp32, uses one core for a matrix-vector product, and reads a right factor slowly.
+_FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
+# On an AMD CPU, MKL (torch's fp32 library) uses one core for a matrix-vector product and reads a right factor slowly.
 _ON_AMD = is_amd_cpu()
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that already: checks in fp64 keep their precision."""
+    """Cast to fp32. fp64 stays fp64, so that tests that run the model in fp64 keep their precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that this rank computes with: its shard under tensor parallel, in the dtype of the activations.
+    """The tensor that this rank computes with: its shard under tensor parallel, in the dtype of the activations.
 
-    The cast matters where whole weights are kept in fp32: under DDP and with one data-parallel rank. FSDP2 gathers
-    them in the compute dtype.
+    The cast is needed under DDP and with one data-parallel rank, where the weights stay in fp32. FSDP2 gathers weights
+    in the compute dtype already.
     """
     return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, (..., inputs) and (outputs, inputs) -> (..., outputs).
+    """x @ weight.T: (..., inputs) and (outputs, inputs) -> (..., outputs).
 
-    When text is generated on a CPU there are few rows of x, and reading the weight is what takes time: down to a third,
-    depending on dtype and CPU, where the weight is the left factor.
+    The special cases are for text generation on a CPU. There x has few rows, and reading the weight takes most of the
+    time. With the weight as the left factor the product takes down to a third of the time, depending on dtype and CPU.
     """
     rows = x.numel() // x.shape[-1]
     if rows > _FEW_ROWS or torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype == torch.float64:
@@ -42,6 +42,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     cores = torch.get_num_threads()
     if is_fp32 and rows == 1 and len(weight) % cores == 0 and weight.numel() >= _LARGE:
+        # MKL runs a matrix-vector product on one core; a batch with one part of the weight per core uses all cores.
         parts = weight.view(cores, -1, weight.shape[1])
         return torch.bmm(parts, flat.t().expand(cores, -1, 1)).view(*x.shape[:-1], -1)
     if rows == 1:
@@ -60,14 +61,19 @@ class Linear(nn.Linear):
 
 
 def outputs_of(layers: Sequence[Linear], x: Tensor, merged: Tensor | None) -> Sequence[Tensor]:
-    """What linear layers make of the same input, by one product where their weights are merged."""
+    """Apply several linear layers to the same input.
+
+    Args:
+        x: (batch, seq, inputs).
+        merged: the layers' concatenated weights (see `merge_weights`): one product computes all; None: one each.
+    """
     if merged is None:
         return [layer(x) for layer in layers]
     return multiply(x, merged).split([len(layer.weight) for layer in layers], dim=-1)
 
 
 def merge_weights(layers: Sequence[Linear]) -> Tensor:
-    """Put the layers' weights behind each other in memory: (outputs of all, inputs), of which they become views."""
+    """Concatenate the layers' weights into one tensor, (sum of outputs, inputs); each weight becomes a view of it."""
     merged = torch.cat([layer.weight for layer in layers])
     for layer, part in zip(layers, merged.split([len(layer.weight) for layer in layers]), strict=True):
         layer.weight = nn.Parameter(part, requires_grad=False)

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., 2021): each frozen matrix W gets two small trained ones: y = W x + (alpha / rank) B A dropout(x).
+"""LoRA (Hu et al., 2021): two small trained matrices per frozen matrix W: y = W x + (alpha / rank) B A dropout(x).
 
-Parameter names are HF's, with PEFT's suffixes: `<module>.lora_A.weight`, (rank, inputs), and `<module>.lora_B.weight`,
-(outputs, rank). W keeps its name.
+Parameter names are HF's with PEFT's suffixes: `<module>.lora_A.weight` is A, (rank, inputs); `<module>.lora_B.weight`
+is B, (outputs, rank). W keeps its name.
 """
 
 import hashlib
@@ -18,13 +18,15 @@ from titan_mi100.model.layers import Linear
 from titan_mi100.model.nf4 import NF4Linear
 from titan_mi100.model.qwen3 import Qwen3
 
-_SAMPLE = 4096  # bytes per tensor that go into the fingerprint of the base
+_SAMPLE = 4096  # bytes per tensor that enter the fingerprint of the base weights
 
 
 class LoRALinear(Linear):
+    """A frozen linear layer with an adapter."""
+
     def __init__(self, base: Linear, config: LoRAConfig) -> None:
         super().__init__(base.in_features, base.out_features)
-        self.weight = base.weight
+        self.weight = base.weight  # W stays this module's own `weight`, so its HF name does not change
         self.lora_A = Linear(base.in_features, config.rank)
         self.lora_B = Linear(config.rank, base.out_features)
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
@@ -35,14 +37,15 @@ class LoRALinear(Linear):
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
-    """An adapter beside a matrix in 4 bits."""
+    """A frozen NF4 linear layer with an adapter. `super().forward` in LoRALinear is NF4Linear's here."""
 
 
 def apply_lora(model: Qwen3, config: LoRAConfig, dtype: torch.dtype) -> None:
-    """Freeze a model, or a pipeline stage, on the meta device, and add adapters to its linear layers.
+    """Freeze a model (or a pipeline stage) and add adapters to its linear layers, in place.
 
     Args:
-        dtype: of the computation.
+        model: on the meta device.
+        dtype: the compute dtype; NF4 weights are packed into it.
     """
     model.requires_grad_(False)
     for layer in model.model.blocks():
@@ -54,7 +57,7 @@ def apply_lora(model: Qwen3, config: LoRAConfig, dtype: torch.dtype) -> None:
                 with torch.device("meta"):
                     if name in config.target_modules:
                         child = (NF4LoRALinear if in_4_bits else LoRALinear)(child, config)
-                    elif in_4_bits:
+                    elif in_4_bits:  # layers without an adapter are quantised too
                         child = NF4Linear(child.in_features, child.out_features)
                 if isinstance(child, NF4Linear):
                     child.shrink(dtype)
@@ -67,10 +70,10 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """A part of an adapter's initial value, with the arguments of init.initial_values.
+    """The initial values of a slice of an adapter; arguments and result as in `init.initial_values`.
 
-    As in PEFT: A by kaiming_uniform with a = sqrt(5), which is uniform within 1 / sqrt(inputs); B zero, so that the
-    adapter changes nothing at first.
+    As in PEFT: A is kaiming_uniform with a = sqrt(5), that is uniform in +-1 / sqrt(inputs). B is zero, so the adapter
+    changes nothing before the first step.
     """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(size)
@@ -79,15 +82,17 @@ def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...]
 
 
 def base_fingerprint(read: Read, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Fingerprint of the base weights: a digest of the name, shape, dtype and first bytes of each tensor.
+    """SHA-256 over the name, shape, dtype and first 4096 bytes of each base tensor.
+
+    An adapter records it, so that a resume with other base weights is refused.
 
     Args:
-        read: as for distributed.fill_parameters.
-        shapes: the shape of every parameter.
+        read: see init.Read.
+        shapes: HF name -> full shape of every base parameter.
     """
     digest = hashlib.sha256()
     for name, shape in sorted(shapes.items()):
-        rows = min(shape[0], -(-_SAMPLE // math.prod(shape[1:])))  # enough of them, at a byte per value
+        rows = min(shape[0], -(-_SAMPLE // math.prod(shape[1:])))  # enough rows even at one byte per value
         part = read(name, torch.Size(shape), (0,) * len(shape), (rows, *shape[1:])).contiguous()
         sample = part.flatten().view(torch.uint8)[:_SAMPLE].numpy().tobytes()
         digest.update(f"{name} {tuple(shape)} {part.dtype} {hashlib.sha256(sample).hexdigest()}\n".encode())

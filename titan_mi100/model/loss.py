@@ -1,4 +1,6 @@
-"""The loss: cross-entropy of supervised tokens, summed, without ever holding (tokens, vocabulary) logits.
+"""The loss: summed cross-entropy over supervised tokens, computed in blocks of the vocabulary.
+
+The full (tokens, vocabulary) logits exist only if a small microbatch lets them fit (HeadMemory.kept_elements).
 
 Legend: n supervised tokens, V vocabulary, H hidden size.
 """
@@ -15,32 +17,33 @@ from torch.autograd.function import once_differentiable
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.memory import HEAD_BLOCK, HEAD_SHARE
 
-_LEAST_BLOCK = 1024  # columns; matrix products of fewer are slow
+_LEAST_BLOCK = 1024  # columns of a block; narrower matrix products are slow
 
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """How much of the logits head_loss holds. It decides in which order numbers are added, so a run keeps it.
+    """How many logits `head_loss` holds. The block size sets the order of additions: it must not change on resume.
 
     Attributes:
-        block_elements: logits that are worked on at a time.
-        kept_elements: if a microbatch has no more logits than these, backward does not compute them again.
+        block_elements: logits (tokens x columns) per block.
+        kept_elements: if a microbatch has at most this many logits, forward keeps them and backward does not compute
+            them again.
     """
 
-    block_elements: int = 1 << 20  # in fp32 4 MiB, which a CPU's caches hold
+    block_elements: int = 1 << 20  # 4 MiB in fp32, which fits into a CPU's caches
     kept_elements: int = 0
 
     @classmethod
     def of(cls, device: torch.device) -> "HeadMemory":
-        """What suits the device. A CPU would spend a matrix product's time on getting the memory to keep logits."""
+        """The setting for a device. A CPU keeps no logits: allocating their memory costs as much as the product."""
         if device.type == "cpu":
             return cls()
         return cls.of_gpu(torch.cuda.get_device_properties(device).total_memory)
 
     @classmethod
     def of_gpu(cls, total_memory: int) -> "HeadMemory":
-        """Args: total_memory: in bytes."""
-        return cls(HEAD_BLOCK, total_memory // HEAD_SHARE)  # in 16 bits that is a 32nd of the memory
+        """The setting for a GPU of `total_memory` bytes."""
+        return cls(HEAD_BLOCK, total_memory // HEAD_SHARE)  # kept 16-bit logits take at most 1/32 of the memory
 
 
 def head_loss(
@@ -55,19 +58,20 @@ def head_loss(
 
     Args:
         hidden: (batch, seq, H), after the final norm.
-        weight: (V, H), the head's weight, in the dtype of `hidden` or a wider one; so is its gradient.
-        labels: (batch, seq), already shifted; IGNORE where there is no supervision.
-        supervised: (n,), n > 0: positions of the supervised tokens in the flattened batch. Its length comes from the
-            host; counting labels here would make the host wait for the device.
-        group: ranks that hold equal shards of the head, in order (vocabulary parallel): `weight` is then this rank's
-            shard, (V / ranks, H), and the gradient of `hidden` is this rank's share of the sum over the ranks.
-        memory: see there; it changes no number but by rounding.
+        weight: (V, H), the head's weight, in the dtype of `hidden` or a wider one. Its gradient has the same dtype.
+        labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
+        supervised: (n,), n > 0: positions of the supervised tokens in the flattened batch. The host computes it;
+            counting labels here would make the host wait for the device.
+        group: ranks that hold equal shards of the head, in rank order (vocabulary parallel). `weight` is then this
+            rank's shard, (V / ranks, H). The gradient of `hidden` is then a partial sum; the caller sums it over ranks.
+        memory: how many logits are held; it changes results only by rounding.
 
     Returns:
-        (1,) in fp32 at least: a 0-dim output breaks the pipeline schedules.
+        (1,), in fp32 or fp64. Not 0-dim: a 0-dim output breaks the pipeline schedules.
 
-    The head runs on the tokens of `supervised` only. A token labelled IGNORE weighs zero: a batch without supervision
-    names one such token, so that backward reaches the same parameters, and starts the same collectives, on every rank.
+    The head runs only on the tokens of `supervised`. A token labelled IGNORE has weight zero. A batch without
+    supervised tokens passes one such token, so backward reaches the same parameters on every rank and every rank starts
+    the same collectives.
     """
     return _BlockedCrossEntropy.apply(
         hidden.flatten(0, 1)[supervised], weight, labels.flatten()[supervised], group, memory
@@ -75,10 +79,10 @@ def head_loss(
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over blocks of the vocabulary. Backward takes the logits that forward kept, or computes them again.
+    """Cross-entropy over blocks of the vocabulary. Backward reads the logits that forward kept, or recomputes them.
 
-    Blocks of the vocabulary rather than of tokens: each row of the weight's gradient is one matrix product over all
-    tokens, rounded once. Blocks of tokens would need a second (V, H) buffer in fp32 to be as exact.
+    Why blocks of the vocabulary and not of tokens: each row of the weight's gradient is then one matrix product over
+    all tokens and is rounded once. Blocks of tokens would need a second (V, H) buffer in fp32 for the same precision.
     """
 
     @staticmethod
@@ -88,8 +92,10 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         supervised = labels != IGNORE
         labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this shard
         blocks = _Blocks(hidden, weight, memory)
-        highest = torch.full(labels.shape, -torch.inf, dtype=blocks.wide, device=hidden.device)  # (n,)
-        total, target = torch.zeros_like(highest), torch.zeros_like(highest)  # sum of exp(logit - highest); the label's
+        # Online softmax, all (n,): the maximum so far, the sum of exp(logit - maximum), and the label's logit. A new
+        # maximum rescales the sum, so one pass over the blocks is enough.
+        highest = torch.full(labels.shape, -torch.inf, dtype=blocks.wide, device=hidden.device)
+        total, target = torch.zeros_like(highest), torch.zeros_like(highest)
         for start, stop in blocks:
             logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
             inside, column = _columns(labels, start, stop)
@@ -97,12 +103,12 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             raised = torch.maximum(highest, logits.amax(dim=1))
             total.mul_(highest.sub_(raised).exp_()).add_(blocks.exponential(logits, raised).sum(dim=1))
             highest = raised
-        if group is not None:
+        if group is not None:  # combine the shards: rescale this shard's sum to the maximum of all shards
             own = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
             total *= (own - highest).exp()
             dist.all_reduce(total, group=group)
-            dist.all_reduce(target, group=group)  # zero, except on the rank that holds the label
+            dist.all_reduce(target, group=group)  # it is zero except on the rank whose shard has the label
         log_sum = highest + total.log()
         ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
         blocks.holds_logits = blocks.keeps_logits
@@ -113,16 +119,17 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
-        # there are none if no logits are kept, or when a zero-bubble pipeline calls this a second time
+        # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
         blocks: _Blocks = ctx.blocks or _Blocks(hidden, weight, ctx.memory)
         scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # not of a frozen head
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
         rows = torch.arange(len(labels), device=labels.device)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
             logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(part, start)
-            delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()  # softmax, (n, block)
+            # d loss / d logit = softmax - one_hot(label), here (n, block)
+            delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()
             inside, column = _columns(labels, start, stop)
             delta.index_put_((rows, column.squeeze(1)), -inside.to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
@@ -134,26 +141,27 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
             elif grad_weight is not None:
                 grad_weight[start:stop] = delta.t() @ hidden
-        ctx.blocks = None  # their memory: a pipeline keeps its outputs, and with them ctx, until the step ends
+        # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
+        ctx.blocks = None
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
 class _Blocks:
-    """The blocks of one call, as ranges of the vocabulary, and its buffers: of one block, or of all if they are kept.
+    """Iterates over (start, stop) column ranges of the vocabulary, and owns the buffers of the call.
 
-    Allocating memory anew for each block would take longer than what is done in it: on a CPU the system fills it with
-    zeros first.
+    The buffers hold one block, or all blocks if the logits are kept. They are reused: on a CPU, allocating a new buffer
+    per block takes longer than the arithmetic, because the system fills new memory with zeros.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, memory: HeadMemory) -> None:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
         self._size = max(_LEAST_BLOCK, memory.block_elements // tokens)
-        self.keeps_logits = tokens * vocabulary <= memory.kept_elements
-        self.holds_logits = False
+        self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a place for every block
+        self.holds_logits = False  # forward has filled them all
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else min(self._size, vocabulary)))
-        # beside logits in the same dtype that are not to be overwritten, or for their values in fp32
+        # A second buffer is needed if the logits must not be overwritten, or if fp32 copies of them are needed.
         own = self.keeps_logits or hidden.dtype != self.wide
         self._wide = hidden.new_empty(tokens * self._size, dtype=self.wide) if own else self._logits
 
@@ -162,24 +170,28 @@ class _Blocks:
             yield start, min(start + self._size, len(self._weight))
 
     def compute(self, weight: Tensor, start: int) -> Tensor:
-        """Logits of the block of the weight that begins at `start`, (n, block), in the dtype of the activations."""
+        """Logits of one block, (n, block), in the dtype of the activations.
+
+        Args:
+            weight: the block of the weight, (block, H). start: its first column of the vocabulary.
+        """
         return torch.mm(self._hidden, weight.t(), out=self.place(start, start + len(weight)))
 
     def weight(self, start: int, stop: int) -> Tensor:
-        """A block of the weight, in the dtype of the activations: the whole one is never copied."""
+        """A block of the weight, cast to the dtype of the activations. The full weight is never copied."""
         return self._weight[start:stop].to(self._hidden.dtype)
 
     def place(self, start: int, stop: int) -> Tensor:
-        """The place of a block's logits."""
+        """The buffer for a block's logits, (n, stop - start)."""
         tokens, first = len(self._hidden), start if self.keeps_logits else 0
         return self._logits[tokens * first : tokens * (first + stop - start)].view(tokens, stop - start)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """The same in fp32 at least."""
+        """The logits in fp32 (or fp64): the same tensor if it is wide enough, else a copy in the second buffer."""
         return logits if logits.dtype == self.wide else self._scratch(logits).copy_(logits)
 
     def exponential(self, logits: Tensor, highest: Tensor) -> Tensor:
-        """exp(logits - highest); the logits are lost where they need not be kept."""
+        """exp(logits - highest). Overwrites the logits unless they are kept."""
         return torch.sub(logits, highest[:, None], out=self._scratch(logits)).exp_()
 
     def _scratch(self, like: Tensor) -> Tensor:
@@ -187,5 +199,5 @@ class _Blocks:
 
 
 def _columns(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Which labels lie in a block, (n,), and their columns in it, (n, 1); any column for the others."""
+    """Whether each label is in the block, (n,) bool, and its column in the block, (n, 1); clamped for other labels."""
     return (labels >= start) & (labels < stop), (labels - start).clamp(0, stop - start - 1)[:, None]

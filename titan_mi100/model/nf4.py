@@ -1,8 +1,10 @@
-"""Frozen weights in 4 bits: NF4 (Dettmers et al., 2023, QLoRA), for training adapters beside them.
+"""Frozen weights in 4 bits: NF4 (Dettmers et al., 2023, QLoRA), the base of LoRA adapters.
 
-Blocks of 64 neighbours in a row share their largest magnitude; each weight is the nearest of 16 values between -1 and
-1, which hold equally many of normally distributed numbers. The codes lie in a tensor of the dtype of the computation,
-as bits: FSDP2 gathers it like any weight, and nothing computes with it.
+A block is 64 consecutive weights of a row. It stores one scale, its largest magnitude. Each weight is stored as the
+4-bit code of the nearest of 16 values between -1 and 1; the values are quantiles of the normal distribution.
+
+The codes are packed into a tensor of the compute dtype, as raw bits. FSDP2 then gathers that tensor like any other
+weight; arithmetic on it would be meaningless.
 """
 
 from typing import Any
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 
 from titan_mi100.model.layers import Linear, local_weight
 
-BLOCK = 64
-# The table of the paper's appendix E.
+BLOCK = 64  # weights that share one scale
+# The 16 values, from appendix E of the paper. The code of a value is its index in this table.
 _VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -23,38 +25,50 @@ _VALUES = (
 
 
 def codes_per_value(dtype: torch.dtype) -> int:
-    """Of 4 bits, in the place of a value of the dtype."""
+    """How many 4-bit codes fit into one element of the dtype: 4 for a 16-bit dtype."""
     return 2 * dtype.itemsize
 
 
 def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and magnitudes of a matrix.
+    """Quantise a matrix to NF4.
 
     Args:
         weight: (outputs, inputs); inputs is a multiple of 64.
-        dtype: of both results.
+        dtype: the compute dtype, the dtype of both results.
 
     Returns:
-        (outputs, inputs / codes_per_value(dtype)) and (outputs, inputs / 64).
+        The packed codes, (outputs, inputs / codes_per_value(dtype)), and the largest magnitude of each block,
+        (outputs, inputs / 64).
     """
-    blocks = weight.float().unflatten(1, (-1, BLOCK))
-    largest = blocks.abs().amax(-1).to(dtype)  # as it is kept
+    blocks = weight.float().unflatten(1, (-1, BLOCK))  # (outputs, inputs / 64, 64)
+    # Round the scale to its stored dtype first: the codes must be nearest for the scale that dequantize reads.
+    largest = blocks.abs().amax(-1).to(dtype)
+    # A block of zeros has scale 0; clamp_min avoids 0 / 0.
     scaled = blocks / largest.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
     values = torch.tensor(_VALUES)
+    # The boundaries are the midpoints between neighbouring values, so bucketize finds the nearest value.
     codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8).flatten(1)
+    # Two codes per byte, the even column in the upper 4 bits.
     return (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous().view(dtype), largest
 
 
 def dequantize(codes: Tensor, largest: Tensor) -> Tensor:
-    """The matrix, (outputs, inputs), in the dtype of `largest`."""
+    """Restore the matrix from the results of `quantize`.
+
+    Returns:
+        (outputs, inputs), in the dtype of `largest`.
+    """
     values = torch.tensor(_VALUES, dtype=largest.dtype, device=largest.device)
-    pairs = torch.cartesian_prod(values, values)  # (256, 2): what a byte stands for
+    # One table look-up per byte instead of two shifts and two look-ups: row b holds the two values of byte b.
+    pairs = torch.cartesian_prod(values, values)  # (256, 2)
     found = F.embedding(codes.view(torch.uint8).int(), pairs)  # (outputs, inputs / 2, 2)
     return found.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T; backward makes the weight again, so that it never lives for longer than a product."""
+    """x @ weight.T for an NF4 weight. Backward dequantises the weight again instead of saving it: the 16-bit weight
+    exists only during a matrix product.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, largest: Tensor) -> Tensor:
@@ -67,10 +81,14 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Linear(Linear):
-    """A frozen linear layer whose `weight` holds codes, and `largest` the magnitudes of their blocks."""
+    """A frozen linear layer in NF4: `weight` holds the packed codes, `largest` the largest magnitude per block."""
 
     def shrink(self, dtype: torch.dtype) -> None:
-        """Make the parameters those of 4 bits, on the meta device. Args: dtype: of the computation."""
+        """Replace the parameters by NF4 parameters on the meta device.
+
+        Args:
+            dtype: the compute dtype.
+        """
         rows, columns = self.out_features, self.in_features
         with torch.device("meta"):
             codes = torch.empty(rows, columns // codes_per_value(dtype), dtype=dtype)

@@ -4,8 +4,8 @@ The model knows nothing of parallelism, except that a rank may hold a subset of 
 shard of each weight (tensor parallel). Parameters carry HF's full names, so that a checkpoint's bytes move without
 mapping.
 
-Legend: (batch, seq, ...); hidden = spec.hidden_size.
-Source: the published Qwen3 weights and their config.json; checked against transformers' Qwen3 in tests/test_model.py.
+Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
+Source: the published Qwen3 weights and their config.json; tests/test_model.py compares it with transformers' Qwen3.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,15 @@ from titan_mi100.model.loss import head_loss
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (batch, seq, 1, head_dim) in fp32; the first half of sin with a minus.
+    """cos and sin of the rotary angles (RoPE; Su et al., 2021).
 
     Args:
         positions: (batch, seq), restarting at 0 in each document.
 
-    Computed from the positions in every forward rather than kept in a buffer: nothing to initialise, save or cast.
+    Returns:
+        Two tensors (batch, seq, 1, head_dim) in fp32. The first half of sin is negated, see `rotate`.
+
+    They are computed in every forward instead of being kept in a buffer: there is nothing to initialise, save or cast.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)  # (batch, seq, head_dim / 2)
@@ -46,7 +49,12 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle. x: (batch, seq, heads, head_dim), in fp32 at least."""
+    """Rotate each pair (x[i], x[i + head_dim / 2]) by its angle.
+
+    Args:
+        x: (batch, seq, heads, head_dim), in fp32 or fp64.
+    """
+    # (a cos - b sin, b cos + a sin): sin already has the minus sign in its first half
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
@@ -69,13 +77,15 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
         q, k, v = (y.view(heads) for y in outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged))
-        # rounded to 16 bits once, after both
+        # Norm and rotation run in fp32, so that q and k are rounded to 16 bits once and not twice.
         q = rotate(self.q_norm(at_least_fp32(q)), cos, sin).to(x.dtype)
         k = rotate(self.k_norm(at_least_fp32(k)), cos, sin).to(x.dtype)
         return q, k, v
 
 
 class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
@@ -89,8 +99,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer in three parts. The middle part, attention, changes with the documents of each microbatch: it is
-    compiled only where they come as tensors.
+    """One layer in three parts: before attention, attention, after attention.
+
+    The parts are separate because attention depends on the documents of each microbatch: torch.compile can include it
+    only if the backend takes the documents as tensors (see build.apply_compile).
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
@@ -114,15 +126,16 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything but the head: the embedding, the layers and the final norm, or a pipeline stage's share of them."""
+    """The embedding, the layers and the final norm, or a pipeline stage's share of them. The head is not included."""
 
     def __init__(self, spec: ModelSpec, backend: Backend, stage: Stage) -> None:
         super().__init__()
         self.spec, self.backend, self.stage = spec, backend, stage
-        self.dtype: torch.dtype | None = None  # dtype of the activations; None: that of the embedding
-        # the last stage holds a copy of a tied embedding: the head's weight
+        self.dtype: torch.dtype | None = None  # dtype of the activations; None: the dtype of the embedding
+        # With tied embeddings the last stage holds a copy of the embedding too: it is the head's weight.
         embeds = stage.first or (stage.last and spec.tie_word_embeddings)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, spec.pad_token_id) if embeds else None
+        # A dict with the model's layer numbers as keys: a pipeline stage's parameters keep their HF names.
         self.layers = nn.ModuleDict({str(number): Block(spec, backend) for number in stage.layers})
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 
@@ -144,14 +157,16 @@ class Decoder(nn.Module):
         return x if self.dtype is None else x.to(self.dtype)
 
 
-_HEAD_BLOCK = 1 << 14  # rows of the head
+_HEAD_BLOCK = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
 
-# hidden states, the head's weight, labels, index of the supervised tokens -> (1,); see loss.head_loss
+# (hidden states, the head's weight, labels, index of the supervised tokens) -> (1,); see loss.head_loss
 HeadLoss = Callable[..., Tensor]
 
 
 class Head(nn.Module):
-    """The output matrix of an untied model; called as a module, so that a wrapper around it sees the call."""
+    """The output matrix of an untied model. It is a module with a forward, because FSDP2 gathers its weight in a
+    forward hook.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -164,24 +179,29 @@ class Head(nn.Module):
 def logits_or_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss
 ) -> Tensor:
+    """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see Qwen3.forward.
+
+    Args:
+        hidden: (batch, seq, hidden). weight: (V, hidden), or this rank's shard of the vocabulary.
+    """
     if labels is None and supervised is None:
         return multiply(hidden, local_weight(weight, hidden.dtype))
-    if labels is None:  # a few tokens of a model in training: its fp32 head is cast block by block, as in the loss
+    if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
         few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_HEAD_BLOCK)
         return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
     assert supervised is not None, "labels need the index of the supervised tokens"
-    return loss(hidden, local_weight(weight, weight.dtype), labels, supervised)  # which casts it block by block
+    return loss(hidden, local_weight(weight, weight.dtype), labels, supervised)  # the loss casts the weight in blocks
 
 
 class Qwen3(nn.Module):
     """A causal language model, or the part of it that a pipeline stage holds.
 
     Args:
-        backend: of attention; default Eager, the reference.
-        stage: default the whole model.
+        backend: the attention backend; default: Eager, the reference.
+        stage: the layers to build; default: the whole model.
 
-    Build it under `torch.device("meta")`, shard it, `to_empty`, then fill every parameter (it has no buffers): from a
-    checkpoint, or with `init.initial_values`.
+    Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
+    with `init.initial_values`. There are no buffers.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
@@ -199,20 +219,23 @@ class Qwen3(nn.Module):
         labels: Tensor | None = None,
         supervised: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or with labels the summed loss.
+        """Compute the logits, or the summed loss if labels are given.
 
         Args:
-            input_ids, labels: (batch, seq); labels are shifted, loss.IGNORE = unsupervised. A later stage gets the
-                hidden states of the stage before it, (batch, seq, hidden), instead of input_ids.
-            positions: (batch, seq), restarting per document; default 0, 1, ...
-            documents: what the backend prepared for this microbatch; default one document per row.
-            supervised: (n,): parallel.base.supervised_index on the device; without labels the tokens whose logits are
-                wanted, default all. A loader's microbatch has document_ends and supervised_columns instead of
-                documents and these, which parallel.base.read_on_host exchanges.
+            input_ids: (batch, seq). A later pipeline stage gets the hidden states of the stage before it instead,
+                (batch, seq, hidden).
+            positions: (batch, seq), restarting per document; default: 0, 1, ...
+            documents: what `backend.prepare` returned for this microbatch; default: one document per row.
+            labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
+            supervised: (n,), on the device: index of the supervised tokens in the flattened batch. Without labels: the
+                tokens whose logits are wanted; default: all.
+
+        A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
+        the hook of parallel.base.read_on_host converts them.
 
         Returns:
-            (1,) in fp32 at least; without labels the logits, in the activations' dtype: (batch, seq, vocab_size), or
-            (n, vocab_size) of those tokens. A stage that is not the last returns hidden states.
+            With labels the loss, (1,), in fp32 or fp64. Without labels the logits in the activations' dtype,
+            (batch, seq, vocab_size) or (n, vocab_size). A stage that is not the last returns hidden states.
         """
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -222,8 +245,8 @@ class Qwen3(nn.Module):
         return self.head(hidden, labels, supervised) if self.model.stage.last else hidden
 
     def merge(self) -> None:
-        """Let one product take the place of several with the same input: faster when text is generated. Not for
-        training: the weights become views.
+        """Merge weights that have the same input (q, k, v; gate, up), so that one product replaces several. Faster for
+        text generation. Not for training: the weights become views of the merged tensors.
         """
         for block in self.model.blocks():
             attention, mlp = block.self_attn, block.mlp
@@ -231,7 +254,7 @@ class Qwen3(nn.Module):
             mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
 
     def head(self, hidden: Tensor, labels: Tensor | None = None, supervised: Tensor | None = None) -> Tensor:
-        """Logits of the last stage's hidden states, or with labels the summed loss."""
+        """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given."""
         if self.lm_head is not None:
             return self.lm_head(hidden, labels, supervised, self.head_loss)
         assert self.model.embed_tokens is not None

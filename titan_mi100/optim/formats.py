@@ -1,12 +1,13 @@
-"""Numbers in 8 bits, and the noise by which numbers are rounded at random.
+"""8-bit floats with a shared exponent, and the random bits for stochastic rounding.
 
-A block of neighbours in a row shares the exponent of its largest value; each has an 8-bit float below it (as in the OCP
-Microscaling formats; block-wise state is from Dettmers et al., 2022). Two kinds, both with 15 powers of two below the
-largest: `SIGNED` has a sign and 3 bits of mantissa, `UNSIGNED` 4 bits. Code 0 is zero.
+A block is a number of consecutive values of a row. The values share the exponent of the largest one; each value is an
+8-bit float relative to it (as in the OCP Microscaling formats; block-wise state is from Dettmers et al., 2022). There
+are two formats, both with 15 powers of two below the largest: `SIGNED` has a sign and 3 bits of mantissa, `UNSIGNED`
+has 4 bits of mantissa. Code 0 is zero.
 
-Everything here is integer arithmetic on the bits of fp32, or a product with a power of two. So equal inputs give equal
-codes on every device, whatever part of a tensor a rank holds. Functions take rows of whole blocks, (rows, columns),
-contiguous, and `exponents` (rows, columns / block).
+All operations are integer operations on the bits of fp32, or products with a power of two. So equal inputs give equal
+codes on every device, whatever shard of a tensor a rank holds. The functions take contiguous (rows, columns) with full
+blocks, and `exponents` of shape (rows, columns / block).
 """
 
 import functools
@@ -16,28 +17,34 @@ import torch
 from torch import Tensor
 
 _RANGE = 15  # powers of two
-# of an exponent as fp32 has it, with its bias: below, the smallest code would be subnormal; above lies infinity
+# Limits of a block's exponent in fp32's biased form: below, the smallest code would be subnormal; 255 is infinity.
 _LOWEST, _HIGHEST = _RANGE + 1, 254
-_LARGEST_BLOCK, _LEAST_BLOCK, _MOST_PARTS = 256, 16, 8
+_LARGEST_BLOCK, _LEAST_BLOCK, _MOST_PARTS = 256, 16, 8  # values; values; tensor-parallel ranks
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a value is kept in 8 bits. mantissa: bits of it; the sign has the highest bit, if there is one."""
+    """An 8-bit float format.
+
+    Attributes:
+        signed: the highest bit is the sign.
+        mantissa: bits of the mantissa.
+    """
 
     signed: bool
     mantissa: int
 
     @functools.cached_property
     def shift(self) -> int:
-        """Bits of fp32's mantissa that are dropped."""
+        """How many bits of fp32's mantissa are dropped."""
         return 23 - self.mantissa
 
     def values(self, device: torch.device) -> Tensor:
-        """What the codes stand for, (256,) fp32, as shares of the power of two that the exponent names."""
+        """The values of the 256 codes relative to the block's power of two, (256,) fp32."""
         return _on(device, self)
 
     def table(self) -> Tensor:
+        """As `values`, computed on the CPU."""
         codes = torch.arange(256)
         magnitude = codes & (127 if self.signed else 255)
         exponent = (magnitude >> self.mantissa) - _RANGE
@@ -47,7 +54,8 @@ class Format:
 
 
 SIGNED, UNSIGNED = Format(True, 3), Format(False, 4)
-_TABLES = {kind: kind.table() for kind in (SIGNED, UNSIGNED)}  # made here, where no mode makes tensors without values
+# Built on import: later calls can run under FakeTensorMode (memory counting), where new tensors have no values.
+_TABLES = {kind: kind.table() for kind in (SIGNED, UNSIGNED)}
 
 
 @functools.cache
@@ -56,10 +64,10 @@ def _on(device: torch.device, kind: Format) -> Tensor:
 
 
 def block_size(columns: int) -> int:
-    """Of rows of so many values; 0: too short for blocks.
+    """The block size for rows of `columns` values; 0 if the rows are too short for blocks.
 
-    A function of the whole tensor's shape, and small enough that tensor parallel, which splits rows over up to 8 ranks,
-    cuts no block.
+    It depends on the full tensor's shape only. It is small enough that tensor parallel, which splits a row over up to 8
+    ranks, never splits a block.
     """
     size = _LARGEST_BLOCK
     while columns % (size * _MOST_PARTS):
@@ -70,70 +78,84 @@ def block_size(columns: int) -> int:
 
 
 def decode(codes: Tensor, exponents: Tensor, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
-    """The values, in fp32.
+    """Decode codes to fp32.
 
     Args:
-        codes, exponents: uint8.
-        out: fp32 for the values. scratch: int32. Both of the codes' shape.
+        codes: (rows, columns) uint8. exponents: (rows, columns / block) uint8.
+        out: fp32, receives the values. scratch: int32, overwritten. Both have the codes' shape.
+
+    Returns:
+        `out`.
     """
     scratch.copy_(codes)
     torch.index_select(kind.values(codes.device), 0, scratch.view(-1), out=out.view(-1))
-    scale = (exponents.to(torch.int32) << 23).view(torch.float32)
+    scale = (exponents.to(torch.int32) << 23).view(torch.float32)  # the float 2 ** (exponent - 127)
     _blocks(out, exponents).mul_(scale[..., None])
     return out
 
 
 def encode(values: Tensor, codes: Tensor, exponents: Tensor, kind: Format, noise: Tensor, scratch: Tensor) -> None:
-    """Round values at random to one of the two nearest codes, the nearer one more often, so that the mean is right.
+    """Round values stochastically to one of the two nearest codes, so that the expected value is unchanged.
 
-    What is too small for a code becomes zero in the signed format, in the other the smallest that is not zero: the
-    root of a second moment, by which something is divided.
+    A value below the smallest code becomes zero in the signed format. In the unsigned format it becomes the smallest
+    non-zero code: that format holds the root of the second moment, a divisor.
 
     Args:
-        values: fp32; lost.
-        codes, exponents: uint8, to be written.
-        noise: int32, from 0 to 2 ** kind.shift; lost. scratch: int32.
+        values: (rows, columns) fp32; overwritten.
+        codes: uint8, receives the codes. exponents: uint8, receives the blocks' exponents.
+        noise: int32, from 0 to 2 ** kind.shift; overwritten. scratch: int32, overwritten. Both have the values' shape.
     """
     bits = values.view(torch.int32)
     rounded = torch.bitwise_and(bits, 0x7FFFFFFF, out=scratch) if kind.signed else scratch.copy_(bits)
+    # Adding noise below the kept bits and then truncating rounds up with the right probability. A carry out of the
+    # mantissa correctly increments the exponent.
     rounded.add_(noise).bitwise_right_shift_(kind.shift)
     blocks = _blocks(rounded, exponents)
     exponent = (blocks.amax(dim=-1) >> kind.mantissa).clamp_(_LOWEST, _HIGHEST)
     exponents.copy_(exponent)
-    lowest = ((exponent - _RANGE) << kind.mantissa)[..., None]
+    lowest = ((exponent - _RANGE) << kind.mantissa)[..., None]  # the bits of code 0
     if kind.signed:
         blocks.sub_(lowest)
         rounded.clamp_(0, 127)
-        rounded.add_(bits.bitwise_right_shift_(24).bitwise_and_(128))
+        rounded.add_(bits.bitwise_right_shift_(24).bitwise_and_(128))  # the sign
     else:
-        least = torch.clamp(rounded, max=1, out=bits)
+        least = torch.clamp(rounded, max=1, out=bits)  # 1, or 0 for zero
         blocks.sub_(lowest)
         torch.maximum(rounded, least, out=rounded).clamp_(max=255)
     codes.copy_(rounded)
 
 
 def _blocks(x: Tensor, exponents: Tensor) -> Tensor:
+    """(rows, columns) -> a view (rows, blocks, block)."""
     return x.view(*exponents.shape, -1)
 
 
 def part_of_noise(noise: Tensor, first: int, bits: int, out: Tensor) -> Tensor:
-    """Eight of the random bits, from bit `first` on, as the highest of `bits` bits, with a half below, for the mean."""
+    """Make noise of `bits` bits from eight of the random bits, those from bit `first` on.
+
+    The eight bits are the highest ones of the noise. The next lower bit is 1, so that the noise has the mean of uniform
+    noise and rounding stays unbiased.
+
+    Args:
+        noise: int32, not changed. out: int32, receives the result.
+    """
     torch.bitwise_right_shift(noise, first + 8 - bits, out=out)
     return out.bitwise_and_(0xFF << (bits - 8)).bitwise_or_(1 << (bits - 9))
 
 
 def draw_noise(numbers: Tensor, key: int, scratch: Tensor) -> Tensor:
-    """32 random bits for each element, in place: a function of the element's number in the whole tensor and of a key.
+    """Replace each element's number in the full tensor by 32 random bits, in place: a hash of the number and a key.
 
     Args:
-        numbers: int32, overwritten. key: a 32-bit number with a sign. scratch: int32, of the same shape.
+        numbers: int32, overwritten. key: a signed 32-bit number. scratch: int32, of the same shape, overwritten.
 
-    The mixing is of the kind of MurmurHash3's end (public domain), with constants of C. Wellons' search for low bias.
+    The hash has the form of MurmurHash3's finaliser (public domain), with low-bias constants found by C. Wellons.
     """
     numbers.bitwise_xor_(key)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
         torch.bitwise_right_shift(numbers, shift, out=scratch)
-        numbers.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))  # zeros come in, not the sign
+        # torch shifts int32 arithmetically; the mask makes it a logical shift
+        numbers.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
             numbers.mul_(factor)
     return numbers

@@ -1,4 +1,4 @@
-"""Starts the update kernel on what a rank holds of a parameter."""
+"""Launches the Triton update kernel on this rank's shard of a parameter."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -9,19 +9,21 @@ from torch import Tensor
 
 from titan_mi100.optim import kernels
 
-_ELEMENTS, _WARPS = 1024, 4  # of a program
-# Sums and products are not to become one operation, which rounds once instead of twice.
+_ELEMENTS, _WARPS = 1024, 4  # per program
+# No fused multiply-add: it rounds once instead of twice, and the result would differ from lean.update_plainly.
 LAUNCH = {"num_warps": _WARPS, "enable_fp_fusion": False}
-_AS_BITS = {torch.bfloat16: torch.int16}
+_AS_BITS = {torch.bfloat16: torch.int16}  # the kernel converts bf16 itself, by integer operations
 
 
 def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, master: str) -> None:
-    """As lean.update_plainly, of all rows at once.
+    """Do what lean.update_plainly does, for all rows in one launch.
 
     Args:
-        tensors: rows of the weight, its gradient and its state, by lean.py's names.
-        number: of the first element. whole: columns of the whole parameter.
-        values: lean._Numbers.
+        tensors: the weight, its gradient and its state by lean.py's names, (rows, columns) each.
+        number: number of the first element within the full parameter.
+        whole: columns of the full parameter.
+        values: a lean._Numbers.
+        master: `optimizer.master`.
     """
     bits = {name: x.view(_AS_BITS.get(x.dtype, x.dtype)) for name, x in tensors.items()}
     weight, exponents = bits["weight"], bits.get("exp_avg_exponent")
@@ -29,6 +31,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
     block = 256 if exponents is None else columns // exponents.shape[1]
     blocks = _ELEMENTS // block
     programs = triton.cdiv(rows * triton.cdiv(columns, block), blocks)
+    # Tensors that this configuration does not have are replaced by another pointer; the kernel does not read them.
     pointers = (
         weight, bits["gradient"], bits["exp_avg"], bits["exp_avg_sq"],
         weight if exponents is None else exponents, bits.get("exp_avg_sq_exponent", weight),

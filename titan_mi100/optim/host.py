@@ -1,42 +1,56 @@
-"""Memory of the host from which a device reads, and into which it writes, on its own: page-locked."""
+"""Page-locked (pinned) host memory: the GPU copies from and to it directly, without the CPU."""
 
 import mmap
 
 import torch
 from torch import Tensor
 
-_RESERVED: list[Tensor] = []  # pages that are known to the driver must not be given back
+# Registered memory is kept until the process ends: the driver refers to these pages, so they must not be freed.
+_RESERVED: list[Tensor] = []
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for as long as the process lives.
+    """Allocate zeros in page-locked host memory. They are never freed.
+
+    Args:
+        device: the GPU that will use it; for a CPU device the memory is ordinary.
 
     Raises:
-        MemoryError: the host has none left, or lets a process lock less (`ulimit -l`).
+        MemoryError: the host has too little memory, or the limit for locked memory (`ulimit -l`) is too low.
     """
     if device.type == "cpu":
         return torch.zeros(shape, dtype=dtype)
     found = whole_pages(shape, dtype)
     error = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.nbytes, 0)) if found.nbytes else 0
     if error:
-        raise MemoryError(f"the host locks no {found.nbytes:,} bytes more for the device (error {error}): ulimit -l")
+        raise MemoryError(
+            f"cannot lock {found.nbytes:,} more bytes of host memory for the GPU (error {error}); "
+            "raise the limit for locked memory (ulimit -l)"
+        )
     _RESERVED.append(found)
     return found
 
 
 def whole_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in pages of their own. Torch's page-locked memory comes in powers of two, up to twice what is needed."""
+    """Allocate zeros in pages of their own, to be registered with the driver.
+
+    Torch's own `pin_memory` rounds up to a power of two, so it can take twice the memory that is needed.
+
+    Raises:
+        MemoryError: the host has too little memory.
+    """
     count = torch.Size(shape).numel()
     if not count:
         return torch.zeros(shape, dtype=dtype)
     try:
         memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # or a write after a fork would go to a page that the device does not know
+        # Without DONTFORK, a write after a fork goes to a copied page, which the GPU does not see.
+        memory.madvise(mmap.MADV_DONTFORK)
     except OSError as error:
-        raise MemoryError(f"the host has no {count * dtype.itemsize:,} bytes more: {error}") from None
+        raise MemoryError(f"the host cannot allocate {count * dtype.itemsize:,} more bytes: {error}") from None
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def lend(like: Tensor) -> Tensor:
-    """Memory for a copy of a device's tensor, of those that are used again and again; it holds nothing yet."""
+    """An uninitialised host tensor for a copy of `like`, pinned for a GPU. Torch's allocator reuses such buffers."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")

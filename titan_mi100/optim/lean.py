@@ -1,10 +1,13 @@
-"""AdamW whose state and master weights take fewer bytes than fp32: one update in every layout and on every device.
+"""AdamW with smaller state and master weights than fp32. The update has the same bits in every layout and device.
 
-What is rounded at random is rounded by noise that is a function of the seed, the step, the parameter's name and the
-element's number in the whole parameter. Sums and products are single operations of fp32, which IEEE 754 rounds in one
-way only: a kernel that fuses two of them, as `torch.lerp` may, gives other bits on other devices, or at the end of a
-tensor. So equal gradients give equal updates, on replicas, on both copies of a tied weight, and after a resume in
-another layout.
+Two rules make it so:
+1. The noise of stochastic rounding is a function of the seed, the step, the parameter's name and the element's number
+   in the full parameter. It does not depend on the shard.
+2. Sums and products are separate fp32 operations, whose rounding IEEE 754 defines. Fused operations, as `torch.lerp`
+   may use, round differently on other devices, or at the end of a tensor.
+
+So equal gradients give equal updates on replicas, on both copies of a tied weight, and after a resume in another
+layout.
 """
 
 import itertools
@@ -25,7 +28,8 @@ from titan_mi100.optim import host
 from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
 from titan_mi100.optim.state import NamedState
 
-ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are worked on at a time: what caches hold; 128 MiB of buffers
+# Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
+ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 
 Kernel = Callable[[dict[str, Tensor], int, int, "_Numbers", str], None]  # see fused.update
 
@@ -33,11 +37,12 @@ Kernel = Callable[[dict[str, Tensor], int, int, "_Numbers", str], None]  # see f
 class LeanAdamW(NamedState):
     """AdamW (Loshchilov & Hutter, 2019) with less state.
 
-    Per parameter it keeps, each sharded as the parameter is:
-        exp_avg, exp_avg_sq: the moments in fp32; or in bf16, rounded at random; or as codes of 8 bits, see formats.py,
-            with exp_avg_exponent and exp_avg_sq_exponent: there exp_avg_sq is the root of the second moment. Vectors,
-            and matrices with rows too short for blocks, have fp32 instead of codes.
-        residual: int8, the next 8 bits of weights of which the parameter itself holds 16 (`master = "24bit"`).
+    State per parameter, sharded as the parameter is:
+        exp_avg, exp_avg_sq: the moments, in fp32, or in bf16 with stochastic rounding, or as 8-bit codes (formats.py).
+            With 8-bit codes exp_avg_sq holds the root of the second moment. Vectors, and matrices whose rows are too
+            short for blocks, have fp32 moments instead of codes.
+        exp_avg_exponent, exp_avg_sq_exponent: the blocks' exponents of the 8-bit codes.
+        residual: int8, with `master = "24bit"`: the parameter holds the upper 16 bits of a weight, this the next 8.
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class LeanAdamW(NamedState):
         on_host: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         """Args:
-        groups: of parameters in fp32, or in bf16 unless `config.master` is fp32; see build_optimizer.
-        on_host: of some parameters the gradients, in the host's memory. Their state is kept there too, and comes to
-            the device in pieces: two streams take turns, so that one piece is worked on while others move.
+        groups: parameter groups, see build_optimizer. Parameters are fp32 if `config.master` is fp32, else bf16.
+        seed: seeds stochastic rounding.
+        device: the device of the computation.
+        on_host: gradients in host memory, by parameter. The state of these parameters is in host memory too. It is
+            copied to the device in pieces; two streams alternate, so that copies overlap with computation.
         """
         defaults = {"betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
@@ -81,9 +88,9 @@ class LeanAdamW(NamedState):
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
-        """One step. Args: factor: what gradients are multiplied with first."""
+        """Do one step; see NamedState.update."""
         beside = [lane.stream for lane in self._lanes if lane.stream is not None]
-        for stream in beside:
+        for stream in beside:  # the gradients are complete before the copy streams read them
             stream.wait_stream(self._device.current_stream())
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -92,6 +99,7 @@ class LeanAdamW(NamedState):
                 self.state[parameter]["step"] += 1
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
+                # crc32 is unsigned; the int32 arithmetic of the noise needs the same bits as a signed number
                 numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
                 self._update(parameter, numbers)
         if beside:
@@ -103,7 +111,7 @@ class LeanAdamW(NamedState):
             self._update_local(local, row * whole + column, whole, numbers, parameter in self._on_host)
 
     def _rows_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What this rank holds of a parameter, its gradient and its state, as matrices."""
+        """This rank's shards of a parameter, its gradient and its state, each as a matrix (rows, columns)."""
         gradient = self._on_host.get(parameter, parameter.grad)
         assert gradient is not None, "a parameter has no gradient"
         tensors = {"weight": parameter.detach(), "gradient": gradient, **self.state[parameter]}
@@ -113,12 +121,15 @@ class LeanAdamW(NamedState):
     def _update_local(
         self, local: dict[str, Tensor], first: int, whole: int, numbers: "_Numbers", is_on_host: bool
     ) -> None:
-        """This rank's part of a parameter, some rows at a time; by the kernel all that are on the device at once.
+        """Update this rank's shard of a parameter, some rows at a time.
 
-        Args: first: number of the first element. whole: columns of the whole parameter.
+        Args:
+            first: number of the shard's first element within the full parameter.
+            whole: columns of the full parameter.
         """
         rows, columns = local["weight"].shape
         size = rows_at_a_time(local["weight"].device.type, columns, is_on_host)
+        # The kernel needs no buffers: it updates all rows at once unless they have to be copied from the host.
         size = rows if self._kernel is not None and not is_on_host else size
         for start in range(0, rows, size):
             part = {name: tensor[start : start + size] for name, tensor in local.items()}
@@ -143,14 +154,22 @@ class LeanAdamW(NamedState):
 
 
 def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
-    """Args: is_on_host: two such parts are worked on at a time, and are copied first."""
+    """How many rows are updated at a time.
+
+    Args:
+        device_type: a key of ELEMENTS.
+        is_on_host: the state is copied from the host; two pieces are in flight then, so each is half as large.
+    """
     return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
 
 
 def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
-    """The Triton kernel if it works here, and in words what updates.
+    """Choose the Triton kernel if it works on this device.
 
-    It is tried on random numbers, and must leave the bits that `update_plainly` does.
+    It is tried on random numbers, and must give exactly the bits of `update_plainly`.
+
+    Returns:
+        The kernel, or None for `update_plainly`; and a description for the log.
     """
     try:
         from titan_mi100.optim import fused
@@ -173,13 +192,15 @@ def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel 
         results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])
     if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
         return fused.update, "one Triton kernel"
-    log.warning("the Triton kernel of the optimizer gives other bits than plain torch operations, and is not used")
+    log.warning("the optimizer's Triton kernel gives other bits than plain torch operations; it is not used")
     return None, "plain torch operations"
 
 
 class _Lane:
-    """Memory that every update uses again, where allocating it anew would take longer than many operations; and a
-    stream of operations on it, if they are not to wait for all others.
+    """Reusable buffers for updates, and optionally a stream of their own.
+
+    The buffers are reused because allocating them costs more than many of the operations. The stream lets copies of one
+    lane overlap with the computation of another.
     """
 
     def __init__(self, stream: Any = None) -> None:
@@ -188,6 +209,7 @@ class _Lane:
         self._copies: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def scratch(self, weight: Tensor) -> "_Scratch":
+        """Buffers of the weight's shape."""
         count = weight.numel()
         if self._size < count:
             self._size = count
@@ -198,7 +220,7 @@ class _Lane:
         return _Scratch(*(x[:count].view(weight.shape) for x in buffers))
 
     def bring(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weight, which is on the device, and copies of the rest there."""
+        """Copy the tensors to the device, except the weight, which is there already."""
         here = {"weight": part["weight"]}
         for name in part.keys() - here.keys():
             there = part[name]
@@ -210,6 +232,8 @@ class _Lane:
 
 
 class _Scratch(NamedTuple):
+    """Buffers of (rows, columns): five fp32, three int32, one fp64."""
+
     gradient: Tensor
     first: Tensor
     second: Tensor
@@ -222,26 +246,29 @@ class _Scratch(NamedTuple):
 
 
 class _Numbers:
-    """What is the same for all elements of a parameter in a step."""
+    """The scalars of an update, equal for all elements of a parameter in a step."""
 
     def __init__(self, group: dict[str, Any], step: int, factor: float, key: int) -> None:
         self.beta1, self.beta2 = group["betas"]
         self.eps, self.factor, self.key = group["eps"], factor, key
-        self.kept = 1 - group["lr"] * group["weight_decay"]
-        self.rate = group["lr"] / (1 - self.beta1**step)
-        self.correction = 1 / math.sqrt(1 - self.beta2**step)
+        self.kept = 1 - group["lr"] * group["weight_decay"]  # decoupled weight decay multiplies the weight by this
+        self.rate = group["lr"] / (1 - self.beta1**step)  # learning rate with the bias correction of exp_avg
+        self.correction = 1 / math.sqrt(1 - self.beta2**step)  # bias correction of the root of exp_avg_sq
 
 
 def update_plainly(
     tensors: dict[str, Tensor], first_number: int, whole: int, numbers: _Numbers, config: OptimizerConfig, s: _Scratch
 ) -> None:
-    """Update some rows of a parameter by operations of torch.
+    """Update some rows of a parameter by plain torch operations.
 
     Args:
-        tensors: `weight`, `gradient`, and the state by its names, (rows, columns) each.
-        first_number: of the first element; whole: columns of the whole parameter.
+        tensors: `weight`, `gradient` and the state by its names, (rows, columns) each; exponents have fewer columns.
+        first_number: number of the first element within the full parameter.
+        whole: columns of the full parameter.
+        s: buffers of the weight's shape.
     """
     weight = tensors["weight"]
+    # Stochastic rounding uses 32 random bits per element: 0-15 for the weight, 16-23 and 24-31 for the moments.
     if config.state != "fp32" or config.master == "bf16_sr":
         rows, columns = weight.shape
         lines = torch.arange(first_number, first_number + rows * whole, whole, device=weight.device)
@@ -260,7 +287,8 @@ def update_plainly(
         second.mul_(second)
     second.mul_(numbers.beta2)
     second.add_(torch.mul(gradient, gradient, out=s.other).mul_(1 - numbers.beta2))
-    root = s.other.copy_(s.double.copy_(second).sqrt_())  # MKL's root of fp32 is off by a bit at times
+    # The root is taken in fp64: MKL's fp32 root is sometimes off by one bit, and bits must agree between devices.
+    root = s.other.copy_(s.double.copy_(second).sqrt_())
     first = _load(tensors, "exp_avg", SIGNED, s.first, s.integers)
     first.mul_(numbers.beta1).add_(gradient.mul_(1 - numbers.beta1))
 
@@ -276,13 +304,18 @@ def update_plainly(
 
 
 def _load(tensors: dict[str, Tensor], name: str, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
-    """A moment in fp32, as it is kept."""
+    """Read a moment into `out` as fp32."""
     exponents = tensors.get(f"{name}_exponent")
     return out.copy_(tensors[name]) if exponents is None else decode(tensors[name], exponents, kind, out, scratch)
 
 
 def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, bit: int, s: _Scratch) -> None:
-    """Args: value: lost. bit: the first of the eight bits of noise to use."""
+    """Write a moment in its stored format.
+
+    Args:
+        value: fp32; overwritten.
+        bit: the first of the eight bits of noise to use.
+    """
     kept, exponents = tensors[name], tensors.get(f"{name}_exponent")
     if exponents is not None:
         encode(value, kept, exponents, kind, part_of_noise(s.noise, bit, kind.shift, s.integers), s.more_integers)
@@ -293,7 +326,7 @@ def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, b
 
 
 def _load_weight(tensors: dict[str, Tensor], s: _Scratch) -> Tensor:
-    """The weight in fp32, whatever it is kept in."""
+    """Read the weight as fp32: 16 + 8 bits with a residual, else a cast."""
     if "residual" not in tensors:
         return s.weight.copy_(tensors["weight"])
     bits = s.weight.view(torch.int32).copy_(tensors["weight"].view(torch.int16))
@@ -302,12 +335,17 @@ def _load_weight(tensors: dict[str, Tensor], s: _Scratch) -> Tensor:
 
 
 def _store_weight(tensors: dict[str, Tensor], value: Tensor, s: _Scratch, master: str) -> None:
-    """Args: value: lost."""
+    """Write the weight in its stored format.
+
+    Args:
+        value: fp32; overwritten.
+    """
     weight = tensors["weight"]
     if master == "bf16_sr":
         _round_to_bf16(value, weight, torch.bitwise_and(s.noise, 0xFFFF, out=s.integers))
     elif master == "24bit":
-        # The upper 24 bits as a whole number; of these the upper 16, rounded, and what is missing then: -128 to 127.
+        # bits: the upper 24 bits, rounded, as an integer. upper: its upper 16 bits, rounded. The difference between
+        # them, -128 to 127, is the residual. Rounding makes the 16-bit weight the nearest bf16, so forward can use it.
         bits = value.view(torch.int32).add_(0x80).bitwise_right_shift_(8)
         upper = torch.add(bits, 0x80, out=s.integers).bitwise_right_shift_(8)
         weight.view(torch.int16).copy_(upper)
@@ -317,12 +355,21 @@ def _store_weight(tensors: dict[str, Tensor], value: Tensor, s: _Scratch, master
 
 
 def _round_to_bf16(value: Tensor, out: Tensor, noise: Tensor) -> None:
-    """Args: value: fp32, lost. noise: int32, from 0 to 2 ** 16."""
+    """Round stochastically: add noise below the upper 16 bits, then truncate.
+
+    Args:
+        value: fp32; overwritten. noise: int32, from 0 to 2 ** 16.
+    """
     out.view(torch.int16).copy_(value.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
 def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int = 1) -> Tensor:
-    """Zeros, sharded as the parameter is, on its device or the host; of `block` columns one."""
+    """Zeros, sharded as the parameter is.
+
+    Args:
+        stays: on the parameter's device; False: in page-locked host memory.
+        block: one element per `block` columns.
+    """
     local = _local(parameter)
     *rows, columns = local.shape
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
@@ -339,7 +386,7 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
 
 
 def _offset(parameter: nn.Parameter) -> tuple[int, int]:
-    """Row and column of the parameter at which this rank's part begins; a vector is a single row."""
+    """Row and column of the full parameter at which this rank's shard begins; a vector is a single row."""
     if not isinstance(parameter, DTensor):
         return 0, 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

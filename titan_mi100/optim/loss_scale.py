@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, whose smallest numbers gradients fall below (Micikevicius et al., 2018)."""
+"""Loss scaling for fp16 (Micikevicius et al., 2018): without it, small gradients underflow to zero."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ _PATIENCE = 2000  # steps without an overflow before the scale is doubled, as in
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied with before backward, and its gradient divided by afterwards.
+    """The loss is multiplied by the scale before backward, and the gradients are divided by it afterwards.
 
-    It is halved when a gradient overflows and doubled after many steps in which none did. It follows from what all
-    ranks know of a step, so it is the same on each.
+    The scale is halved when a gradient overflows, and doubled after 2000 steps without an overflow. All ranks know
+    whether a step overflowed, so the scale is the same on every rank.
     """
 
     value: float = LARGEST
-    steps_since: int = 0  # the last overflow or doubling
+    steps_since: int = 0  # steps since the last overflow or doubling
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.value <= LARGEST:
@@ -25,7 +25,12 @@ class LossScale:
         return self.value > SMALLEST
 
     def after_step(self, overflowed: bool) -> None:
-        """Args: overflowed: the step's loss was finite and its gradients were not."""
+        """Adapt the scale.
+
+        Args:
+            overflowed: the step's loss was finite but its gradients were not. A loss that is not finite does not count:
+                a smaller scale would not help.
+        """
         self.steps_since = 0 if overflowed else self.steps_since + 1
         if overflowed:
             self.value = max(SMALLEST, self.value / 2)

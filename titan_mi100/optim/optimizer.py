@@ -1,6 +1,6 @@
-"""The optimizer of a run, and the learning rate.
+"""Builds the optimizer and computes the learning rate.
 
-The learning rate is a pure function of the step: there is nothing to save, and a resume cannot be off by one.
+The learning rate is a pure function of the step: nothing has to be saved, and a resume cannot be off by one step.
 """
 
 import math
@@ -16,7 +16,7 @@ from titan_mi100.optim.state import NamedState
 
 
 class AdamW(NamedState, torch.optim.AdamW):
-    """Torch's AdamW (Loshchilov & Hutter, 2019): state in the weights' dtype."""
+    """Torch's AdamW (Loshchilov & Hutter, 2019); the state has the weights' dtype."""
 
     @torch.no_grad()
     def update(self, factor: float) -> None:
@@ -26,7 +26,7 @@ class AdamW(NamedState, torch.optim.AdamW):
         self.step()
 
     def _start(self, parameter: nn.Parameter) -> None:
-        # fused kernels want the step count on the parameter's device
+        # Torch's fused kernels need the step count on the parameter's device.
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = {"step": step, **moments}
@@ -39,14 +39,16 @@ def build_optimizer(
     device: torch.device,
     on_host: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> NamedState:
-    """AdamW in groups: matrices with weight decay, the norms' vectors without. Torch's, fused, unless the config asks
-    for state or master weights of fewer bytes, or state is kept on the host.
+    """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms) without.
+
+    It is torch's fused AdamW, or LeanAdamW if the config asks for smaller state or master weights, or if the state is
+    kept on the host.
 
     Args:
-        parameters: by HF name; what is trained.
-        seed: of what is rounded at random.
-        device: of the parameters.
-        on_host: gradients that are there; see LeanAdamW.
+        parameters: (HF name, parameter) of the trained parameters.
+        seed: seeds stochastic rounding.
+        device: the device of the computation.
+        on_host: gradients that are kept in host memory, by parameter; see LeanAdamW.
     """
     matrices: list[tuple[str, nn.Parameter]] = []
     vectors: list[tuple[str, nn.Parameter]] = []
@@ -64,17 +66,21 @@ def build_optimizer(
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set each group's learning rate to its share of its own peak, for the next step."""
+    """Set each group's learning rate for the next step: its peak times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
 
 
 def lr_factor(config: LRSchedulerConfig, step: int, steps: int) -> float:
-    """The share of the peak learning rate that optimizer step `step` (from 1) of `steps` uses.
+    """The learning rate of a step, divided by the peak learning rate.
 
-    Linear warmup, a constant stretch (none with decay_ratio = 1), then a decay that would reach min_lr_factor on the
-    step after the last, so that no step is lost to a rate of 0: linear, half a cosine (Loshchilov & Hutter, 2017), or
-    1 - sqrt (Haegele et al., 2024). The warmup takes its steps from the decay where the two would overlap.
+    Args:
+        step: the optimizer step, from 1 to `steps`.
+        steps: optimizer steps of the run.
+
+    Linear warmup, then a constant phase (none with decay_ratio = 1), then a decay: linear, half a cosine (Loshchilov &
+    Hutter, 2017), or 1 - sqrt (Haegele et al., 2024). The decay would reach min_lr_factor one step after the last, so
+    that no step is wasted with a learning rate of 0. If warmup and decay overlap, the decay is shortened.
     """
     warmup = warmup_steps(config, steps)
     if step <= warmup:
@@ -82,7 +88,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, steps: int) -> float:
     if config.decay_type == "constant":
         return 1.0
     decay = min(steps - warmup, round(steps * config.decay_ratio))
-    done = (step - 1 - (steps - decay)) / decay if decay else 0.0
+    done = (step - 1 - (steps - decay)) / decay if decay else 0.0  # fraction of the decay before this step, in [0, 1)
     if done <= 0:
         return 1.0
     shape = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
@@ -90,4 +96,5 @@ def lr_factor(config: LRSchedulerConfig, step: int, steps: int) -> float:
 
 
 def warmup_steps(config: LRSchedulerConfig, steps: int) -> int:
+    """Warmup steps of a run of `steps` steps: as configured, or 3% of them if the config has -1."""
     return config.warmup_steps if config.warmup_steps >= 0 else math.ceil(0.03 * steps)

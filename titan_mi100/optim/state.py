@@ -1,4 +1,4 @@
-"""What an optimizer is to the trainer and to checkpoints."""
+"""The optimizer interface that the trainer and the checkpoints use."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -8,21 +8,25 @@ from torch import Tensor, nn
 
 
 class NamedState(torch.optim.Optimizer):
-    """An optimizer whose state can be named before its first step, for a checkpoint to fill."""
+    """An optimizer that can create and name its state before its first step, so that a checkpoint can be loaded."""
 
     @abstractmethod
     def update(self, factor: float) -> None:
-        """One step. Args: factor: what gradients are multiplied with first; they may be lost."""
+        """Do one step.
+
+        Args:
+            factor: gradients are multiplied by it first (clipping, loss scale). Their values may be overwritten.
+        """
 
     @abstractmethod
     def _start(self, parameter: nn.Parameter) -> None:
-        """Make a parameter's state, as it is before the first step."""
+        """Create a parameter's initial state."""
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(`<parameter>.<state>`, tensor) of everything a resume needs; made here where no step has made it yet.
+        """Yield (`<parameter>.<state>`, tensor) for everything a resume needs. Missing state is created first.
 
-        The tensors are the optimizer's own: loading into them in place restores it. `Optimizer.load_state_dict` would
-        cast them to the parameter's dtype, and goes by position instead of by name.
+        The tensors are the optimizer's own: a checkpoint is loaded into them in place. `Optimizer.load_state_dict` is
+        no alternative: it casts state to the parameter's dtype, and it identifies parameters by position, not by name.
         """
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):

@@ -1,4 +1,4 @@
-"""One data-parallel rank: nobody to share weights with, so no wrapper that would gather, copy or reduce them."""
+"""The layout with one data-parallel rank: no FSDP2 or DDP wrapper, because there is nothing to gather or reduce."""
 
 import functools
 from collections.abc import Sequence
@@ -15,12 +15,16 @@ from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class AloneModel(ParallelModel):
-    """The whole model, or a tensor-parallel part of it. Mixed precision as under DDP: fp32 weights, cast where they are
-    used (layers.local_weight), and fp32 gradients.
+    """The full model, or a tensor-parallel shard of it.
+
+    Mixed precision as under DDP: fp32 weights that are cast where they are used (layers.local_weight), fp32 gradients.
     """
 
     def __init__(self, model: Qwen3, mesh: DeviceMesh, device: torch.device, is_gpu: bool) -> None:
-        """Args: model: on `device`, see build.parallelize."""
+        """Args:
+        model: on `device`, see build.parallelize.
+        is_gpu: train as on a GPU, without TiedRows.
+        """
         self.parts, self.device, self._tp = [model], device, mesh["tp"]
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
         self._tied: TiedRows | None = None
@@ -42,14 +46,14 @@ class AloneModel(ParallelModel):
 
 
 class TiedRows:
-    """Keeps the gradient of the embedding's few rows apart from that of the head, which has the same weight.
+    """Computes a tied embedding's gradient as a sparse tensor, separate from the head's gradient of the same weight.
 
-    Autograd would write both into tables as large as the vocabulary, of which the embedding's is nearly all zeros. Only
-    on a CPU: a GPU would add equal rows in any order.
+    Autograd alone would build two dense gradients of (vocabulary, hidden), and the embedding's is nearly all zeros.
+    Only on a CPU: a GPU adds repeated rows in an undefined order, so runs would not repeat.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
-        """Let the embedding look up in the same memory, but for autograd in another leaf."""
+        """Make the embedding read a second autograd leaf that shares the weight's memory."""
         self._weight = embedding.weight
         self._rows = embedding.weight.detach().requires_grad_()
         embedding.forward = functools.partial(  # type: ignore[method-assign]
@@ -57,7 +61,7 @@ class TiedRows:
         )
 
     def add(self) -> None:
-        """After a backward: to the head's gradient."""
+        """Add the sparse gradient to the head's. Call it after each backward."""
         assert self._weight.grad is not None and self._rows.grad is not None
         self._weight.grad += self._rows.grad
         self._rows.grad = None

@@ -1,9 +1,9 @@
 """The interface between the trainer and a layout: forward, backward and evaluation of a model split over ranks.
 
-The second half is a microbatch's way into the model. The loader describes documents and supervised tokens in CPU
-tensors, (batch, seq) and padded, because a pipeline schedule splits tensors on dim 0. The model wants Python integers
-and a flat index instead. The change between the two happens in a forward pre-hook on the CPU, so that no forward waits
-for the device to learn a size.
+The second half converts a microbatch to the model's arguments. The loader describes documents and supervised tokens by
+padded CPU tensors, (batch, seq), because a pipeline schedule splits tensors on dim 0. The model takes Python integers
+and a flat index instead. A forward pre-hook converts them on the CPU, so that no forward waits for the device to learn
+a size.
 """
 
 from abc import ABC, abstractmethod
@@ -25,17 +25,17 @@ from titan_mi100.parallel.tensor_parallel import gather_vocabulary
 
 
 class ParallelModel(ABC):
-    """What this rank holds of the model, and its part in a step.
+    """This rank's share of the model and of a step.
 
     Attributes:
-        parts: the model, or this rank's pipeline stages; materialised, values to be filled in.
-        counts_rows: several ranks may read the same rows (a tensor-parallel group, a pipeline); exactly one of them
-            counts the rows' tokens.
-        counts_loss: likewise, exactly one of the ranks that know a loss counts it.
-        gradient_bytes: of gradients that this rank gave to collectives in the last step; None: not counted.
-        extra_state_name: names what this layout keeps from step to step beside weights and optimizer state, each rank
-            its own (see extra_state); "": nothing.
-        host_gradients: those that are added up in the host's memory instead of `grad`.
+        parts: the model, or this rank's pipeline stages; materialised but not initialised.
+        counts_rows: whether this rank counts the tokens of its rows. The ranks of a tensor-parallel group or a pipeline
+            read the same rows; exactly one of them counts them.
+        counts_loss: whether this rank counts the loss of its rows; again exactly one rank does.
+        gradient_bytes: bytes of gradients that this rank sent in collectives in the last step; None: not counted.
+        extra_state_name: name of the layout's own state beside weights and optimizer state (see extra_state); "": it
+            has none.
+        host_gradients: gradients that are accumulated in host memory instead of `grad`.
     """
 
     parts: list[Qwen3]
@@ -49,19 +49,21 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
-        """Leave the gradient of weight x summed loss, summed over all ranks, in every parameter's `grad`, or in
-        host_gradients.
+        """Compute the gradient of weight x loss, summed over all tokens and ranks, in `grad` or host_gradients.
 
         Args:
-            weight: of each token's loss: 1 / supervised tokens of the whole step over all ranks.
+            microbatches: of this step, on the CPU, at least one.
+            weight: weight of each token's loss: 1 / supervised tokens of the step over all ranks.
 
         Returns:
-            The microbatches' summed losses without the weight, (microbatches,) fp64. Each loss is counted on one rank;
-            the others that took part in it return zeros. So the sum over all ranks is the step's loss.
+            The summed loss of each microbatch without the weight, (microbatches,) fp64. One rank returns the loss; the
+            other ranks that worked on the same rows return zeros. So the sum over all ranks is the step's loss.
         """
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """The loss summed over the microbatches, (1,) fp64, without gradients; counted as in forward_backward."""
+        """The loss summed over the microbatches, (1,) fp64, without gradients. One rank per row returns it, the others
+        zero, as in forward_backward.
+        """
         loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
         with self.evaluating():
             for microbatch in microbatches:
@@ -70,32 +72,33 @@ class ParallelModel(ABC):
         return self._counted_once(loss_sum)
 
     def logits(self, microbatch: Microbatch) -> Tensor | None:
-        """The logits of some tokens, the same on every rank that has them. Call it inside `evaluating`. A collective.
+        """The logits of n chosen tokens. Call it inside `evaluating`. A collective.
 
         Args:
-            microbatch: without labels; its supervised_columns are the columns of these n tokens. Its shape may differ
-                from a step's; seq must be a multiple of the tensor-parallel degree.
+            microbatch: without labels; its supervised_columns choose the tokens. Its shape may differ from that of a
+                training step; seq must be a multiple of the tensor-parallel degree.
 
         Returns:
-            (n, vocabulary), in the order of the rows; None: another rank of the pipeline has them.
+            (n, vocabulary), in the order of the rows, the same on all tensor-parallel ranks; None on ranks without the
+            last pipeline stage.
         """
         logits = self._forward(self._on_device(microbatch))
         return None if logits is None else gather_vocabulary(logits, self._tp)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """For forwards without a backward: no gradients, no dropout, and nothing is left behind."""
+        """Context for forwards without backward: no gradients, no dropout; gathered weights are freed at the end."""
         with torch.no_grad(), without_dropout(self.parts):
             yield
         self._after_evaluation()
 
     def _forward(self, inputs: Microbatch) -> Tensor | None:
-        """What the whole model makes of inputs on the device; None: another rank has it."""
+        """The output of the full model for inputs on the device; None: another pipeline rank has it."""
         return self.parts[0](**inputs)
 
     @property
     def weights_device(self) -> torch.device:
-        """Of the parameters: the host, where each is fetched when it is used."""
+        """Where the parameters are: `device`, or the CPU if weights are offloaded."""
         return next(self.named_parameters())[1].device
 
     @property
@@ -103,7 +106,7 @@ class ParallelModel(ABC):
         return self._tp.size()
 
     def measure_gradients(self) -> Gradients:
-        """What a step's gradients are, before they are used; on `device`."""
+        """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""
         on_host: Collection[nn.Parameter] = self.host_gradients or ()
         found = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
         if self.host_gradients is not None:
@@ -111,40 +114,46 @@ class ParallelModel(ABC):
         return Gradients(found.squares.to(self.device), found.finite.to(self.device))
 
     def clear_gradients(self) -> None:
+        """Drop the gradients before the next step."""
         for _, parameter in self.trained_parameters():
             parameter.grad = None
         if self.host_gradients is not None:
             self.host_gradients.clear()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter that this rank holds, by its HF name."""
+        """(HF name, parameter) of every parameter that this rank holds."""
         for part in self.parts:
             yield from part.named_parameters()
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are not frozen. Only these are optimised, counted in the gradient norm and saved."""
+        """The parameters that are not frozen. Only these are optimised, counted in the gradient norm and saved."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     def extra_state(self) -> dict[str, Tensor]:
-        """What this rank keeps from step to step beside weights and optimizer state, by name, for the checkpoint."""
+        """State of the layout on this rank beside weights and optimizer state, for the checkpoint: name -> tensor."""
         return {}
 
     def restore_extra_state(self, step: int, state: dict[str, Tensor]) -> None:  # noqa: B027  # most layouts have none
-        """Continue after this step of the run.
+        """Restore the layout's state on resume.
 
         Args:
-            state: what extra_state gave this rank then; empty if the checkpoint has none of this name, or was saved by
-                another number of ranks.
+            step: the last step of the checkpoint.
+            state: what extra_state returned on this rank; empty if the checkpoint has no state under this name, or was
+                saved with another number of ranks.
         """
 
     def copies(self) -> list[nn.Parameter]:
-        """Plain parameters that another rank holds too and counts: DDP's, a pipeline's second copy of a tied weight."""
+        """Parameters that another rank counts in the gradient norm: DDP replicas, the second copy of a tied weight.
+
+        FSDP2 and tensor-parallel replicas are not listed; their DTensors show them (see distributed.local_part).
+        """
         return []
 
     def _after_evaluation(self) -> None:  # noqa: B027  # most layouts leave nothing behind
-        """Undo what a forward without backward leaves behind."""
+        """Clean up after forwards without backward."""
 
     def _counted_once(self, losses: Tensor) -> Tensor:
+        """The losses on the rank that counts them, zeros on the others."""
         return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
@@ -153,6 +162,7 @@ class ParallelModel(ABC):
 
 @contextmanager
 def without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which the modules are in eval mode."""
     for part in parts:
         part.eval()
     try:
@@ -162,12 +172,12 @@ def without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
             part.train()
 
 
-READ_ON_HOST = ("document_ends", "supervised_columns")
-_NOT_FOR_THE_MODEL = ("document_ids",)  # only counted and shown
+READ_ON_HOST = ("document_ends", "supervised_columns")  # stay on the CPU
+_NOT_FOR_THE_MODEL = ("document_ids",)  # used for statistics only
 
 
 def model_inputs(microbatch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The model's arguments from a microbatch on the CPU; those that the host reads stay there."""
+    """Move a microbatch to the device, except the tensors of READ_ON_HOST. They are described at `read_on_host`."""
     return {
         name: tensor if name in READ_ON_HOST else to_device(tensor, device)
         for name, tensor in microbatch.items()
@@ -176,13 +186,16 @@ def model_inputs(microbatch: dict[str, Tensor], device: torch.device) -> dict[st
 
 
 def supervised_index(columns: Tensor) -> Tensor:
-    """Positions of the supervised tokens in the flattened batch, (n,) int64 on the CPU; [0] if there are none.
+    """Positions of the supervised tokens in the flattened batch.
 
     Args:
-        columns: (batch, seq) integers on the CPU: the supervised columns of each row, then -1.
+        columns: (batch, seq) integers on the CPU: the supervised columns of each row, padded with -1.
 
-    The index is never empty, so every rank runs the head, and with it the same collectives. A token that stands in for
-    none has the label IGNORE, which weighs zero.
+    Returns:
+        (n,) int64 on the CPU; [0] if no token is supervised.
+
+    The index is never empty: every rank must run the head and its collectives. The token in [0] then has the label
+    IGNORE, so it adds nothing to the loss.
     """
     assert columns.device.type == "cpu", "the supervised columns are read on the host"
     found = columns.numpy().astype(np.int64)
@@ -191,14 +204,18 @@ def supervised_index(columns: Tensor) -> Tensor:
 
 
 def read_on_host(model: Qwen3, device: torch.device) -> None:
-    """Let a model, or a pipeline stage, take a microbatch's host tensors. Call it after `fully_shard`.
+    """Add a pre-hook that converts `document_ends` and `supervised_columns` to the model's arguments on the CPU.
 
-    FSDP2's own pre-hook moves every tensor argument to the device, where reading it would make the host wait. A hook
-    that is prepended later runs first. A pipeline calls the stage itself, so wrapping the call is no alternative.
+    Call it after `fully_shard`: a hook that is prepended later runs first, and FSDP2's own pre-hook moves every tensor
+    argument to the device, where reading it would make the host wait. It is a hook because a pipeline schedule calls
+    the stage itself: there is no call of ours to wrap.
+
+    Args:
+        model: the model or a pipeline stage.
     """
 
     def describe(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if "document_ends" in kwargs:  # a loader's microbatch
+        if "document_ends" in kwargs:  # a microbatch of the loader; other callers pass `documents` themselves
             kwargs = describe_on_host(model.model.backend, kwargs, device)
         return args, kwargs
 
@@ -206,7 +223,7 @@ def read_on_host(model: Qwen3, device: torch.device) -> None:
 
 
 def describe_on_host(backend: Backend, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The inputs with `documents` and `supervised`, as Qwen3.forward takes them, instead of the host's two tensors."""
+    """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see Qwen3.forward."""
     described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
     described["documents"] = backend.prepare(Documents.from_ends(inputs["document_ends"]), device)
     described["supervised"] = to_device(supervised_index(inputs["supervised_columns"]), device)

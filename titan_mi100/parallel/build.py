@@ -1,4 +1,4 @@
-"""From a config to the model of a run in its layout: which wrappers go around it, in which order, and why."""
+"""Builds the model of a run in its layout: which wrappers, in which order, and why."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -39,18 +39,21 @@ def build_model(
     make: Callable[[Callable[[], Qwen3]], Qwen3] | None = None,
     is_gpu: bool | None = None,
 ) -> ParallelModel:
-    """The model in its layout, on this rank's device; its weights hold nothing yet.
+    """Build the model in its layout, on this rank's device. The weights are not initialised.
 
     Args:
-        backend: of attention.
-        supervised_share: of the training data's tokens, by which a pipeline's stages are balanced.
-        head_memory: None: what suits the device.
-        make: calls what builds a part on the meta device, and takes the part to its own; None: by `to_empty`.
+        mesh: see distributed.build_mesh.
+        backend: the attention backend.
+        supervised_share: supervised tokens per token of the training data; balances a pipeline's stages.
+        head_memory: memory of the loss; None: the setting for the device.
+        make: is given a function that builds a part on the meta device, and must return that part on its device; None:
+            call it, then `to_empty`. The memory counter passes its own.
         is_gpu: work as on a GPU; None: if the device is one.
     """
     is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
     head_memory = head_memory or HeadMemory.of(device)
-    if layout.pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":  # all microbatches wait at once
+    if layout.pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":
+        # GPipe runs all forwards before the first backward, so the kept logits of all microbatches exist at once.
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
     loss = functools.partial(head_loss, memory=head_memory)
@@ -60,7 +63,7 @@ def build_model(
             model = Qwen3(spec, backend, stage)
         model.head_loss = loss
         parallelize(model, config, layout, mesh)
-        read_on_host(model, device)  # last: its hook must run before FSDP2's
+        read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model
 
     def part(stage: Stage | None = None) -> Qwen3:
@@ -72,9 +75,10 @@ def build_model(
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
         boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)
-        tied = spec.tie_word_embeddings and not config.lora.rank  # copies of a frozen weight stay as they are
+        # Copies of a tied weight need a common gradient only if the weight is trained; LoRA freezes it.
+        tied = spec.tie_word_embeddings and not config.lora.rank
         dtype = compute_dtype(config.training)
-        from titan_mi100.parallel.pipeline import PipelinedModel  # half a second, which other layouts need not wait for
+        from titan_mi100.parallel.pipeline import PipelinedModel  # takes half a second; other layouts skip it
 
         return PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
     if layout.zero_stage == 0:
@@ -90,24 +94,30 @@ def build_model(
 
 
 def is_sharded(config: Config, layout: Layout) -> bool:
-    """Whether `fully_shard` goes around the model: not on a single data-parallel rank, unless it fetches weights."""
+    """Whether `fully_shard` wraps the model. A single data-parallel rank needs it only for offloaded weights."""
     return layout.zero_stage > 0 and (layout.dp_degree > 1 or config.memory.offload == "weights")
 
 
 def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
-    """Wrap a model, or a pipeline stage of one, that is on the meta device, in place. No parameter changes its name."""
+    """Apply LoRA, tensor parallel, compile, activation checkpointing and FSDP2 to a model, in place, in this order.
+
+    Args:
+        model: the model or a pipeline stage, on the meta device. No parameter changes its name.
+    """
     training, lora, master = config.training, config.lora, master_dtype(config.training, config.optimizer)
+    # LoRA first: it replaces modules, and tensor parallel must split the adapters too.
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
+    # Trained weights get the master dtype, frozen ones the compute dtype. The DTensors made below keep these dtypes.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(master if parameter.requires_grad else compute_dtype(training))
     if layout.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
-    # Checkpointing goes around what is compiled: the compiled parts are then alike in all blocks and compiled once.
+    # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.
     mode = config.activation_checkpoint.mode
     apply_compile(model, config.compile, is_whole=mode != "selective")
     apply_activation_checkpointing(model, mode, lora.dropout > 0, config.memory.offload_activations)
-    # FSDP2 goes around all: its gather and free must surround whatever reads the weights, the recomputation included.
+    # FSDP2 last: it must gather before, and free after, everything that reads the weights, recomputation included.
     if is_sharded(config, layout):
         apply_fsdp(model, mesh, training, layout, config.memory.offload == "weights")
     else:
@@ -115,9 +125,10 @@ def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) 
 
 
 def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
-    """As the config says, or balanced by what a microbatch costs in each stage.
+    """Layers of each pipeline stage: as configured, or balanced by the estimated cost of a microbatch per stage.
 
     Args:
+        pp: ranks of the pipeline. A schedule with several stages per rank has more stages.
         supervised_share: supervised tokens per token of a row; the head runs on these only.
     """
     parallelism, training = config.parallelism, config.training
@@ -132,10 +143,11 @@ def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share:
 
 
 def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
-    """Compile each block, or what lies before and after its attention; the blocks are alike, so they share the result.
+    """Compile each block, or the parts before and after its attention. All blocks share one compiled graph.
 
     Args:
-        is_whole: compile a block as one graph, where its attention can be part of one.
+        is_whole: compile the full block as one graph if the attention backend can be traced. False for selective
+            checkpointing, which needs the parts separately.
     """
     whole = is_whole and model.model.backend.is_traceable
     if config.enable:
@@ -145,11 +157,12 @@ def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
 
 
 def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool, on_host: bool) -> None:
-    """Let each block recompute its activations in backward: `full`, all of it; `selective`, all but attention.
+    """Let each block recompute its activations in backward.
 
     Args:
-        is_random: there is dropout, and the second run must draw what the first did.
-        on_host: with `full`, what a block keeps, its input, waits in the host's memory.
+        mode: `none`; `full`: recompute the full block; `selective`: all but attention, the most expensive part.
+        is_random: there is dropout, so the recomputation must draw the same random numbers.
+        on_host: with `full`: the input of a block, the only tensor it saves, waits in host memory.
     """
     parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():

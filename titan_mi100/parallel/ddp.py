@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model; gradients are summed once per step, whole or compressed (PowerSGD)."""
+"""DDP: every rank holds the full model; gradients are summed once per step, uncompressed or with PowerSGD."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -23,9 +23,9 @@ from titan_mi100.wording import bytes_in_words
 
 
 class ReplicatedModel(ParallelModel):
-    """DDP with its own mixed precision: fp32 weights, cast where they are used (layers.local_weight); fp32 gradients.
+    """DDP with fp32 weights, which are cast where they are used (layers.local_weight), and fp32 gradients.
 
-    Frozen weights are in the compute dtype.
+    Frozen weights are kept in the compute dtype.
 
     Attributes:
         ddp: torch's wrapper around the model.
@@ -46,7 +46,7 @@ class ReplicatedModel(ParallelModel):
         self.ddp = DistributedDataParallel(
             model,
             process_group=group,
-            init_sync=False,  # the weights are filled in later, alike on all ranks
+            init_sync=False,  # the weights are filled in later, with equal values on all ranks
             gradient_as_bucket_view=True,
         )
         self._compression: PowerSGD | None = None
@@ -57,7 +57,7 @@ class ReplicatedModel(ParallelModel):
         gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
         if self._compression is not None or gradients != {self._sent_in}:
             self.ddp.register_comm_hook(group, self._reduce)
-        # until a step is compressed, each gradient is sent once
+        # An uncompressed step sends each gradient once.
         self.gradient_bytes = sum(self._sent_in.itemsize * p.numel() for _, p in self.trained_parameters())
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
@@ -67,7 +67,7 @@ class ReplicatedModel(ParallelModel):
             is_last = number == len(microbatches)
             with nullcontext() if is_last else self.ddp.no_sync():
                 loss = self.ddp(**self._on_device(microbatch))
-                # DDP averages over its ranks by construction; the weight asks for the sum
+                # DDP always averages over its ranks; multiplying by their number gives the sum.
                 (loss * (self._world_size * weight)).sum().backward()
             losses.append(loss.detach().double())
         if self._compression is not None and self._compression.is_on(self._step):
@@ -75,8 +75,8 @@ class ReplicatedModel(ParallelModel):
         return torch.cat(losses)
 
     def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's hook: the average in the dtype of reduction. In a compressed step it leaves this rank's gradients as
-        they are, for after backward.
+        """DDP's communication hook: average a bucket in the reduction dtype. In a compressed step it does nothing:
+        PowerSGD reduces all gradients after backward.
         """
         if self._compression is not None and self._compression.is_on(self._step):
             return noop_hook(group, bucket)
@@ -97,24 +97,30 @@ class ReplicatedModel(ParallelModel):
             self._compression.restore(state)
 
 
-_MIN_RATE = 2  # a matrix is compressed if that sends less than a half of it
+_MIN_RATE = 2  # a matrix is compressed only if that sends less than 1/2 of its values
 
 
 def _bucket(name: str, flat: Tensor, views: list[Tensor]) -> Any:
-    """Gradients that are compressed together, with what torch's hook asks of DDP's buckets.
+    """An object with the interface of DDP's GradBucket, for torch's PowerSGD hook.
 
-    DDP's own will not do: it makes others after the first backward of every start, so memory kept by them does not fit
-    after a resume; `find_unused_parameters` would keep them, but warns of itself from C++, where nothing filters it.
+    DDP's own buckets are not usable: DDP rebuilds them after the first backward of every start, so PowerSGD's state,
+    which is kept per bucket, would not fit after a resume. `find_unused_parameters` avoids the rebuild, but prints a
+    warning from C++ that cannot be filtered.
+
+    Args:
+        flat: the gradients of the bucket, (elements,). views: the same memory, in the parameters' shapes.
     """
 
-    # is_last: at a last one torch would count an iteration; here the run's steps are counted
+    # is_last is always False: on a last bucket torch increments its own iteration counter, which `reduce` sets itself.
     return SimpleNamespace(index=lambda: name, buffer=lambda: flat, gradients=lambda: views, is_last=lambda: False)
 
 
 class PowerSGD:
-    """Torch's PowerSGD (Vogels et al., 2019): each matrix is sent as P Q^T, and what that lost is added next time.
+    """Torch's PowerSGD (Vogels et al., 2019): each matrix is sent as the factors P and Q of P Q^T; the error of this
+    approximation is added to the next step's gradient (error feedback).
 
-    Buckets are a layer's parameters, or a single one outside the layers: alike in every start of a run.
+    A bucket holds the parameters of one layer, or one parameter outside the layers. So the buckets are the same in
+    every start of a run.
     """
 
     def __init__(
@@ -133,34 +139,39 @@ class PowerSGD:
             min_compression_rate=_MIN_RATE,
             use_error_feedback=config.powersgd_error_feedback,
             warm_start=config.powersgd_warm_start,
-            orthogonalization_epsilon=1e-8,  # a step without supervision has gradients of zero, and P is divided by
+            orthogonalization_epsilon=1e-8,  # avoids 0 / 0: a step without supervised tokens has gradients of zero
         )
 
     def is_on(self, step: int) -> bool:
-        """Whether this step of the run, from 1, is compressed."""
+        """Whether this step of the run (counted from 1) is compressed."""
         return step >= self._config.powersgd_start_step
 
     @torch.no_grad()
     def reduce(self, step: int) -> int:
-        """Replace every rank's gradients by their approximate average; returns the bytes sent. A collective."""
+        """Replace the gradients by their approximate average over the ranks. A collective.
+
+        Returns:
+            The bytes that this rank sent.
+        """
         every = [parameter.grad for parameters in self._buckets.values() for parameter in parameters]
         total = torch.stack(torch._foreach_norm([gradient for gradient in every if gradient is not None])).sum()
         dist.all_reduce(total, group=self._state.process_group)
-        if not total.isfinite():  # the step will be skipped: errors and Q stay those of the step before
+        if not total.isfinite():  # the trainer will skip this step; NaN must not enter the errors and Q
             return 0
         self._state.iter = step
-        # Seeds the first Q, of each step without warm start: the same on all ranks, and after a resume.
+        # The generator draws Q: in the first step, or in each step without warm start. Q must be the same on all ranks
+        # and after a resume.
         self._state.rng.seed(step)
         sent = whole = 0
         for name, parameters in self._buckets.items():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            flat = gradients[0].view(-1)  # a single one, such as a large embedding, is compressed where it lies
+            flat = gradients[0].view(-1)  # a single parameter, such as a large embedding, needs no copy
             if len(gradients) > 1:
                 flat = torch.cat([gradient.view(-1) for gradient in gradients])
             parts = flat.split([gradient.numel() for gradient in gradients])
             views = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
             before = self._state.compression_stats()[2]
-            # One bucket after the other: torch's callbacks wait in gloo's few threads, and two of them block for ever.
+            # Wait for each bucket: torch's callbacks block gloo's few threads, and two of them at once deadlock.
             powerSGD_hook(self._state, _bucket(name, flat, views)).wait()
             sent += (self._state.compression_stats()[2] - before) * flat.element_size()
             whole += flat.nbytes
@@ -174,17 +185,17 @@ class PowerSGD:
         return sent
 
     def memory(self) -> dict[str, Tensor]:
-        """What the next step takes from those before, empty before the first: errors (this rank's own), P and Q."""
+        """The state that the next step needs: errors (different on each rank), P and Q. Empty before the first step."""
         kinds = self._memory_by_kind()
         return {f"{kind}.{name}": tensor for kind, found in kinds.items() for name, tensor in found.items()}
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """Restore what `memory` returned; if it does not fit these buckets and settings, warn and start without it."""
+        """Restore what `memory` returned. If it does not fit these buckets and settings, warn and start without it."""
         wanted = self._memory_sizes()
         if {key: saved[key].numel() for key in wanted if key in saved} != wanted:
             log.warning(
-                "PowerSGD: the checkpoint has no memory that fits this layout, number of processes and powersgd "
-                "settings: what was not sent yet is lost, and Q starts at random"
+                "PowerSGD: the checkpoint has no PowerSGD state for this layout, number of processes and powersgd "
+                "settings; the error feedback is lost, and Q starts with random values"
             )
             return
         for key in wanted:
@@ -192,16 +203,20 @@ class PowerSGD:
             self._memory_by_kind()[kind][name] = saved[key]
 
     def _memory_by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """Torch's own dictionaries, by bucket. P is overwritten before it is read, but torch asks for both or none."""
+        """Torch's own dictionaries: kind -> bucket -> tensor.
+
+        P is overwritten before it is read, but torch needs P and Q to exist together.
+        """
         state: Any = self._state
         return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
 
     def _memory_sizes(self) -> dict[str, int]:
-        """Elements of each tensor in `memory` once a step was compressed."""
+        """Elements of each tensor that `memory` returns after a compressed step."""
         sizes = {}
         for name, parameters in self._buckets.items():
             p = q = 0
             for n, m in (parameter.shape for parameter in parameters if parameter.ndim == 2):
+                # the rule of torch's powerSGD_hook: P is (n, rank), Q is (m, rank)
                 rank = min(n, m, self._config.powersgd_rank)
                 if (n + m) * rank * _MIN_RATE < n * m:
                     p, q = p + n * rank, q + m * rank

@@ -1,4 +1,4 @@
-"""Processes and tensors that are spread over them: start, mesh, sums, clipping, filling a sharded model, clean exit."""
+"""Distributed basics: process groups, the mesh, small collectives, gradient norms, filling a sharded model, exit."""
 
 import ctypes
 import hashlib
@@ -28,22 +28,23 @@ from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 
-# the names of torch 2.13, which warns of those before
+# The names of torch 2.13, which deprecates the older names.
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-# Gloo connects every rank to every other one at start, through the store: of 5,120 ranks each reads 210 MB there. In
-# larger jobs than this each connects to those it talks to, when it does (torch 2.8 then prints which it is not
-# connected to, so not in small ones).
+# Up to this many ranks gloo connects every rank to every other at start. The addresses are exchanged through the store:
+# with 5,120 ranks each rank would read 210 MB there. Larger jobs connect lazily, on first use. Small jobs do not,
+# because torch 2.8 then prints the ranks that are not connected.
 _FULL_MESH = 64
-# time-outs of collectives: before the first step and where run/watchdog.py watches, whose limits come first; else
+# Time-outs of collectives. _START: until the first step, and for the full run if run/watchdog.py watches it (the
+# watchdog's limits are shorter). _RUNNING: from the first step on without the watchdog.
 _START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
-_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # another process died or is unreachable
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place."""
+    """This process's rank, the number of processes, and this process's device."""
 
     rank: int
     size: int
@@ -51,20 +52,21 @@ class World:
 
 
 def init_distributed() -> World:
-    """Join the job that the launcher's environment describes, or be a job of one process.
+    """Initialise torch.distributed from the launcher's environment (RANK, WORLD_SIZE, ...), or as a single process.
 
-    nccl (RCCL on ROCm) for tensors on GPUs, gloo for those on CPU.
+    Collectives on GPU tensors use nccl (RCCL on ROCm), those on CPU tensors gloo.
 
     Raises:
-        UserError: more processes than GPUs, or GPUs that this torch cannot use: a run that was meant for them must
-            not crawl on the CPU instead. Every process of a node finds the same.
+        UserError: there are more processes than GPUs, or GPUs that this torch cannot use. Falling back to the CPU would
+            make the run extremely slow without a message. Every process of a node raises the same.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     present, usable = count_gpus(), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and not usable:
         raise UserError(
-            f"{present} GPU(s) are here, but torch {torch.__version__} cannot use them; install a torch built for them "
-            "(check that you may open /dev/kfd or /dev/nvidia0), or hide them with CUDA_VISIBLE_DEVICES= to run on CPU"
+            f"this machine has {present} GPU(s), but torch {torch.__version__} cannot use them; install a torch built "
+            "for them, check that you may open /dev/kfd or /dev/nvidia0, or hide them with CUDA_VISIBLE_DEVICES= to "
+            "run on the CPU"
         )
     device = torch.device("cpu")
     if usable:
@@ -79,6 +81,7 @@ def init_distributed() -> World:
         dist.init_process_group(backend, timeout=_START)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # srun can give each task one visible GPU. If several tasks got the same one, they would run out of memory later.
     if usable == 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         found = torch.cuda.get_device_properties(device)
         _refuse_shared(f"{socket.gethostname()}/{getattr(found, 'uuid', found.name)}", rank)
@@ -86,24 +89,28 @@ def init_distributed() -> World:
 
 
 def _refuse_shared(device: str, rank: int) -> None:
-    """Refuse a device that another process has too. A collective.
+    """Refuse a GPU that another process uses too. A collective.
 
     Args:
-        device: its name, not found a second time among all nodes.
+        device: a name of the GPU that is unique among all nodes.
     """
     holders = dist.distributed_c10d._get_default_store().add(f"titan_mi100/holders/{device}", 1)
     with raise_together():
         if holders > 1:
             raise UserError(
-                f"rank {rank}: another process has its GPU too ({device}); under srun give each task a GPU of its own "
-                "(--gpus-per-task=1), or let each see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
+                f"rank {rank}: another process uses the same GPU ({device}); under srun give each task its own GPU "
+                "(--gpus-per-task=1), or let each task see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
             )
 
 
 class Patience:
-    """Long time-outs while a job starts, shorter ones from the first step on, so that a hang is noticed. An observer.
+    """Shortens the time-outs of collectives after the first step, so that a hang is noticed. An observer of the run.
 
-    The default group keeps its long one: ranks wait in it for files that others write.
+    Starting takes long (data preparation, compilation), so the time-outs are long until then. The default group keeps
+    its long time-out: in it, ranks wait for files that other ranks write.
+
+    Args:
+        is_watched: run/watchdog.py watches the run; all time-outs stay long.
     """
 
     def __init__(self, mesh: DeviceMesh, is_watched: bool) -> None:
@@ -116,37 +123,42 @@ class Patience:
 
 
 def is_about_a_lost_process(error: BaseException) -> bool:
-    """Whether the error is that another process is gone or does not answer; that one knows why, if any."""
+    """Whether the error only says that another process died or does not answer. The cause is in that process's log."""
     return isinstance(error, _LOST) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _keep_freed_memory() -> None:
-    """Let this process use freed memory again. The C library would give each large tensor's back to the system, which
-    fills it with zeros before it hands it out: a tenth of a step's time on a CPU. Not tensors from 32 MiB on, the most
-    that the library allows: kept, they would leave holes, 2 GiB of them in a run of 5.7.
+    """Make glibc keep freed memory for reuse. For the CPU only.
+
+    By default glibc returns the memory of each large tensor to the system, and the system fills new memory with zeros:
+    a tenth of a step's time on a CPU. Blocks of 32 MiB or more (the largest limit that glibc accepts) are still
+    returned: if they were kept, fragmentation would waste memory, 2 GiB in a run of 5.7 GiB.
     """
-    with suppress(OSError, AttributeError):  # another C library than glibc
+    with suppress(OSError, AttributeError):  # a C library other than glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks, axes pp, dp_replicate, dp_shard, tp: ranks that communicate most are neighbours.
+    """Build the mesh of all ranks with the axes (pp, dp_replicate, dp_shard, tp).
 
-    A pipeline sends least, so its neighbours may be on different nodes; tensor parallel sends most.
+    The order puts ranks that communicate most next to each other: tensor parallel, the innermost axis, sends most; a
+    pipeline sends least, so neighbouring stages may be on different nodes.
     """
     shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """Which rows this rank reads: the same ones as the other ranks of its pipeline and tensor-parallel group."""
+    """The data-parallel rank, which decides which rows a rank reads. The ranks of a pipeline and of a tensor-parallel
+    group have the same one.
+    """
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
 def device_name(device: torch.device) -> tuple[str, str, int]:
-    """The device in words, its architecture and its number of compute units, as hardware.find_gpu wants them."""
+    """A description of the device, its architecture and its number of compute units; see hardware.find_gpu."""
     if device.type != "cuda":
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
     found = torch.cuda.get_device_properties(device)
@@ -155,33 +167,36 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators alike on every rank, so that draws inside libraries are repeatable. Training itself draws
-    random numbers only for dropout; see seed_dropout.
+    """Seed Python's, numpy's and torch's generators, equally on every rank, so that random numbers in libraries repeat.
+
+    Training itself draws random numbers only for dropout; see seed_dropout.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy accepts 32 bits only
     torch.manual_seed(seed)
 
 
 def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
-    """Seed torch for a step's dropout: each data-parallel rank and pipeline stage draws its own, tensor-parallel ranks
-    the same. A pure function of these, so that a resumed run draws what an uninterrupted one would.
+    """Seed torch for a step's dropout.
+
+    Data-parallel ranks and pipeline ranks draw different numbers, the ranks of a tensor-parallel group the same. The
+    seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
     """
     where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank('pp')}"
     torch.manual_seed(zlib.crc32(where.encode()))
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Each value summed over all ranks, in double precision. A collective."""
+    """Sum each value over all ranks, in fp64. A collective."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return tensor.tolist()
 
 
 def gather_values(mine: Tensor, device: torch.device) -> Tensor:
-    """(values,) of each rank -> (ranks, values) fp64 on the host, the same on every rank. A collective.
+    """Gather (values,) of each rank -> (ranks, values) fp64 on the host, the same on every rank. A collective.
 
-    Gathered, not summed, for values of which some are to be summed and others need the maximum.
+    One gather replaces several reductions if some values are to be summed and others need the maximum.
     """
     ranks = dist.get_world_size()
     found = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
@@ -190,15 +205,19 @@ def gather_values(mine: Tensor, device: torch.device) -> Tensor:
 
 
 def any_rank(mine: object, device: torch.device) -> bool:
-    """Whether it is true on any rank. A collective."""
+    """Whether `mine` is true on any rank. A collective."""
     return sum_over_ranks([float(bool(mine))], device)[0] > 0
 
 
 def from_rank_zero(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """What `make` returns on rank 0, on every rank; it runs there only. A collective.
+    """Run `make` on rank 0 and return its result on every rank. A collective.
 
     Args:
-        group: of all ranks; None: the default one.
+        make: returns an object that can be pickled.
+        group: a group of all ranks; None: the default group.
+
+    Raises:
+        Whatever `make` raises, on every rank (see raise_together).
     """
     box = [None]
     with raise_together(group):
@@ -209,21 +228,23 @@ def from_rank_zero(make: Callable[[], Any], group: dist.ProcessGroup | None = No
 
 
 def gather(mine: Any) -> list[Any]:
-    """Every rank's object, by rank. A collective whose cost grows with ranks x objects: for what is rare and small."""
+    """Gather every rank's object, ordered by rank. A collective. Its cost grows with the number of ranks: use it for
+    rare and small objects.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
 def first_found(mine: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The object of the lowest rank that has one, on every rank; None: no rank has. A collective.
+    """Return the object of the lowest rank that has one, on every rank; None if no rank has one. A collective.
 
-    One number is reduced; the object follows only where there is one. So it costs the same whatever a rank has to say,
-    and hardly more on thousands of ranks.
+    It reduces one number, and broadcasts an object only if there is one. So the usual case is cheap, also with
+    thousands of ranks.
 
     Args:
-        mine: None or empty: this rank has nothing.
-        group: whose ranks take part; None: the default one.
+        mine: this rank's object; None or empty: it has none.
+        group: the ranks that take part; None: the default group.
     """
     size = dist.get_world_size(group)
     first = torch.tensor(dist.get_rank(group) if mine else size)
@@ -240,10 +261,13 @@ _EXPECTED = (UserError, SaveError)  # reported by their message alone, on every 
 
 @contextmanager
 def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks what any rank raised inside, so that none waits for a rank that has given up. A collective.
+    """Context: if any rank raises inside, all ranks raise; otherwise the others would wait forever. A collective.
+
+    A UserError or SaveError is raised again on all ranks with its message. For any other error, the failing rank raises
+    its own error with the traceback, and the other ranks raise a RuntimeError that names the rank.
 
     Args:
-        group: whose ranks take part; None: the default one.
+        group: the ranks that take part; None: the default group.
     """
     mine: Exception | None = None
     try:
@@ -260,11 +284,16 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def wait_for_all(what: str) -> None:
-    """Meet the other ranks, however long they take: unlike in a collective, no timeout of the process group counts."""
+    """A barrier without time-out: it polls the store, so the process group's time-out does not apply.
+
+    Args:
+        what: the barrier's name; it may be used several times.
+    """
     store = dist.distributed_c10d._get_default_store()
     key = f"titan_mi100/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
     size = dist.get_world_size()
-    meeting = -(-store.add(key, 1) // size)  # number of this meeting under this name
+    # `add` returns the incremented counter. The n-th use of this name ends when the counter reaches n x size.
+    meeting = -(-store.add(key, 1) // size)
     pause = 0.01
     while store.add(key, 0) < meeting * size:
         time.sleep(pause)
@@ -272,36 +301,41 @@ def wait_for_all(what: str) -> None:
 
 
 def same_on_all_ranks(value: str, otherwise: str) -> None:
-    """Raise a UserError on every rank if they do not all hold the same value. A collective of 64 numbers."""
+    """Compare a value over all ranks by its SHA-256. A collective of 64 numbers.
+
+    Raises:
+        UserError: the values differ; raised on every rank, with the message `otherwise`.
+    """
     digest = torch.tensor([*hashlib.sha256(value.encode()).digest()])
     extremes = torch.cat([digest, -digest])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    if not extremes[:32].equal(-extremes[32:]):  # the largest is not the smallest
+    if not extremes[:32].equal(-extremes[32:]):  # the maximum over the ranks is not the minimum
         raise UserError(otherwise)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """This rank's part of the gradients, and what it adds to the norm of all.
+    """This rank's contribution to the gradient norm and to the finite check.
 
     Attributes:
         squares: 0-dim fp64: sum of squares over the gradient values this rank owns; replicas are not counted twice.
-        finite: 0-dim bool: whether all values are finite that this rank holds, replicas included.
+        finite: 0-dim bool: whether all gradient values on this rank are finite, replicas included.
     """
 
     squares: Tensor
     finite: Tensor
 
 
-PIECE = 1 << 16
+PIECE = 1 << 16  # elements whose squares a CPU sums at a time
 
 
 @torch.no_grad()
 def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.Parameter] = ()) -> Gradients:
-    """What a step's gradients are, before they are used.
+    """Measure this rank's gradients, before clipping.
 
     Args:
-        copies: parameters that this rank holds but another one counts.
+        parameters: each with a gradient.
+        copies: parameters whose gradients another rank counts.
     """
     counted_elsewhere = {id(parameter) for parameter in copies}
     local: list[Tensor] = []
@@ -314,17 +348,17 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
         counted.extend([first and id(parameter) not in counted_elsewhere] * len(pieces))
     squares = _squares(local)
     mask = torch.tensor(counted, device=squares.device)
-    # a sum of squares is finite if all of them are
+    # The sum over all gradients, replicas included, is finite iff all values are.
     return Gradients(squares.where(mask, 0.0).sum(), squares.sum().isfinite())
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
-    """0-dim fp64."""
+    """The sum of squares, 0-dim fp64."""
     return _squares(_pieces(values)).sum()
 
 
 def _pieces(values: Tensor) -> list[Tensor]:
-    # On a CPU torch sums squares one after the other: of 67M values 0.5% are lost to rounding.
+    # On a CPU torch adds the squares one after the other: with 67M values rounding loses 0.5% of the sum.
     return list(values.reshape(-1).split(PIECE)) if values.device.type == "cpu" else [values]
 
 
@@ -334,7 +368,7 @@ def _squares(tensors: list[Tensor]) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, bool]:
-    """This rank's part of a tensor, and whether it is the first of those that hold it by its mesh."""
+    """This rank's shard of a tensor, and whether this rank is the first of those that hold the same shard."""
     if not isinstance(tensor, DTensor):
         return tensor, True
     where = tensor.device_mesh.get_coordinate()
@@ -345,11 +379,11 @@ def local_part(tensor: Tensor) -> tuple[Tensor, bool]:
 
 @torch.no_grad()
 def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> None:
-    """Set every parameter or other tensor, each rank its own part only.
+    """Fill tensors in place. Each rank reads and writes only its own shard.
 
     Args:
-        parameters: with their names.
-        read: (name, whole shape, offset, size) -> that part of the parameter, on CPU, in any dtype.
+        parameters: (name, parameter or other tensor).
+        read: (name, full shape, offset, size) -> that slice of the parameter, on CPU, in any dtype.
     """
     for name, parameter in parameters:
         local: Tensor = parameter
@@ -365,11 +399,12 @@ def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> Non
 
 
 def leave(code: int, together: bool = True) -> NoReturn:
-    """End the process. After finished work some gloo jobs abort in the interpreter's teardown, so there is none.
+    """End the process by os._exit, without the interpreter's teardown, in which some gloo jobs abort.
 
     Args:
-        together: wait for the other ranks, which all come here: the launcher kills those that are left when one is
-            gone, maybe before rank 0 has written how the run ended. Not after a crash, where some never come.
+        code: the exit code.
+        together: first wait for all ranks. When one rank ends, the launcher kills the others, possibly before rank 0
+            has written how the run ended. False after a crash: some ranks never arrive.
     """
     if together and dist.is_initialized():
         dist.barrier()
@@ -377,7 +412,8 @@ def leave(code: int, together: bool = True) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    if "torch.distributed.nn.jit.instantiator" in sys.modules:  # makes a temporary folder when it is imported
+    # torch creates a temporary folder when it imports this module, and os._exit skips its removal.
+    if "torch.distributed.nn.jit.instantiator" in sys.modules:
         with suppress(OSError, AttributeError):
             sys.modules["torch.distributed.nn.jit.instantiator"]._TEMP_DIR.cleanup()
     os._exit(code)

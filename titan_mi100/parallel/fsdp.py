@@ -1,4 +1,4 @@
-"""FSDP2, HSDP, and tensor parallel below them: how weights are sharded, and the step."""
+"""FSDP2 and HSDP, with or without tensor parallel: how weights are sharded, and forward and backward of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,13 @@ from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class ShardedModel(ParallelModel):
-    """FSDP2, HSDP, and tensor parallel below them."""
+    """A model that `apply_fsdp` has sharded; tensor parallel may have split its weights before."""
 
     def __init__(self, model: Qwen3, mesh: DeviceMesh, zero_stage: int, device: torch.device) -> None:
-        """Args: model: on `device`, parallelised over the mesh (see build.parallelize)."""
+        """Args:
+        model: on `device`, parallelised over the mesh (see build.parallelize).
+        zero_stage: 1, 2 or 3.
+        """
         self.parts, self.device = [model], device
         self._model: Any = model  # with FSDPModule's methods
         self._tp, self._zero_stage = mesh["tp"], zero_stage
@@ -31,16 +34,16 @@ class ShardedModel(ParallelModel):
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             is_last = number == len(microbatches)
-            # ZeRO-1 sums the step's gradients before they are reduced, ZeRO-2 and 3 reduce after each forward. The
-            # weights are gathered anew for each forward by ZeRO-3 only.
+            # ZeRO-1 reduces gradients once, after the last microbatch; ZeRO-2 and 3 reduce them after each microbatch.
+            # Only ZeRO-3 frees the gathered weights between microbatches and gathers them again.
             self._model.set_requires_gradient_sync(is_last or self._zero_stage > 1)
             self._model.set_reshard_after_backward(is_last or self._zero_stage == 3)
-            self._model.set_requires_all_reduce(is_last)  # among replicas: once is enough
+            self._model.set_requires_all_reduce(is_last)  # HSDP: the replicas sum once per step
             loss = self._model(**self._on_device(microbatch))
             (loss * weight).sum().backward()
             losses.append(loss.detach().double())
         if self.weights_device != self.device:
-            # Gradients have then arrived. Under HSDP torch 2.8 waits for an event of another stream.
+            # Wait until the gradients have arrived in host memory. torch 2.8 with HSDP waits for the wrong stream.
             torch.get_device_module(self.device).current_stream().synchronize()
         sum_replicated_gradients(self.parts, self._tp)
         return self._counted_once(torch.cat(losses))
@@ -50,14 +53,15 @@ class ShardedModel(ParallelModel):
 
 
 def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False) -> None:
-    """Shard over the mesh's dp_shard axis, replicate over dp_replicate if it has several, and set the compute
-    and reduction dtypes.
+    """Shard over the mesh's dp_shard axis, replicate over dp_replicate (HSDP), and set compute and reduction dtypes.
 
-    Each block is a group. A tied embedding stays in the root's group, because the head reads it outside the
-    embedding's forward; an untied embedding and head are groups of their own, so that they are not gathered together.
+    Each block is an FSDP group: its weights are gathered together. A tied embedding stays in the root's group, because
+    the head reads it outside the embedding's forward. An untied embedding and head are groups of their own, so that
+    they are not gathered at the same time.
 
     Args:
-        on_host: weights, gradients and optimizer state live there; each group comes to the device when it is used.
+        model: on the meta device; changed in place.
+        on_host: weights, gradients and optimizer state are in host memory; a group is copied to the GPU for its use.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
@@ -70,7 +74,7 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = layout.zero_stage == 3
     blocks = model.model.blocks()
-    for layer in blocks:  # backward needs the last block first: it stays gathered
+    for layer in blocks:  # the last block stays gathered after forward: backward needs it first
         fully_shard(layer, reshard_after_forward=reshard and layer is not blocks[-1], **options)
     if model.lm_head is not None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
@@ -79,14 +83,15 @@ def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout:
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the whole step's supervised tokens: gradients are summed, never averaged.
-            # Both calls: on torch 2.8 over gloo the averaging reduce-scatter sums, on later ones it averages.
+            # Sum the gradients, do not average them: the loss is already divided by the step's supervised tokens of
+            # all ranks. Both calls are needed: over gloo, an averaging reduce-scatter sums on torch 2.8 and averages
+            # on later versions.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def free_gathered(parts: Sequence[nn.Module]) -> None:
-    """Free weights that a forward without backward left gathered: they would be stale after the next step."""
+    """Free weights that a forward without backward left gathered. They would be stale after the next step."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):

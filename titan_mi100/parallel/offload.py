@@ -1,4 +1,4 @@
-"""What leaves the device during a step: gradients, to be added up in the host's memory, and blocks' inputs."""
+"""Offload to host memory during a step: gradients are accumulated there, and inputs of blocks wait there."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,34 +14,39 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import host
 from titan_mi100.parallel.distributed import Gradients, local_part, sum_of_squares
 
-_ON_THE_WAY = 1 << 30  # bytes of gradients that may wait on the device for their way to the host
-_PIECE = 1 << 24  # elements that come back at a time, to be added to
+_ON_THE_WAY = 1 << 30  # bytes of gradients that may wait on the device for their copy to the host
+_PIECE = 1 << 24  # elements of a sum that are copied back to the device at a time
 
 
 @dataclass
 class _Sum:
-    values: Tensor  # of this rank's part
-    is_there: bool = False
-    is_first: bool = True  # of the ranks that hold the same part
-    squares: Tensor | None = None
+    """The accumulated gradient of one parameter."""
+
+    values: Tensor  # this rank's shard, in host memory
+    is_there: bool = False  # this step's first microbatch was added; before, `values` are those of the last step
+    is_first: bool = True  # this rank is the first of those that hold the same shard
+    squares: Tensor | None = None  # 0-dim fp64, on the device: sum of squares of the sum so far
 
 
 class HostGradients(Mapping[nn.Parameter, Tensor]):
-    """The sums of matrices' gradients, in the host's memory: by parameter, this rank's part of each.
+    """Gradients of matrices, accumulated in host memory: parameter -> this rank's shard.
 
-    Backward hands over each gradient when it is complete. A stream beside the computation adds it on the device to what
-    the host holds, and writes the sum back: bit for bit what would have been added up on the device, and the host's
-    processor does nothing. What waits for its way is limited; then backward waits too.
+    A hook takes each gradient as soon as backward has computed it. A second stream copies the host's sum to the device,
+    adds the gradient there, and copies the sum back. So the result has the same bits as accumulation on the device, and
+    the CPU does no arithmetic. If too many gradients wait for this, backward waits.
     """
 
     def __init__(self, parts: Sequence[Qwen3], device: torch.device) -> None:
-        """Args: parts: of the model, materialised, on `device`; their vectors keep their gradients there."""
+        """Args:
+        parts: of the model, materialised, on `device`. Gradients of vectors stay on the device.
+        """
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
         self._waiting: deque[tuple[Any, Tensor]] = deque()
         self._sums: dict[nn.Parameter, _Sum] = {}
         for norm in [part.model.norm for part in parts if part.model.norm is not None]:
-            norm.register_forward_pre_hook(lambda *_: self._wait(0))  # before the head takes much memory
+            # Finish all copies, and free their gradients, before the head allocates its large buffers.
+            norm.register_forward_pre_hook(lambda *_: self._wait(0))
         for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
                 shape = tuple(local_part(parameter.detach())[0].shape)
@@ -60,12 +65,13 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         return len(self._sums)
 
     def clear(self) -> None:
-        """Before a step: nothing is added up yet."""
+        """Start a new step: the next gradient overwrites the sum."""
         for entry in self._sums.values():
             entry.is_there = False
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
+        """Autograd's hook: move a gradient to the host's sum without waiting for the copy."""
         assert parameter.grad is not None
         entry = self._sums[parameter]
         gradient, entry.is_first = local_part(parameter.grad)
@@ -76,15 +82,17 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
             self._add(gradient, entry)
             event = self._module.Event()
             event.record()
-        self._waiting.append((event, gradient))  # which no other operation may take the memory of until then
+        # Keep a reference until the event: otherwise torch would reuse the memory while the second stream reads it.
+        self._waiting.append((event, gradient))
 
     def _wait(self, left: int) -> None:
-        """Until gradients of at most so many bytes are on their way; the device has work meanwhile."""
+        """Block until at most `left` bytes of gradients wait for their copy. The device still has queued work."""
         while self._waiting and sum(gradient.nbytes for _, gradient in self._waiting) > left:
             self._waiting[0][0].synchronize()
             self._waiting.popleft()
 
     def _add(self, gradient: Tensor, entry: _Sum) -> None:
+        """Add a gradient, (rows, columns) on the device, to the host's sum, some rows at a time."""
         rows = max(1, _PIECE // max(1, gradient.shape[1]))
         squares = []
         for here, there in zip(gradient.split(rows), entry.values.split(rows), strict=True):
@@ -96,7 +104,12 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         entry.is_there, entry.squares = True, torch.stack(squares).sum()
 
     def measure(self, others: Gradients, copies: Collection[nn.Parameter]) -> Gradients:
-        """With the gradients that stayed on the device. The device's operations from here on wait for the sums."""
+        """Combine these gradients with those on the device. Later operations of the device wait for the sums.
+
+        Args:
+            others: the gradients that stayed on the device.
+            copies: parameters that another rank counts in the norm.
+        """
         self._waiting.clear()
         self._module.current_stream().wait_stream(self._stream)
         counted_elsewhere = {id(parameter) for parameter in copies}
@@ -107,18 +120,18 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
             every.append(entry.squares)
             if entry.is_first and id(parameter) not in counted_elsewhere:
                 counted.append(entry.squares)
-        finite = others.finite & torch.stack(every).sum().isfinite()  # if all of them are
+        finite = others.finite & torch.stack(every).sum().isfinite()  # a sum of squares is finite iff all values are
         return Gradients(torch.stack(counted).sum(), finite)
 
 
 def _part_from_others(parameter: nn.Parameter) -> None:
-    """A vector's gradient that stays must not keep the memory of its group's, of which FSDP2 makes it a view."""
+    """Copy a vector's gradient: FSDP2 makes it a view of its group's buffer, and the view keeps that buffer alive."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.clone()
 
 
 def inputs_on_host(recomputed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of what is recomputed, autograd keeps the inputs that have gradients; they wait in the host's memory."""
+    """Wrap a checkpointed function: the inputs that autograd saves for the recomputation wait in host memory."""
 
     def run(*inputs: Any) -> Tensor:
         with saved_tensors_hooks(_to_host, _from_host):
@@ -128,7 +141,8 @@ def inputs_on_host(recomputed: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
-    if not tensor.requires_grad or not tensor.numel():  # tables that all blocks share; torch 2.8's placeholder
+    # Not the rotary tables: all blocks share them. Not the empty placeholder that torch 2.8 saves.
+    if not tensor.requires_grad or not tensor.numel():
         return tensor
     return tensor.device, host.lend(tensor).copy_(tensor.detach(), non_blocking=True)
 

@@ -1,7 +1,7 @@
-"""Pipeline parallel on torch.distributed.pipelining: the stages' cut, the schedule's step, the weight that two hold.
+"""Pipeline parallel on torch.distributed.pipelining: this rank's stages, a step of the schedule, tied weights.
 
-Under a pipeline a stage's gathered weights and its gradients are kept whole, the latter summed in fp32 (the dtype of
-reduction), until the schedule's last backward; then they are reduced once. That is ZeRO-1 within a stage.
+FSDP2 within a stage works as ZeRO-1: the gathered weights, and the unsharded gradients in the reduction dtype, stay
+until the schedule's last backward; then the gradients are reduced once.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class PipelinedModel(ParallelModel):
-    """This rank's stages and their schedule."""
+    """This rank's pipeline stages and their schedule."""
 
     def __init__(
         self,
@@ -40,11 +40,12 @@ class PipelinedModel(ParallelModel):
         """Build this rank's stages.
 
         Args:
-            part: makes a stage of the model on `device`, see build.parallelize.
-            cuts: all stages of the pipeline.
+            part: builds a stage of the model on `device`, see build.parallelize.
+            cuts: the layers of each stage of the pipeline.
+            schedule: its name, a key of layout.SCHEDULES.
             microbatches: per step; all have the same shape.
             boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
-            dtype: of the hidden states.
+            dtype: the dtype of the hidden states.
             tied: the first and the last stage train copies of one weight.
         """
         self.device, self._pp, self._tp = device, mesh["pp"], mesh["tp"]
@@ -54,6 +55,7 @@ class PipelinedModel(ParallelModel):
         self._tied = tied
         self._ends = self._make_ends(mesh) if tied else None
 
+        # Shapes and dtypes of what the stages receive and return; see _stage.
         self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
         self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
@@ -65,23 +67,23 @@ class PipelinedModel(ParallelModel):
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
             n_microbatches=max(microbatches, self._stages) if schedule == "GPipe" else microbatches,
             loss_fn=self._weigh,
-            scale_grads=False,
+            scale_grads=False,  # torch would divide by the number of microbatches; the loss is weighted already
         )
-        # torch 2.8 wants as many microbatches as stages of GPipe too, when it is made; it runs with fewer
+        # The constructor of torch 2.8 demands as many microbatches as stages for GPipe too; the step needs fewer.
         self._schedule._n_microbatches = microbatches
-        # every stage and every tensor-parallel rank reads the rows; the loss is known where the last stage is
+        # Every stage and every tensor-parallel rank reads the same rows. Only the last stage knows the loss.
         first_of_tp = self._tp.get_local_rank() == 0
         self.counts_rows = first_of_tp and self._pp.get_local_rank() == 0
         self.counts_loss = first_of_tp and self._stages - 1 in self._mine
 
     @property
     def receiving_bytes(self) -> int:
-        """That torch keeps for each microbatch of a step."""
+        """Bytes of the receive buffers that torch keeps per microbatch of a step."""
         stages = [part.model.stage for part in self.parts]
         return received_per_microbatch(stages) * self._hidden.numel() * self._hidden.itemsize
 
     def _stage(self, index: int, part: Qwen3) -> PipelineStage:
-        """Given the shapes of inputs and outputs, so that torch runs no forward to infer them."""
+        """Wrap a stage for torch. Shapes of inputs and outputs are given; otherwise torch would run a forward first."""
         is_first, is_last = index == 0, index == self._stages - 1
         return PipelineStage(
             part,
@@ -99,13 +101,16 @@ class PipelinedModel(ParallelModel):
         return min(stage, self._stages - 1 - stage) if self._v_shaped else stage % pp
 
     def _make_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of the two ranks that hold the tied weight, of this rank's column of the mesh."""
+        """The group of the two ranks that hold the tied weight, with this rank's data- and tensor-parallel position.
+
+        None: this rank holds none of it, or both copies are on one rank. A collective.
+        """
         ends = (self._rank_of(0), self._rank_of(self._stages - 1))
         if ends[0] == ends[1]:
             return None
         mine = None
         columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
-        for column in range(columns):  # every rank makes every group
+        for column in range(columns):  # new_group is a collective: every rank must create every group
             pair = [end * columns + column for end in ends]
             group = dist.new_group(pair)
             if dist.get_rank() in pair:
@@ -113,17 +118,17 @@ class PipelinedModel(ParallelModel):
         return mine
 
     def _weigh(self, loss: Tensor, target: Tensor) -> Tensor:
-        """The schedule's loss function: what it differentiates; the loss itself is kept."""
+        """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
         self._losses.append(loss.detach().double())
         return loss.sum() * self._weight
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._weight, self._losses = weight, []
-        # The schedule splits these along dim 0 again. What the host reads is split on the CPU and stays there.
+        # The schedule splits the tensors along dim 0 into microbatches again, also those that stay on the CPU.
         whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
         ids = whole.pop("input_ids")
         inputs = (ids,) if 0 in self._mine else ()
-        # the loss needs no target, but the last stage's schedule does
+        # _weigh ignores the target, but torch demands one on the last stage.
         self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **whole)
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
@@ -135,20 +140,23 @@ class PipelinedModel(ParallelModel):
         return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]
 
     def _sum_tied_gradients(self) -> None:
-        """Both copies of a tied weight get the sum of the embedding's and the head's gradient."""
+        """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""
         local = [_local(weight.grad) for weight in self._tied_weights()]
-        if len(local) == 2:  # both ends are here
+        if len(local) == 2:  # this rank holds the first and the last stage
             local[0] += local[1]
             local[1].copy_(local[0])
         elif local:
             dist.all_reduce(local[0], group=self._ends)
 
     def copies(self) -> list[nn.Parameter]:
-        """The head's copy of a tied weight: it is counted as the embedding."""
+        """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""
         return self._tied_weights()[-1:] if self._stages - 1 in self._mine else []
 
     def _forward(self, inputs: Microbatch) -> Tensor | None:
-        """Through the stages in turn: while a microbatch is in the next stage, this one may have the next."""
+        """Run a forward without backward through all stages, with point-to-point transfers between ranks.
+
+        A rank returns as soon as its stages are done, so several microbatches can be in the pipeline at once.
+        """
         group, here = self._pp.get_group(), self._pp.get_local_rank()
         ranks = dist.get_process_group_ranks(group)
         rest = {name: value for name, value in inputs.items() if name != "input_ids"}

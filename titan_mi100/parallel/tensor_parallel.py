@@ -1,10 +1,11 @@
 """Tensor parallel with sequence parallel (Megatron-LM; Shoeybi et al. 2019, Korthikanti et al. 2022).
 
-Between the matrices of a block each rank holds a part of the sequence, inside them a part of the heads or of the
-intermediate size: activations are gathered before and summed and scattered after. The embedding and the head hold a
-part of the vocabulary each. Weights are DTensors on the mesh's tp axis, so that FSDP2 shards them further and a
-checkpoint knows where they belong; the computation is on local tensors (layers.local_weight), its collectives in
-forward hooks.
+In norms and residuals each rank holds 1 / tp of the sequence, (batch, seq / tp, hidden). In attention and MLP it holds
+the full sequence, but 1 / tp of the heads or of the intermediate size. An all-gather before them and a reduce-scatter
+after them change between the two. The embedding and the head are split by vocabulary.
+
+Weights are DTensors on the mesh's tp axis, so that FSDP2 can shard them further and a checkpoint knows their place. The
+computation itself uses local tensors (layers.local_weight); the collectives are in forward hooks.
 """
 
 import functools
@@ -29,7 +30,12 @@ _ROWS = ("o_proj", "down_proj")  # split by input
 
 
 def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
-    """Split the weights of a model, or a pipeline stage of one, on the meta device over a 1-D mesh, in place."""
+    """Split the weights over the ranks, and add the collectives as forward hooks, in place.
+
+    Args:
+        model: the model or a pipeline stage, on the meta device.
+        mesh: the 1-D mesh of the tensor-parallel ranks.
+    """
     group = mesh.get_group()
     gather = functools.partial(_gather_output, group.group_name)
     scatter = functools.partial(_scatter_output, group.group_name)
@@ -37,14 +43,14 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
         for name in _COLUMNS + _ROWS:
             linear = getattr(layer.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else layer.mlp, name)
             _distribute(linear, mesh, Shard(0) if name in _COLUMNS else Shard(1))
-            if isinstance(linear, LoRALinear):
+            if isinstance(linear, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
                 _distribute(linear.lora_A, mesh, Replicate() if name in _COLUMNS else Shard(1))
                 _distribute(linear.lora_B, mesh, Shard(0) if name in _COLUMNS else Replicate())
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             _distribute(norm, mesh, Replicate())
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             _distribute(norm, mesh, Replicate())
-            norm.register_forward_hook(gather)
+            norm.register_forward_hook(gather)  # its output feeds the split layers
         layer.self_attn.o_proj.register_forward_hook(scatter)
         layer.mlp.down_proj.register_forward_hook(scatter)
     if model.model.embed_tokens is not None:
@@ -53,17 +59,18 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
         model.model.embed_tokens.forward = embed  # type: ignore[method-assign]
     if model.model.norm is not None:
         _distribute(model.model.norm, mesh, Replicate())
-        model.model.norm.register_forward_hook(gather)
+        model.model.norm.register_forward_hook(gather)  # the head needs all tokens for its shard of the vocabulary
         if model.lm_head is not None:
             _distribute(model.lm_head, mesh, Shard(0))
         model.head_loss = functools.partial(model.head_loss, group=group)
 
 
 def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
-    """Sum the gradients of replicated weights over the tp axis, in place: each rank's are a part of the sum.
+    """Sum the gradients of replicated weights over the tp axis, in place. Each rank has computed a partial sum.
 
-    A norm's are of the rank's part of the sequence or the heads; so are those of LoRA's A before the split outputs of a
-    matrix, and of B behind its split inputs. Once per step, after the last backward, in one collective.
+    A norm's gradient covers this rank's part of the sequence or of the heads. The same holds for LoRA's A of a layer
+    that is split by output, and for B of a layer that is split by input. Call it once per step, after the last
+    backward: it is one collective.
     """
     if mesh.size() == 1:
         return
@@ -83,7 +90,7 @@ def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
 
 
 def gather_vocabulary(logits: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Each rank's columns, (n, vocabulary / ranks) -> (n, vocabulary) on all ranks."""
+    """Gather logits: (n, vocabulary / ranks) of each rank -> (n, vocabulary) on all ranks. A collective."""
     if mesh.size() == 1:
         return logits
     parts = logits.new_empty(mesh.size() * len(logits), logits.shape[1])
@@ -92,7 +99,7 @@ def gather_vocabulary(logits: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
-    """A layer's own parameters: its weight, and of one in 4 bits its blocks' magnitudes."""
+    """Replace a layer's own parameters by DTensors: its weight, and for NF4 the scales of its blocks."""
     for name, whole in list(module.named_parameters(recurse=False)):
         assert isinstance(placement, Replicate) or whole.shape[placement.dim] % mesh.size() == 0, "uneven parts"
         parameter = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
@@ -108,7 +115,14 @@ def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Ten
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
-    """Each rank looks up the tokens of its part of the vocabulary; the sum is scattered over the sequence."""
+    """Look up the tokens of this rank's part of the vocabulary, then reduce-scatter over the sequence.
+
+    Args:
+        input_ids: (batch, seq), the same on all ranks.
+
+    Returns:
+        (batch, seq / tp, hidden).
+    """
     weight = local_weight(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
     first, pad = mesh.get_local_rank() * len(weight), embedding.padding_idx
     local = input_ids - first
@@ -118,14 +132,18 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tens
     return scatter_sequence(x, mesh.get_group().group_name)
 
 
-# Custom operators, because torch's functional collectives treat a gradient that is not contiguous (a compiled block's)
-# as contiguous, which made the embedding's gradient wrong. torch.compile does not trace into them.
+# These are custom operators because torch's functional collectives treat a non-contiguous gradient (from a compiled
+# block) as contiguous: the embedding's gradient was wrong. torch.compile does not trace into custom operators.
 
 
 @torch.library.custom_op("titan_mi100::gather_sequence", mutates_args=())
 def gather_sequence(x: Tensor, group_name: str) -> Tensor:
-    """(batch, seq / ranks, hidden) of each rank -> (batch, seq, hidden) on all; its backward is scatter_sequence."""
+    """All-gather: (batch, seq / ranks, hidden) of each rank -> (batch, seq, hidden) on all ranks.
+
+    Its backward is scatter_sequence.
+    """
     group, ranks = _group(group_name)
+    # The collective concatenates along dim 0, (ranks x batch, ...); the sequence is dim 1.
     parts = x.new_empty(ranks * len(x), *x.shape[1:])
     all_gather_tensor(parts, x.contiguous(), group)
     return torch.cat(parts.chunk(ranks), dim=1)
@@ -133,7 +151,10 @@ def gather_sequence(x: Tensor, group_name: str) -> Tensor:
 
 @torch.library.custom_op("titan_mi100::scatter_sequence", mutates_args=())
 def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
-    """(batch, seq, hidden), summed over the ranks -> each one's (batch, seq / ranks, hidden); see gather_sequence."""
+    """Reduce-scatter: the sum over ranks of (batch, seq, hidden) -> this rank's (batch, seq / ranks, hidden).
+
+    Its backward is gather_sequence.
+    """
     group, ranks = _group(group_name)
     own = x.new_empty(len(x), x.shape[1] // ranks, x.shape[2])
     reduce_scatter_tensor(own, torch.cat(x.chunk(ranks, dim=1)), group=group)
@@ -151,7 +172,7 @@ def _(x: Tensor, group_name: str) -> Tensor:
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int]:
-    """The group of that name, and its size."""
+    """The process group with this name, and its size. Custom operators take strings, not groups."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     return group, dist.get_world_size(group)
 
