@@ -79,7 +79,7 @@ def test_one_process_needs_nothing_that_is_between_cards(tmp_path: Path, monkeyp
 def test_a_start_ends_where_no_run_can_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"torch: 2\.12\.0\+cu130, built for CUDA 13\.0; it cannot use 2 x MI100"):
         said_at_start("mi100_cuda_wheel", tmp_path / "a", monkeypatch)
-    with pytest.raises(UserError, match=r"device files: /dev/kfd, .*: may not be opened; group render"):
+    with pytest.raises(UserError, match=r"device files: /dev/kfd, .*: no permission; group render"):
         said_at_start("mi100_wrong_group", tmp_path / "b", monkeypatch)
     # hidden cards are not used, so the run computes on the CPU, as was asked for
     assert said_at_start("mi100_cuda_wheel", tmp_path / "c", monkeypatch, environ={"CUDA_VISIBLE_DEVICES": ""}) == []
@@ -92,7 +92,7 @@ def test_a_mistake_of_the_doctors_does_not_cost_the_run(monkeypatch: pytest.Monk
     said: list[str] = []
     monkeypatch.setattr(start, "read", broken)
     start.before_start(1, said.append)
-    assert said == ["doctor: this machine could not be looked at (KeyError('a bug')); starting without"]
+    assert said == ["doctor: the checks of this machine failed (KeyError('a bug')); starting without them"]
 
 
 def test_the_launcher_asks_about_the_processes_and_the_environment_that_workers_get(
@@ -181,4 +181,4 @@ def test_certify_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--help"]) == 0
-    assert "Exit codes: 0 nothing fails (there may be warnings), 2" in " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 no check fails (there may be warnings), 2" in " ".join(capsys.readouterr().out.split())

@@ -201,18 +201,23 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, with_torch(usable=None, problem="was killed by SIGSEGV"), FAIL, "was killed by SIGSEGV"),
     (checks.torch_build, with_torch(usable=1), WARN, "sees 1 of 2 visible cards"),
     (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
-    (checks.driver, changed(driverless=("MI100 at 0000:43:00.0",)), FAIL, "MI100 at 0000:43:00.0 without a driver"),
+    (
+        checks.driver,
+        changed(driverless=("MI100 at 0000:43:00.0",)),
+        FAIL,
+        "MI100 at 0000:43:00.0 without a compute driver",
+    ),
     (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
     (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
     (checks.architecture, with_torch(archs=("gfx90a",)), FAIL, "gfx908: torch has code for gfx90a only"),
     (checks.architecture, with_torch(archs=None, blas_archs=("gfx90a",)), FAIL, "rocBLAS in torch has code for gfx90a"),
     (checks.architecture, with_torch(archs=None, blas_archs=None), None, ""),
     (checks.architecture, with_card(arch="gfx1036"), FAIL, "gfx1036: torch has code for"),
-    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="9.0.8"), PASS, "what the cards are"),
+    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="9.0.8"), PASS, "equals the cards' own architecture"),
     (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="9.0.10"), FAIL, "gfx908 run code of gfx90a"),
-    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="gfx90a"), FAIL, "is no version such as 9.0.8"),
+    (checks.gfx_override, with_environ(HSA_OVERRIDE_GFX_VERSION="gfx90a"), FAIL, "is not a version such as 9.0.8"),
     (checks.gfx_override, with_environ(), None, ""),
-    (checks.visibility, with_environ(), PASS, "2 of 2; no variable hides one"),
+    (checks.visibility, with_environ(), PASS, "2 of 2; no variable hides a card"),
     (checks.visibility, with_environ(ROCR_VISIBLE_DEVICES="1"), PASS, "1 of 2; ROCR_VISIBLE_DEVICES=1"),
     (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES=""), PASS, "0 of 2; CUDA_VISIBLE_DEVICES="),
     (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0,-1"), PASS, "1 of 2"),
@@ -229,13 +234,18 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
         checks.device_files,
         with_files(0, usable=False),
         FAIL,
-        "/dev/kfd: may not be opened; group render, you are in user",
+        "/dev/kfd: no permission; group render, you are in user",
     ),
     (checks.device_files, with_files(0, usable=False, group="root"), FAIL, "group root"),
-    (checks.device_files, with_files(0, exists=False, usable=False), FAIL, "/dev/kfd: not there"),
-    (checks.device_files, with_files(1, exists=False, usable=False), WARN, "/dev/dri/renderD128: not there"),
-    (checks.device_files, with_files(1, 2, exists=False, usable=False), FAIL, "renderD128, /dev/dri/renderD129: not"),
-    (checks.device_files, with_files(2, usable=False), FAIL, "/dev/dri/renderD129: may not be opened"),
+    (checks.device_files, with_files(0, exists=False, usable=False), FAIL, "/dev/kfd: missing"),
+    (checks.device_files, with_files(1, exists=False, usable=False), WARN, "/dev/dri/renderD128: missing"),
+    (
+        checks.device_files,
+        with_files(1, 2, exists=False, usable=False),
+        FAIL,
+        "renderD128, /dev/dri/renderD129: missing",
+    ),
+    (checks.device_files, with_files(2, usable=False), FAIL, "/dev/dri/renderD129: no permission"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="^Tree"), PASS, "NCCL_ALGO=^Tree"),
@@ -253,14 +263,14 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.iommu, with_cards(iommu=""), PASS, "off"),
     (checks.iommu, with_card(iommu="DMA"), WARN, "addresses of 1 x MI100 (gfx908), type DMA;"),
     (checks.iommu, lambda facts: replace(with_cards(iommu="DMA")(facts), processes=1), None, ""),
-    (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives want 512.0 MB"),
-    (checks.shared_memory, changed(shm_free=None), WARN, "not there"),
+    (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives need 512.0 MB"),
+    (checks.shared_memory, changed(shm_free=None), WARN, "missing"),
     (checks.shared_memory, changed(shm_free=64 << 20, processes=1), None, ""),
     (checks.open_files, changed(open_files=256), WARN, "256 per process, fewer than Linux's 1,024"),
     (checks.open_files, changed(open_files=UNLIMITED), PASS, "no limit"),
     (checks.open_files, changed(open_files=None), None, ""),
     (checks.memlock, changed(memlock=65536), PASS, "65.5 kB; only RDMA networks need more"),
-    (checks.memlock, changed(memlock=65536, rdma=("mlx5_0",)), WARN, "65.5 kB, but mlx5_0 transfers"),
+    (checks.memlock, changed(memlock=65536, rdma=("mlx5_0",)), WARN, "65.5 kB, but mlx5_0 needs locked"),
     (checks.memlock, changed(rdma=("mlx5_0",)), PASS, "no limit"),
     (checks.pcie_link, with_card(width=4), WARN, "MI100 at 0000:83:00.0: x4 of x16, 16 of 16 GT/s"),
     (checks.pcie_link, with_card(speed=8.0), WARN, "x16 of x16, 8 of 16 GT/s"),
@@ -272,7 +282,7 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.power_cap, with_cards(watts=178.0), WARN, "2 x MI100 (gfx908): 178 of 290 W"),
     (checks.clock, with_card(level="low"), WARN, "1 x MI100 (gfx908): held at level low"),
     (checks.clock, with_cards(level="high"), PASS, "level high"),
-    (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="1"), WARN, "tunes within the run"),
+    (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="1"), WARN, "tunes during the run"),
     (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="1", PYTORCH_TUNABLEOP_TUNING="0"), PASS, "earlier"),
     (checks.tunable_op, with_environ(PYTORCH_TUNABLEOP_ENABLED="0"), PASS, "off"),
 ]
@@ -453,9 +463,9 @@ def ask(code: str, folder: Path, patience: float = 60) -> Torch:
 
 def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> None:
     crash = ask("import os; os.abort()", tmp_path / "crash")
-    assert crash == Torch("known", problem="was killed by SIGABRT when it was asked for its cards")
+    assert crash == Torch("known", problem="was killed by SIGABRT while it counted its cards")
     hang = ask("import time; time.sleep(10)", tmp_path / "hang", patience=1)
-    assert hang.problem == "did not answer in 1 seconds: the GPU driver may hang"
+    assert hang.problem == "did not answer within 1 seconds; the GPU driver may hang"
     assert ask("raise ImportError('no libamdhip64.so')", tmp_path / "fail").problem == "ImportError: no libamdhip64.so"
     assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with code 0"
     broken = "print('titan_mi100 torch: {\"usable\": -1}'); import sys; sys.exit(1)"

@@ -67,7 +67,7 @@ def test_all_ranks_come_to_the_same_answer_whatever_their_own_clocks_say(
 
 
 def test_a_cards_own_words(tmp_path: Path) -> None:
-    assert amd_health(tmp_path) == "the device tells nothing about itself"
+    assert amd_health(tmp_path) == "the driver shows no sensors of this card"
     (tmp_path / "hwmon/hwmon3").mkdir(parents=True)
     (tmp_path / "ras").mkdir()
     for name, text in {"freq1_input": "1502000000", "power1_average": "285000000", "power1_cap": "290000000",

@@ -1,6 +1,6 @@
-"""Check this machine for training, and say what to do where something is wrong.
+"""Check this machine for training, and print a remedy for each problem.
 
-Exit codes: 0 nothing fails (there may be warnings), 2 something fails. docs/DOCTOR.md explains each check.
+Exit codes: 0 no check fails (there may be warnings), 2 a check fails. docs/DOCTOR.md explains each check.
 """
 
 import argparse
@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--certify" in arguments:
         arguments.remove("--certify")
-        return import_module("titan_mi100.certify").main(arguments)  # only now: it imports torch
+        return import_module("titan_mi100.certify").main(
+            arguments
+        )  # imported here, because it takes seconds: it imports torch
     return tool.exit_code(lambda: _show(_parser().parse_args(arguments)))
 
 
@@ -57,17 +59,17 @@ def headline(facts: Facts) -> str:
 
 
 def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Iterator[str]:
-    """The verdicts as text. Remedies stand on lines of their own, which are not broken: commands are copied from them.
+    """The verdicts as text. Remedies have lines of their own and are never wrapped, so that commands can be copied.
 
     Args:
-        width: of the terminal; None: facts are not broken either.
+        width: columns of the terminal; None: facts are not wrapped either.
     """
     column = max((len(verdict.name) for verdict in verdicts), default=0)
     margin = " " * (len("pass") + 2 + column + 2)
     for verdict in verdicts:
         state = f"{_COLORS[verdict.state]}{verdict.state}{_PLAIN}" if colors else verdict.state
-        room = max(width - len(margin), 20) if width else sys.maxsize
-        first, *others = textwrap.wrap(printable(verdict.fact), room, break_long_words=False, break_on_hyphens=False)
+        space = max(width - len(margin), 20) if width else sys.maxsize
+        first, *others = textwrap.wrap(printable(verdict.fact), space, break_long_words=False, break_on_hyphens=False)
         yield f"{state}  {verdict.name:{column}}  {first}"
         yield from (margin + line for line in others)
         yield from (f"{margin}-> {line}" for line in printable(verdict.remedy).splitlines())
@@ -82,12 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.doctor",
         description=__doc__.splitlines()[0],
-        epilog="Exit codes: 0 nothing fails (there may be warnings), 2 something fails. It changes nothing.",
+        epilog="Exit codes: 0 no check fails (there may be warnings), 2 a check fails. It changes nothing.",
     )
     add = parser.add_argument
-    add("--json", action="store_true", help="facts and verdicts, for scripts and for reports of problems")
-    add("--fast", action="store_true", help="what each start of a run checks, in milliseconds: only what does not pass")
-    add("--certify", action="store_true", help="try the cards themselves; takes the options of titan_mi100.certify")
+    add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
+    add("--fast", action="store_true", help="only the checks of every run's start (milliseconds); print the problems")
+    add("--certify", action="store_true", help="measure the cards; takes the options of titan_mi100.certify")
     return parser
 
 

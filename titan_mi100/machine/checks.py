@@ -1,7 +1,7 @@
-"""What the facts of a machine mean: each check is a function of them. docs/DOCTOR.md has the sources of each.
+"""The checks of the doctor: each is a function of the machine's facts. docs/DOCTOR.md has the sources of each.
 
-A check answers None where it does not apply, or where what it needs is not known. It fails where training would not
-work, hang or be wrong; it warns of what costs speed or hangs only on some machines.
+A check returns None if it does not apply, or if the facts that it needs are not known. It fails if training would not
+work, would hang or would compute wrong results. It warns about what costs speed, or hangs on some machines only.
 """
 
 import itertools
@@ -14,27 +14,28 @@ from titan_mi100.machine.facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
 from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
-SHM_WANTED = 512_000_000  # bytes, as DeepSpeed's ds_report asks for; Docker gives 64 MiB
-FILES_WANTED = 1024  # what Linux gives by default
-# AMD's own wheels and the architectures that they are made for, by the installation guide of ROCm 7.14.0
+SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
+FILES_WANTED = 1024  # the default of Linux
+# AMD's own wheels and the architectures that they support, from the installation guide of ROCm 7.14.0
 AMD_WHEELS = "https://repo.amd.com/rocm/whl-multi-arch/"
 AMD_ARCHS = (
     "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
     "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201",
 )  # fmt: skip
 PYTORCH_WHEELS = "https://download.pytorch.org/whl/rocm6.4"
-_SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}  # NCCL's algorithms that can; tree is for all-reduce
+# NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
+_SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one check says.
+    """The result of one check.
 
     Attributes:
         state: pass, warn or fail.
         fact: what was found.
-        remedy: what to do; "" where nothing is to be done.
-        stops: no run can work, so that none is started.
+        remedy: what to do, one alternative per line; "" if nothing has to be done.
+        stops: no run can work, so no run is started.
     """
 
     name: str
@@ -48,17 +49,17 @@ Check = Callable[[Facts], Verdict | None]
 
 
 def judge(facts: Facts, fast: bool = False) -> list[Verdict]:
-    """The verdicts of all checks that apply.
+    """Run the checks and return the verdicts of those that apply.
 
     Args:
-        fast: only those for each start of a run: what makes it fail, hang or compute wrongly without a word, and the
-            power cap.
+        fast: only the checks of every start of a run: for problems that make it fail, hang or silently compute wrong
+            results, and the power cap.
     """
     return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
 
 
 def rocm_remedy(archs: Collection[str | None]) -> str:
-    """Where a torch for cards of these architectures comes from: a line for each place."""
+    """The commands that install a torch for cards of these architectures, one alternative per line."""
     places = [f"pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}"]
     places += [f"pip install 'torch[device-{arch}]' --index-url {AMD_WHEELS}" for arch in AMD_ARCHS if arch in archs]
     return "\n".join(places)
@@ -72,7 +73,7 @@ def torch_build(facts: Facts) -> Verdict | None:
     remedy = rocm_remedy([card.arch for card in cards]) if vendor == "amd" else "pip install torch"
     if not torch.version:
         if not cards and not torch.problem:
-            return None  # it was not asked; run_train.sh looks for torch itself
+            return None  # run_train.sh checks for torch itself
         return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
     if not cards:
         where = "the cards are hidden from it" if facts.cards else "no GPU"
@@ -81,43 +82,47 @@ def torch_build(facts: Facts) -> Verdict | None:
         remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
         return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
     if torch.usable is None and not torch.problem:
-        return Verdict("torch", PASS, fact)  # it was not asked
+        return Verdict("torch", PASS, fact)  # the fast checks do not import torch
     if not torch.usable:
         why = torch.problem or "it does not say why"
         remedy = (
-            "see what else fails here; if nothing does, install a driver that fits, or a torch that fits the driver"
+            "fix the other failed checks first; if there are none, install a driver that fits torch, or a torch that "
+            "fits the driver"
         )
         return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
     if torch.usable != len(cards):
-        remedy = "sudo dmesg | grep -e amdgpu -e NVRM names what is wrong with the others"
+        remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
         return Verdict("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
     return Verdict("torch", PASS, f"{fact}; it sees {_named(cards)}")
 
 
 def driver(facts: Facts) -> Verdict | None:
-    """Do driver, ROCm on the machine and torch's ROCm belong together? Each Instinct card must have its driver."""
+    """Do the driver, ROCm on the machine and torch's ROCm fit? Does each Instinct card have its driver?"""
     versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
     versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
     if facts.driverless:
-        remedy = "load it: sudo modprobe amdgpu; sudo dmesg | grep -e kfd -e amdgpu says why it leaves a card out"
-        return Verdict("driver", FAIL, f"{some(facts.driverless)} without a driver for computing", remedy)
+        remedy = "load it: sudo modprobe amdgpu; see why it skips a card: sudo dmesg | grep -e kfd -e amdgpu"
+        return Verdict("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
     if not facts.visible():
         return None
     built = _release(facts.torch.hip)
     if facts.vendor() == "amd" and built and (own := _release(facts.rocm)) and own[0] != built[0]:
         fact = f"{', '.join(versions)}, but torch is for ROCm {built[0]}.{built[1]}"
-        remedy = "AMD tests a driver with ROCm up to two releases older or newer; take a torch for that ROCm"
+        remedy = (
+            "AMD tests a driver with ROCm up to two releases older or newer; install a torch built for the ROCm of "
+            "this machine"
+        )
         return Verdict("driver", WARN, fact, remedy)
     return Verdict("driver", PASS, ", ".join(versions))
 
 
 def architecture(facts: Facts) -> Verdict | None:
-    """Does torch hold code for each card's architecture?"""
+    """Do torch and its rocBLAS have code for each card's architecture?"""
     torch, name = facts.torch, "architecture"
-    if facts.vendor() == "nvidia":
+    if facts.vendor() == "nvidia":  # PTX and code for older minor versions run too, see _runs; on AMD names must match
         archs, lists = set(torch.card_archs or ()), {"torch": torch.archs or ()}
         missing = {arch for arch in archs if not _runs(arch, torch.archs or ())}
-        remedy = "pytorch.org/get-started names the build for this card"
+        remedy = "choose the build for this card at pytorch.org/get-started"
     else:
         archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
         lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
@@ -134,7 +139,7 @@ def architecture(facts: Facts) -> Verdict | None:
 
 
 def gfx_override(facts: Facts) -> Verdict | None:
-    """HSA_OVERRIDE_GFX_VERSION makes ROCm take every card for another one."""
+    """HSA_OVERRIDE_GFX_VERSION makes ROCm treat every card as another architecture."""
     value = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
     if not value or facts.vendor() != "amd" or not facts.visible():
         return None
@@ -143,25 +148,26 @@ def gfx_override(facts: Facts) -> Verdict | None:
     archs = sorted({card.arch for card in facts.visible() if card.arch})
     remedy = "unset HSA_OVERRIDE_GFX_VERSION"
     if forced is None:
-        return Verdict(name, FAIL, f"{fact} is no version such as 9.0.8", remedy)
+        return Verdict(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
     others = [arch for arch in archs if arch != forced]
     if not others:
-        return Verdict(name, PASS, f"{fact}: what the cards are")
+        return Verdict(name, PASS, f"{fact}: equals the cards' own architecture")
     lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
+    # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
     if set(others) & {arch for arch, _ in GPUS} or any(set(others) & set(own) for own in lists):
         fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
-        return Verdict(name, FAIL, fact, f"{remedy}: this card needs none")
+        return Verdict(name, FAIL, fact, f"{remedy}: this card does not need it")
     fact += f" makes {some(others)} run code of {forced}"
-    return Verdict(name, WARN, fact, "right only where the two have the same instructions, as gfx1031 and gfx1030")
+    return Verdict(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
 
 
 def visibility(facts: Facts) -> Verdict | None:
-    """Which cards do the variables leave, and do they contradict each other?"""
+    """Which cards are visible, and do the variables that hide cards contradict each other?"""
     cards, name = facts.present(), "visible cards"
     if not cards:
         return None
     given = {variable: facts.environ[variable] for variable in HIDING if variable in facts.environ}
-    words = " ".join(f"{variable}={value}" for variable, value in given.items()) or "no variable hides one"
+    words = " ".join(f"{variable}={value}" for variable, value in given.items()) or "no variable hides a card"
     fact = f"{len(facts.visible())} of {len(cards)}; {words}"
     steps = facts.hiding()
     for (_, before), (variable, after) in itertools.pairwise(steps):
@@ -169,14 +175,14 @@ def visibility(facts: Facts) -> Verdict | None:
         wrong = entries[len(after)]
         if wrong not in ("", "-1"):
             fact += f"; {variable}: entry {shown(wrong)} names none of {len(before)} cards, numbered from 0"
-            remedy = f"that entry and those behind it are ignored without a word; correct {variable}"
+            remedy = f"this entry and the ones after it are ignored silently; correct {variable}"
             return Verdict(name, FAIL, fact, remedy)
     if facts.vendor() == "nvidia" or len(given) < 2:
         return Verdict(name, PASS, fact)
     hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
     if set(given) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
         return Verdict(name, PASS, fact)
-    remedy = "keep one of them: the second counts in what the first leaves, and HIP_ hides CUDA_VISIBLE_DEVICES"
+    remedy = "keep one of them: ROCR_ renumbers the cards for the others, and HIP_ replaces CUDA_VISIBLE_DEVICES"
     return Verdict(name, WARN, f"{fact}: set twice", remedy)
 
 
@@ -193,33 +199,31 @@ def device_files(facts: Facts) -> Verdict | None:
     none_works = bool(needed & out_of_reach) or own <= out_of_reach
     if closed:
         groups = sorted({file.group for file in closed} - {"root"})
-        fact = f"{some(file.path for file in closed)}: may not be opened; group {some(groups) or 'root'}, you are in "
+        fact = f"{some(file.path for file in closed)}: no permission; group {some(groups) or 'root'}, you are in "
         remedy = f"sudo usermod -a -G {','.join(groups)} $USER, then log in again; a container needs --group-add"
         if not groups:
             remedy = f"sudo chgrp render {closed[0].path} && sudo chmod g+rw {closed[0].path}; a udev rule keeps it so"
         return Verdict(name, FAIL, fact + (some(facts.groups) or "no group"), remedy, stops=none_works)
     if absent:
         remedy = "start the container with --device=/dev/kfd --device=/dev/dri; without a container load the driver"
-        return Verdict(name, FAIL if none_works else WARN, f"{some(absent)}: not there", remedy, stops=none_works)
+        return Verdict(name, FAIL if none_works else WARN, f"{some(absent)}: missing", remedy, stops=none_works)
     return Verdict(name, PASS, f"{some(file.path for file in files)}: can be opened")
 
 
 def nccl_algo(facts: Facts) -> Verdict | None:
-    """NCCL_ALGO: there is no tree for all-gather and reduce-scatter, which FSDP uses."""
+    """Does NCCL_ALGO leave an algorithm for all-gather and reduce-scatter, which FSDP uses? "tree" serves neither."""
     value = facts.environ.get("NCCL_ALGO")
     if not value or not facts.visible():
         return None
-    lists = {}  # by function; "": for those that are not named
+    lists = {}  # function -> its algorithms; "": the list for all functions that are not named
     for part in value.lower().split(";"):
         function, _, algorithms = part.rpartition(":")
         lists[function.strip()] = {word.strip() for word in algorithms.split(",")}
-    remedy = "unset NCCL_ALGO: NCCL and RCCL choose by size and place"
+    remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
     for function in ("allgather", "reducescatter"):
         words = lists.get(function, lists.get(""))
         if words is None:
-            fact = (
-                f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that are not named can be left without an algorithm"
-            )
+            fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that it does not name may have no algorithm"
             return Verdict("NCCL_ALGO", WARN, fact, remedy)
         excludes = any(word.startswith("^") for word in words)
         left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excludes else _SERVE_ALL_GATHER & words
@@ -230,17 +234,17 @@ def nccl_algo(facts: Facts) -> Verdict | None:
 
 
 def expandable_segments(facts: Facts) -> Verdict | None:
-    """On ROCm the option is ignored with a warning by most builds of torch, and hangs with some."""
+    """On ROCm, most builds of torch ignore expandable_segments with a warning, and some hang."""
     given = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
     wanted = [name for name, value in given.items() if re.search(r"expandable_segments\s*:\s*true", value, re.I)]
     if facts.vendor() != "amd" or not facts.visible() or not wanted:
         return None
     fact = f"{wanted[0]}={given[wanted[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
-    return Verdict("expandable_segments", WARN, fact, f"take expandable_segments:True out of {wanted[0]}")
+    return Verdict("expandable_segments", WARN, fact, f"remove expandable_segments:True from {wanted[0]}")
 
 
 def iommu(facts: Facts) -> Verdict | None:
-    """An IOMMU that translates addresses makes transfers between AMD's cards hang."""
+    """An IOMMU that translates addresses can make transfers between AMD cards hang."""
     cards = [card for card in facts.visible() if card.iommu is not None]
     if facts.vendor() != "amd" or facts.used() < 2 or not cards:
         return None
@@ -253,18 +257,18 @@ def iommu(facts: Facts) -> Verdict | None:
 
 
 def shared_memory(facts: Facts) -> Verdict | None:
-    """NCCL and RCCL exchange data between processes in /dev/shm, and fail where it is full."""
+    """NCCL and RCCL exchange data between processes in /dev/shm, and fail if it is full."""
     if facts.used() < 2:
         return None
-    size = "not there" if facts.shm_free is None else f"{bytes_in_words(facts.shm_free)} free"
+    size = "missing" if facts.shm_free is None else f"{bytes_in_words(facts.shm_free)} free"
     if facts.shm_free is not None and facts.shm_free >= SHM_WANTED:
         return Verdict("/dev/shm", PASS, size)
     remedy = "start the container with --shm-size=1g or --ipc=host; else sudo mount -o remount,size=8g /dev/shm"
-    return Verdict("/dev/shm", WARN, f"{size}; collectives want {bytes_in_words(SHM_WANTED)}", remedy)
+    return Verdict("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
 
 
 def open_files(facts: Facts) -> Verdict | None:
-    """Each process opens files of data and checkpoints, and connections to other ranks."""
+    """Each process opens data files, checkpoint files and connections to other ranks."""
     if facts.open_files is None:
         return None
     fact = "no limit" if facts.open_files == UNLIMITED else f"{facts.open_files:,} per process"
@@ -274,7 +278,7 @@ def open_files(facts: Facts) -> Verdict | None:
 
 
 def memlock(facts: Facts) -> Verdict | None:
-    """Memory that a network card reads is locked, and counts against this limit."""
+    """The memory that a network card reads (RDMA) is locked, and counts against this limit."""
     if not facts.visible() or facts.memlock is None:
         return None
     fact = "no limit" if facts.memlock == UNLIMITED else bytes_in_words(facts.memlock)
@@ -282,12 +286,14 @@ def memlock(facts: Facts) -> Verdict | None:
         remedy = (
             "ulimit -l unlimited, set in /etc/security/limits.d or by the batch system; Docker: --ulimit memlock=-1"
         )
-        return Verdict("memlock", WARN, f"{fact}, but {some(facts.rdma)} transfers from locked memory", remedy)
+        return Verdict("memlock", WARN, f"{fact}, but {some(facts.rdma)} needs locked memory", remedy)
     return Verdict("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
 
 
 def pcie_link(facts: Facts) -> Verdict | None:
-    """Lanes and speed between card and CPU against the card's. Current speeds do not count: idle links slow down."""
+    """Do all links between card and CPU have the card's lanes and speed? The current speed is not used: idle links slow
+    down.
+    """
     cards = [card for card in facts.visible() if card.width and card.full_width and card.speed and card.full_speed]
     slow = [card for card in cards if _less(card.width, card.full_width) or _less(card.speed, card.full_speed)]
     if not cards:
@@ -299,11 +305,11 @@ def pcie_link(facts: Facts) -> Verdict | None:
 
 
 def pcie_atomics(facts: Facts) -> Verdict | None:
-    """ROCm synchronises CPU and cards by PCIe atomics; a slot behind a chipset may not pass them on."""
+    """ROCm synchronises CPU and cards by PCIe atomics. A slot behind a chipset may not forward them."""
     cards = [card for card in facts.visible() if card.atomics is not None]
     without = [card for card in cards if not card.atomics]
     if without:
-        remedy = "use a slot wired to the CPU itself, not to the chipset; in a virtual machine enable AtomicOps"
+        remedy = "use a slot wired to the CPU, not to the chipset; in a virtual machine enable AtomicOps"
         return Verdict("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
     return Verdict("PCIe atomics", PASS, "on") if cards else None
 
@@ -330,18 +336,18 @@ def numa(facts: Facts) -> Verdict | None:
 
 
 def power_cap(facts: Facts) -> Verdict | None:
-    """The power that the cards may take, against what they came with."""
+    """Is the cards' power cap below their default?"""
     cards = [card for card in facts.visible() if card.watts and card.full_watts]
     capped = [card for card in cards if _less(card.watts, card.full_watts)]
     if capped:
         fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
-        remedy = "sudo rocm-smi --resetpoweroverdrive, unless the supply or the cooling needs it"
+        remedy = "sudo rocm-smi --resetpoweroverdrive, unless the power supply or the cooling needs the cap"
         return Verdict("power cap", WARN, fact, remedy)
-    return Verdict("power cap", PASS, f"{cards[0].watts:.0f} W, as the card came") if cards else None
+    return Verdict("power cap", PASS, f"{cards[0].watts:.0f} W, the default") if cards else None
 
 
 def clock(facts: Facts) -> Verdict | None:
-    """The level that the driver is told to keep; others than these may hold the clock low."""
+    """Is the driver set to a performance level that may keep the clock low?"""
     cards = [card for card in facts.visible() if card.level]
     held = [card for card in cards if card.level not in ("auto", "high", "perf_determinism")]
     if held:
@@ -351,7 +357,7 @@ def clock(facts: Facts) -> Verdict | None:
 
 
 def tunable_op(facts: Facts) -> Verdict | None:
-    """TunableOp times the libraries' kernels for each new shape of a matrix product, within the run."""
+    """Is TunableOp tuning during the run? It times the libraries' kernels for each new shape of a matrix product."""
     if facts.vendor() != "amd" or not facts.visible():
         return None
     enabled, tuning = (facts.environ.get(f"PYTORCH_TUNABLEOP_{name}") for name in ("ENABLED", "TUNING"))
@@ -359,10 +365,11 @@ def tunable_op(facts: Facts) -> Verdict | None:
         return Verdict("TunableOp", PASS, "off")
     if tuning == "0":
         return Verdict("TunableOp", PASS, "on, with results of an earlier tuning")
-    fact = "tunes within the run: first steps are slow, each rank may choose other kernels, and no two runs are alike"
+    fact = "tunes during the run: the first steps are slow, ranks may choose different kernels, and runs do not repeat"
     return Verdict("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
 
 
+# at every start of a run; the doctor runs all
 FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
     shared_memory, open_files, power_cap,
@@ -371,7 +378,7 @@ CHECKS: tuple[Check, ...] = (*FAST, clock, memlock, pcie_link, pcie_atomics, lar
 
 
 def _named(cards: Iterable[Card]) -> str:
-    """How many of which: "2 x MI100 (gfx908)"."""
+    """Cards as text: "2 x MI100 (gfx908)"."""
     names = [card.name if card.arch in (None, card.name) else f"{card.name} ({card.arch})" for card in cards]
     return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
@@ -381,19 +388,23 @@ def _less(part: float | None, whole: float | None) -> bool:
 
 
 def _release(version: str | None) -> tuple[int, int] | None:
+    """Major and minor number of a version; None: it has none."""
     found = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
 def _override(facts: Facts) -> str | None:
-    """The architecture that HSA_OVERRIDE_GFX_VERSION names, as the compiler writes it: gfx90a of 9.0.10."""
+    """The architecture that HSA_OVERRIDE_GFX_VERSION names: gfx90a for 9.0.10. None: the value is no version."""
     found = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
     return f"gfx{found[1]}{int(found[2]):x}{int(found[3]):x}" if found else None
 
 
 def _runs(arch: str, listed: Iterable[str]) -> bool:
-    """Whether an NVIDIA card runs one of these: code of its major version up to its minor one, or older PTX."""
-    own = int(arch.removeprefix("sm_"))
+    """Whether an NVIDIA card can run code for one of these architectures.
+
+    It runs code (sm_*) of its own major version up to its minor version, and PTX (compute_*) up to its version.
+    """
+    own = int(arch.removeprefix("sm_"))  # major x 10 + minor
     for entry in listed:
         kind, _, number = entry.partition("_")
         version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a

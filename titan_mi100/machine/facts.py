@@ -1,7 +1,7 @@
-"""What the machine is: read from the kernel's files, the environment and torch's files, without importing torch.
+"""Facts about the machine, from the kernel's files, the environment and torch's files, without importing torch.
 
-Every reading can fail: a file is missing, unreadable or holds something else. Then the fact is None, "not known", and
-no check speaks about it. `torch_build` asks torch itself.
+Every read can fail: a file is missing, unreadable or has other content. Then the fact is None ("not known"), and the
+checks skip it. `torch_build` asks torch itself.
 """
 
 import os
@@ -13,7 +13,9 @@ from pathlib import Path
 from titan_mi100.config.hardware import find_gpu
 from titan_mi100.machine.torch_build import Torch, installed
 
+# PCI device ids of AMD Instinct cards
 INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": "MI250X", "0x740f": "MI210"}
+# variables that hide cards from torch; variables that set torch's allocator
 HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VARIABLES = (
@@ -21,13 +23,13 @@ VARIABLES = (
     "PYTORCH_TUNABLEOP_TUNING",
 )  # fmt: skip
 UNLIMITED = 2**63 - 1
-_QEMU = "0x1b36"
-_PCIE, _NO_ATOMICS = "2", 0b1100  # of a link in KFD's topology: its type; flags NO_ATOMICS_32_BIT and _64_BIT
+_QEMU = "0x1b36"  # QEMU's PCI vendor id
+_PCIE, _NO_ATOMICS = "2", 0b1100  # a link in KFD's topology: type PCIe; flags NO_ATOMICS_32_BIT and NO_ATOMICS_64_BIT
 
 
 def group_of(path: Path) -> str:
-    """The name of the group that owns a file, or its number: a container need not know the name."""
-    import grp  # not on Windows, and rarely needed
+    """The name of the group that owns a file, or its number if the name is unknown, as in a container."""
+    import grp  # rarely needed, and does not exist on Windows
 
     number = path.stat().st_gid
     try:
@@ -37,13 +39,14 @@ def group_of(path: Path) -> str:
 
 
 def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that has this path."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 @dataclass(frozen=True)
 class System:
-    """Where facts are read. Tests give another root, and answers that a folder of plain files cannot give."""
+    """Where facts are read. Tests pass another root folder, and functions for what plain files cannot imitate."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -52,7 +55,7 @@ class System:
     free_bytes: Callable[[Path], int] = free_bytes
 
     def text(self, path: str | Path) -> str | None:
-        """A file's content without the spaces around it; None: there is nothing that can be read."""
+        """A file's content, stripped; None: it does not exist or cannot be read."""
         try:
             with open(self.root / path, "rb") as file:
                 return file.read(1 << 16).decode(errors="replace").strip()
@@ -60,11 +63,12 @@ class System:
             return None
 
     def number(self, path: str | Path) -> int | None:
+        """A file's content as a non-negative integer; None: it is something else."""
         found = self.text(path)
         return int(found) if found and re.fullmatch(r"\d{1,18}", found, re.ASCII) else None
 
     def names(self, path: str | Path) -> list[str]:
-        """What is in a folder, sorted by number where the names have one; [] where there is none."""
+        """The names in a folder, in natural order (card2 before card10); [] if the folder does not exist."""
         try:
             found = os.listdir(self.root / path)
         except OSError:
@@ -81,72 +85,77 @@ class Card:
 
     vendor: str  # amd or nvidia
     name: str
-    arch: str | None  # gfx908; of NVIDIA's cards torch alone knows it
+    arch: str | None  # gfx908; None for NVIDIA cards: only torch knows it
     device_file: str
     address: str  # on the PCI bus
-    width: int | None  # PCIe lanes in use, at the narrowest place between card and CPU
+    width: int | None  # PCIe lanes in use at the narrowest link between card and CPU
     full_width: int | None  # lanes that the card has
-    speed: float | None  # GT/s that the slowest part between card and CPU is capable of, not what an idle link shows
-    full_speed: float | None  # GT/s that the card is capable of
-    atomics: bool | None  # PCIe atomics between card and CPU
-    mapped: int | None  # bytes of its memory that the CPU and other cards can address
+    speed: float | None  # maximum GT/s of the slowest link between card and CPU; idle links run slower
+    full_speed: float | None  # maximum GT/s of the card
+    atomics: bool | None  # whether PCIe atomics work between card and CPU
+    mapped: int | None  # bytes of its memory that the CPU and other cards can address (the size of its BAR)
     memory: int | None  # bytes
-    iommu: str | None  # how the IOMMU translates for it: identity, DMA, DMA-FQ; "": not at all
+    iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
     watts: float | None  # power cap
-    full_watts: float | None  # power cap as the card came
+    full_watts: float | None  # default power cap
     level: str | None  # power_dpm_force_performance_level
 
 
 @dataclass(frozen=True)
 class DeviceFile:
+    """A file through which programs use a card, such as /dev/kfd."""
+
     path: str
     exists: bool
-    usable: bool  # by this user
-    group: str
+    usable: bool  # this user may read and write it
+    group: str  # the group that owns it
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine. None: not known."""
+    """The facts about a machine. None: not known."""
 
-    kernel: str
-    driver: str  # version of the GPU driver; "": part of the kernel, or none
-    rocm: str  # version in /opt/rocm; "": none there
-    cards: tuple[Card, ...]  # in the order in which ROCm counts them
-    driverless: tuple[str, ...]  # AMD Instinct cards on the PCI bus that the driver does not offer for computing
+    kernel: str  # version of Linux
+    driver: str  # version of the GPU driver; "": the driver is part of the kernel, or there is none
+    rocm: str  # version in /opt/rocm; "": there is no ROCm
+    cards: tuple[Card, ...]  # in the order of ROCm's numbers
+    driverless: tuple[str, ...]  # AMD Instinct cards on the PCI bus that have no compute driver
     device_files: tuple[DeviceFile, ...]
-    groups: tuple[str, ...]  # of this user
-    environ: Mapping[str, str]  # of VARIABLES those that are set
-    processes: int | None  # that will run here; None: one per card
-    memlock: int | None  # bytes, or UNLIMITED
-    open_files: int | None
-    shm_free: int | None  # bytes in /dev/shm
+    groups: tuple[str, ...]  # groups of this user
+    environ: Mapping[str, str]  # those of VARIABLES that are set
+    processes: int | None  # processes of the run on this machine; None: one per card
+    memlock: int | None  # limit of locked memory in bytes, or UNLIMITED
+    open_files: int | None  # limit of open files, or UNLIMITED
+    shm_free: int | None  # free bytes in /dev/shm
     rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
     numa_nodes: int
-    numa_balancing: int | None
+    numa_balancing: int | None  # 0: off
     torch: Torch
 
     def vendor(self) -> str:
-        """Whose cards torch is meant to use: a laptop may have an NVIDIA card beside a small AMD one. "": no card."""
+        """The vendor of the cards that torch is built for: "amd", "nvidia", "": no card. A laptop may have both."""
         present = {card.vendor for card in self.cards}
         wanted = "nvidia" if self.torch.cuda else "amd" if self.torch.hip else ""
         return wanted if wanted in present else max(present, default="")
 
     def visible(self) -> tuple[Card, ...]:
-        """The cards that the environment's variables leave to torch, in the order of their numbers.
+        """The cards that torch sees, in the order of their numbers.
 
-        ROCm's runtime applies ROCR_VISIBLE_DEVICES first and numbers anew what is left; HIP applies
-        HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, to that. A list ends at its first entry that names no card.
+        ROCm's runtime applies ROCR_VISIBLE_DEVICES first and renumbers the remaining cards. HIP then applies
+        HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if that is not set. A list ends at its first invalid entry.
         """
         *_, (_, left) = self.hiding()
         return left
 
     def present(self) -> tuple[Card, ...]:
-        """The cards of `vendor`, also those that are hidden."""
+        """The cards of `vendor`, including hidden ones."""
         return tuple(card for card in self.cards if card.vendor == self.vendor())
 
     def hiding(self) -> list[tuple[str, tuple[Card, ...]]]:
-        """What hides cards from torch, in the order of effect, and which cards it leaves; first "", and all cards."""
+        """The variables that hide cards, in the order in which they apply, each with the cards that remain visible.
+
+        The first entry is ("", all cards of the vendor).
+        """
         own: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
         if self.vendor() == "amd":
             own = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if self.environ.get("HIP_VISIBLE_DEVICES") else own[0])
@@ -157,19 +166,19 @@ class Facts:
         return steps
 
     def used(self) -> int:
-        """How many cards a run uses at most."""
+        """The largest number of cards that the run can use."""
         count = len(self.visible())
         return count if self.processes is None else min(count, self.processes)
 
 
 def chosen(value: str, cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """The cards that the value of a variable names, up to its first entry that names none."""
+    """The cards that a variable's value selects: "0,2" or "GPU-<uuid>". The list ends at its first invalid entry."""
     found: list[Card] = []
     for number, entry in enumerate(value.split(",")):
         entry = entry.strip()
         if entry.isdecimal() and entry.isascii() and int(entry[:9]) < len(cards):
             found.append(cards[int(entry)])
-        elif re.match("GPU-|MIG-", entry) and cards:  # which one, only the driver knows; MIG divides a card
+        elif re.match("GPU-|MIG-", entry) and cards:  # only the driver knows which card it is: count it as the next
             found.append(cards[min(number, len(cards) - 1)])
         else:
             break
@@ -177,11 +186,11 @@ def chosen(value: str, cards: tuple[Card, ...]) -> tuple[Card, ...]:
 
 
 def read(system: System | None = None, processes: int | None = None) -> Facts:
-    """The facts of this machine.
+    """Read the facts of this machine.
 
     Args:
-        system: None: this one.
-        processes: that will run here; None: one per card.
+        system: where to read; None: this machine.
+        processes: processes of the run on this machine; None: one per card.
     """
     system = system or System()
     cards = (*_amd_cards(system), *_nvidia_cards(system))
@@ -210,16 +219,16 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
 
 
 def _amd_cards(system: System) -> Iterable[Card]:
-    """The nodes of KFD's topology that compute: those of CPUs have no SIMDs."""
+    """AMD cards: the nodes of KFD's topology that have SIMDs. CPUs are nodes too, but have none."""
     folder = "sys/class/kfd/kfd/topology/nodes"
     for node in system.names(folder):
         found = _properties(system, f"{folder}/{node}/properties")
         simds, version = found.get("simd_count", 0), found.get("gfx_target_version", 0)
         if not simds:
             continue
-        # as the driver packs it: 90008 is 9.0.8, which the compiler writes in hexadecimal, gfx908
+        # The driver packs the version in decimal: 90008 is 9.0.8. The compiler writes the parts in hexadecimal: gfx908.
         arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else None
-        place = found.get("location_id", 0)
+        place = found.get("location_id", 0)  # bits 8-15: bus, 3-7: device, 0-2: function
         address = f"{found.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
         gpu = find_gpu(arch or "", simds // max(found.get("simd_per_cu", 0), 1))
         name = gpu.name if gpu else arch or "unknown AMD GPU"
@@ -245,7 +254,7 @@ def _card(
 ) -> Card:
     device = f"sys/bus/pci/devices/{address}"
     way = _way(system, device) if address else []
-    # an MI100 has a switch of its own; a root complex reports no width
+    # The narrowest link counts. An MI100 has a PCIe switch on the card; a root complex reports no width.
     widths = [width for part in way if (width := system.number(part / "current_link_width"))]
     speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
     monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
@@ -272,35 +281,37 @@ def _card(
 
 
 def _way(system: System, device: str) -> list[Path]:
-    """The folders of the PCI devices from the card to the CPU."""
+    """The sysfs folders of the PCI devices from the card up to the CPU."""
     try:
         folder = (system.root / device).resolve(strict=True)
     except (OSError, RuntimeError):
         return []
     parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
-    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its virtual ports make up link speeds
+    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its virtual ports report invented speeds
 
 
 def _speed(text: str | None) -> float | None:
-    """GT/s of "16.0 GT/s PCIe"."""
+    """Parse "16.0 GT/s PCIe" to GT/s."""
     found = re.match(r"(\d{1,3}(?:\.\d{1,2})?) GT/s", text or "")
     return float(found[1]) if found else None
 
 
 def _iommu(system: System, device: str) -> str | None:
+    """See Card.iommu."""
     if not (system.root / device / "iommu_group").exists():
         return ""
     return system.text(f"{device}/iommu_group/type")
 
 
 def _atomics(system: System, folder: str) -> bool | None:
-    """Whether PCIe links of this node allow atomics; KFD marks those that do not."""
+    """Whether all PCIe links of this node allow atomics; KFD flags links that do not. None: no PCIe link is listed."""
     links = [_words(system.text(f"{folder}/{name}/properties")) for name in system.names(folder)]
     flags = [link["flags"] for link in links if link.get("type") == _PCIE and link.get("flags", "").isdecimal()]
     return not any(int(flag[:18]) & _NO_ATOMICS for flag in flags) if flags else None
 
 
 def _driverless(system: System, known: set[str]) -> tuple[str, ...]:
+    """See Facts.driverless. Args: known: PCI addresses of the cards that have a driver."""
     found = []
     for address in system.names("sys/bus/pci/devices"):
         folder = f"sys/bus/pci/devices/{address}"
@@ -325,9 +336,9 @@ def _driver(system: System) -> str:
 
 
 def _groups(system: System) -> tuple[str, ...]:
-    """The names of this process's groups; the number of one without a name."""
+    """The names of this process's groups; the number of a group whose name is unknown."""
     status = _colons(system.text("proc/self/status") or "")
-    own = status.get("Gid", "").split()[1:2]  # the effective one of four
+    own = status.get("Gid", "").split()[1:2]  # the line has the real, effective, saved and file system group
     numbers = dict.fromkeys([*own, *status.get("Groups", "").split()])
     lines = [line.split(":") for line in (system.text("etc/group") or "").splitlines()]
     names = {line[2]: line[0] for line in lines if len(line) > 2}
@@ -335,7 +346,7 @@ def _groups(system: System) -> tuple[str, ...]:
 
 
 def _limits(system: System) -> dict[str, int]:
-    """Soft limits of this process by the kernel's names."""
+    """This process's soft limits, by the kernel's names."""
     lines = (system.text("proc/self/limits") or "").splitlines()
     found = (re.match(r"(Max \w[\w ]*?) {2,}(unlimited|\d{1,18}) ", line, re.ASCII) for line in lines)
     return {line[1]: UNLIMITED if line[2] == "unlimited" else int(line[2]) for line in found if line}
@@ -353,12 +364,12 @@ def _properties(system: System, path: str) -> dict[str, int]:
 
 
 def _words(text: str | None) -> dict[str, str]:
-    """Lines of a name and a value."""
+    """Parse lines of the form "name value"."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
 def _colons(text: str) -> dict[str, str]:
-    """Lines such as "Model: NVIDIA H100"."""
+    """Parse lines of the form "Model: NVIDIA H100"."""
     parts = [line.partition(":") for line in text.splitlines()]
     return {name.strip(): value.strip() for name, colon, value in parts if colon}

@@ -1,4 +1,4 @@
-"""What a run says of its machine before it starts."""
+"""The checks of the machine before a run starts."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -11,20 +11,21 @@ from titan_mi100.machine.facts import System, read
 def before_start(
     processes: int, say: Callable[[str], None], environ: Mapping[str, str] = os.environ, system: System | None = None
 ) -> None:
-    """Say what does not pass of the checks that take milliseconds.
+    """Run the checks that take milliseconds and report those that do not pass.
 
     Args:
-        processes: that will run on this machine.
-        environ: that they will get.
-        system: where to look, for tests.
+        processes: processes of the run on this machine.
+        say: prints a line.
+        environ: environment of these processes.
+        system: where the facts are read; tests pass their own.
 
     Raises:
-        UserError: they cannot run.
+        UserError: no run can work on this machine.
     """
     try:
         verdicts = judge(read(system or System(environ=environ), processes), fast=True)
-    except Exception as error:  # a mistake in here must not cost a run
-        say(f"doctor: this machine could not be looked at ({error!r}); starting without")
+    except Exception as error:  # a bug in the checks must not stop a run
+        say(f"doctor: the checks of this machine failed ({error!r}); starting without them")
         return
     for verdict in verdicts:
         if verdict.state != PASS and not verdict.stops:

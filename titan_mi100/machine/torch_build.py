@@ -1,6 +1,7 @@
-"""How torch was built: from its files, which takes a millisecond; or asked, in a process of its own.
+"""How torch was built and which cards it can use.
 
-Importing torch takes seconds, and the first call of the driver may hang or crash.
+`installed` reads torch's files, which takes a millisecond. `ask` imports torch in a process of its own: importing takes
+seconds, and the first call of the GPU driver may hang or crash.
 """
 
 import importlib.util
@@ -18,29 +19,30 @@ from pathlib import Path
 from titan_mi100.files.schema import checked
 from titan_mi100.wording import shortened
 
-PATIENCE = 120.0  # seconds; torch on a slow network file system needs half of that
-_MARK = "titan_mi100 torch: "  # libraries print to standard output too
+PATIENCE = 120.0  # seconds; importing torch from a slow network file system takes half of that
+_MARK = "titan_mi100 torch: "  # begins the answer's line; libraries print to standard output too
 
 
 @dataclass(frozen=True)
 class Torch:
-    """A build of torch. None: not known, or not asked."""
+    """A build of torch. None: not known, or torch was not asked."""
 
     version: str = ""  # "": not installed
-    hip: str | None = None  # ROCm's version that it was built for, as torch.version has it; None: not for ROCm
-    cuda: str | None = None
-    archs: tuple[str, ...] | None = None  # that its kernels were compiled for: gfx908, sm_90, compute_90
-    blas_archs: tuple[str, ...] | None = None  # that the rocBLAS in its folder has kernels for
-    usable: int | None = None  # cards that it can use
-    card_archs: tuple[str, ...] | None = None  # of those cards: gfx908, sm_90
-    problem: str = ""  # why asking it failed
+    hip: str | None = None  # the ROCm version it was built for, as torch.version.hip; None: not built for ROCm
+    cuda: str | None = None  # the CUDA version it was built for; None: not built for CUDA
+    archs: tuple[str, ...] | None = None  # architectures its kernels were compiled for: gfx908, sm_90, compute_90
+    blas_archs: tuple[str, ...] | None = None  # architectures that the rocBLAS in its folder has kernels for
+    usable: int | None = None  # number of cards that it can use
+    card_archs: tuple[str, ...] | None = None  # architectures of those cards: gfx908, sm_90
+    problem: str = ""  # why torch could not be asked
 
 
 def installed(wants_blas: bool, environ: Mapping[str, str]) -> Torch:
-    """What torch's files say, without importing it.
+    """Read torch's files, without importing it.
 
     Args:
-        wants_blas: also list the files of rocBLAS, a thousand or more.
+        wants_blas: also list rocBLAS's files (a thousand or more) to find its architectures.
+        environ: if it has ROCBLAS_TENSILE_LIBPATH, rocBLAS reads other files, so these are not listed.
     """
     with suppress(ImportError, ValueError, AttributeError):
         spec = importlib.util.find_spec("torch")
@@ -52,7 +54,12 @@ def installed(wants_blas: bool, environ: Mapping[str, str]) -> Torch:
 
 
 def from_files(folder: Path, blas: Path | None) -> Torch:
-    """What version.py in torch's folder says, and the names of rocBLAS's files: one library per architecture."""
+    """Read version.py in torch's folder, and the architectures in the names of rocBLAS's files.
+
+    Args:
+        folder: torch's package folder.
+        blas: the folder of rocBLAS's libraries, one per architecture; None: do not look.
+    """
     try:
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,7 +67,7 @@ def from_files(folder: Path, blas: Path | None) -> Torch:
     values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"]*)['\"]", text, re.MULTILINE))
     archs: set[str] = set()
     if blas is not None:
-        with suppress(OSError):  # AMD's own wheels have it elsewhere
+        with suppress(OSError):  # AMD's own wheels have this folder elsewhere
             archs = {found for name in os.listdir(blas) for found in re.findall(r"gfx[0-9a-f]{3,4}", name)}
     return Torch(
         version=values.get("__version__", "unknown"),
@@ -71,11 +78,15 @@ def from_files(folder: Path, blas: Path | None) -> Torch:
 
 
 def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) -> Torch:
-    """What torch itself says, with what its files said. It uses the driver, in a process that may crash or hang.
+    """Import torch in a child process and ask it about its build and the cards. The child may crash or hang.
 
     Args:
-        environ: of that process.
-        patience: seconds to wait.
+        known: the result of `installed`.
+        environ: environment of the child process.
+        patience: seconds to wait for the answer.
+
+    Returns:
+        The answer together with `known`'s rocBLAS architectures; or `known` with `problem` set.
     """
     command = [sys.executable, "-m", "titan_mi100.machine.torch_build"]
     try:
@@ -83,7 +94,7 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
             command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
-        return replace(known, problem=f"did not answer in {patience:.0f} seconds: the GPU driver may hang")
+        return replace(known, problem=f"did not answer within {patience:.0f} seconds; the GPU driver may hang")
     except OSError as error:
         return replace(known, problem=f"could not be started: {error.strerror}")
     lines = done.stdout.decode(errors="replace").splitlines()
@@ -97,25 +108,26 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
 
 def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:
     if done.returncode < 0:
-        return f"was killed by {signal.Signals(-done.returncode).name} when it was asked for its cards"
+        return f"was killed by {signal.Signals(-done.returncode).name} while it counted its cards"
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     return shortened(lines[-1], 300) if lines else f"ended with code {done.returncode}"
 
 
 def _answer() -> Torch:
+    """The child's part."""
     import torch
 
-    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()  # get_arch_list() is empty where no card is usable
+    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()  # get_arch_list() is empty if no card is usable
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     problem, archs = "", list[str]()
     if usable == 0 and (torch.version.cuda or torch.version.hip):
-        try:
+        try:  # device_count() hides the reason; init() raises it
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             problem = shortened(" ".join(str(error).split()), 300)
     for number in range(usable):
         properties = torch.cuda.get_device_properties(number)
-        # without the features: gfx908:sramecc+:xnack-. In a CUDA build gcnArchName is the card's name
+        # gcnArchName is "gfx908:sramecc+:xnack-": cut the features. In a CUDA build it is the card's name.
         arch = properties.gcnArchName.partition(":")[0] if torch.version.hip else ""
         archs.append(arch or f"sm_{properties.major}{properties.minor}")
     return Torch(

@@ -1,8 +1,8 @@
-"""Counts the memory of a training step and allocates none: the run's own model, layout and optimizer on fake tensors.
+"""Counts the memory of a training step without allocating it: the run's own code on fake tensors (no values).
 
-Forward, backward and update are the run's own code. Of a step's microbatches as many are counted as can make a
-difference. What it cannot see: workspaces inside kernels, what a driver and a communication library keep, and how much
-an allocator loses between blocks.
+Model, layout, forward, backward and update are the run's own code. Only as many microbatches are run as can change the
+peak. Not counted: workspaces inside kernels, memory of the driver and of communication libraries, and fragmentation in
+the allocator.
 """
 
 import itertools
@@ -54,12 +54,13 @@ from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.pipeline import PipelinedModel
 
 CPU = torch.device("cpu")
-_PIECE = sys.maxsize  # in place of thousands of views for the gradients' norm, which take nothing
-_ADD, _TO = HostGradients._add, Tensor.to
+_PIECE = sys.maxsize  # one piece per gradient: the norm's thousands of views take no memory, but fake tensors are slow
+_ADD, _TO = HostGradients._add, Tensor.to  # the originals, which the patches below call
 PHASES = ("forward and backward", "update")
-# whose code allocates, from the innermost call outwards
+# Part of a source file's path -> category of what its code allocates. The stack is searched from the innermost call
+# outwards, and the first match counts; so more specific paths come first.
 _CALLERS = {
-    "torch/distributed/tensor/_op_schema.py": None,  # DTensor tries there what shapes an operation gives
+    "torch/distributed/tensor/_op_schema.py": None,  # DTensor infers shapes there; nothing is allocated in a run
     "titan_mi100/optim/host.py": HOST,
     "titan_mi100/parallel/offload.py": GRADIENTS,
     "titan_mi100/model/loss.py": HEAD_LOSS,
@@ -73,14 +74,15 @@ _CALLERS = {
 
 @dataclass(frozen=True)
 class Count:
-    """What one rank holds at the step's peak.
+    """The memory of one rank in a step.
 
     Attributes:
-        peak: bytes.
-        categories: of the peak, bytes by CATEGORIES.
-        kept: bytes between two steps.
-        phases: the peak of each of PHASES.
-        host: bytes of the host's memory, at most.
+        rank: the rank that was counted.
+        peak: the most bytes on the device at once.
+        categories: category (see CATEGORIES) -> its bytes at the peak.
+        kept: bytes on the device between two steps.
+        phases: phase (see PHASES) -> its peak in bytes.
+        host: the most bytes in host memory at once.
     """
 
     rank: int
@@ -92,7 +94,7 @@ class Count:
 
 
 class _Block:
-    """A storage's memory. Only its last category counts."""
+    """The memory of one storage. It has one category; a later label replaces an earlier one."""
 
     __slots__ = ("category", "size", "storage")
 
@@ -102,7 +104,7 @@ class _Block:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes each storage that operations make, grow or free. Sizes are the tensors', as asked for."""
+    """Records every storage that operations create, resize or free. Sizes are those requested, without rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,9 +114,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on local tensors come here
+            return NotImplemented  # DTensor then runs the operation on local tensors, which come here again
         if function.namespace == "fsdp" and "chunk_cat" in function.name():
-            self.label(tree_leaves(args), GRADIENTS)  # what it copies into the buffer for reduction
+            self.label(tree_leaves(args), GRADIENTS)  # FSDP2 copies unsharded gradients into the buffer for reduction
         result = function(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._blocks:
@@ -124,7 +126,8 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> "Ledger":
         resize, ledger = torch.UntypedStorage.resize_, self
 
-        def noted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates by it
+        # FSDP2 allocates and frees gathered weights by resizing their storage, which no dispatch mode sees.
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             ledger._note(storage, size)
             return result
@@ -138,7 +141,7 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
 
     def label(self, tensors: Iterable[Any], category: str) -> None:
-        """Tensors that are known to be of a category, whoever made them."""
+        """Set the category of tensors, whichever code allocated them. Memory on the host stays HOST."""
         for storage in _storages([t.to_local() if isinstance(t, DTensor) else t for t in tensors]):
             if storage._cdata not in self._blocks:
                 self._note(storage, storage.nbytes())
@@ -168,7 +171,7 @@ class Ledger(TorchDispatchMode):
             del self._blocks[key]
 
     def _category(self) -> str | None:
-        """By the code that is running; None: it allocates nothing in a run."""
+        """The category by the code that is running, see _CALLERS; None: it allocates nothing in a real run."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -180,7 +183,11 @@ class Ledger(TorchDispatchMode):
         return ACTIVATIONS
 
     def peak(self, start: int, stop: int) -> tuple[int, dict[str, int]]:
-        """The most that lived at once on the device between two events, in bytes, and what it was."""
+        """The peak on the device between two events, in bytes, and the bytes per category at the peak.
+
+        Args:
+            start, stop: indices into `events`.
+        """
         live, most, when = 0, -1, 0
         for number, (block, change) in enumerate(self.events[:stop]):
             live += change if block.category != HOST else 0
@@ -193,7 +200,7 @@ class Ledger(TorchDispatchMode):
         return most, found
 
     def on_host(self) -> int:
-        """The most that lived at once on the host."""
+        """The peak of host memory, in bytes."""
         changes = [change for block, change in self.events if block.category == HOST]
         return max(itertools.accumulate(changes), default=0)
 
@@ -211,8 +218,8 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class FusedKernel(Backend):
-    """Stands for a fused attention kernel: it keeps what such a kernel keeps, q, k, v, the output and a number per
-    token and head.
+    """Replaces a fused attention kernel. It saves for backward what such a kernel saves: q, k, v, the output, and one
+    fp32 number per token and head (the log-sum-exp).
     """
 
     name = "counted"
@@ -239,13 +246,13 @@ class _KernelMemory(torch.autograd.Function):
 
 
 def ranks_of_stages(config: Config, ranks: int) -> list[int]:
-    """A rank of each pipeline stage; the others of its stage hold as much."""
+    """One rank per pipeline stage. The other ranks of a stage hold the same amount."""
     pp = config.layout(ranks).pp
     return [stage * (ranks // pp) for stage in range(pp)]  # the pipeline is the mesh's outermost axis
 
 
 def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
-    """The memory of one rank of a run, of a step with as many microbatches as can make a difference; see `as_rank`."""
+    """Count the memory of one rank in a step; see `as_rank` for the arguments."""
     microbatches = enough_microbatches(config, ranks)
     with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
         return fake.count_step()
@@ -253,10 +260,11 @@ def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend
 
 @dataclass(frozen=True)
 class FakeRank:
-    """One rank of a run whose tensors have no values and whose collectives do nothing.
+    """One rank of a run, with tensors without values and collectives that do nothing.
 
     Attributes:
-        microbatches: of its steps.
+        microbatches: per step.
+        device_memory: bytes of the GPU's memory; 0: a CPU.
     """
 
     config: Config
@@ -269,9 +277,10 @@ class FakeRank:
     mode: FakeTensorMode
 
     def count_step(self) -> Count:
-        """Take a step, with a new optimizer, and count its memory."""
+        """Run one step with a new optimizer and count its memory."""
         config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
         kept, *edges = _step(model, config, inputs(config, self.microbatches), ledger, is_gpu)
+        # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
         more = _receiving(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
         phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
         peak, categories = ledger.peak(edges[0], edges[-1])
@@ -284,14 +293,14 @@ def as_rank(
     config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None,
     spec: ModelSpec | None = None,
 ) -> Iterator[FakeRank]:  # fmt: skip
-    """Be one rank of a run. This process must be in no process group.
+    """Build one rank of a run on fake tensors. This process must not be in a process group.
 
     Args:
         config: its layout must fit the number of ranks.
-        microbatches: of a step.
-        device_memory: bytes of the GPU that is counted for; 0: a CPU.
-        backend: of attention; None: a fused kernel.
-        spec: the model's shape; None: the config's.
+        microbatches: per step.
+        device_memory: bytes of memory of the GPU to count for; 0: a CPU.
+        backend: the attention backend; None: a fused kernel.
+        spec: the model's shape; None: that of the config.
     """
     spec, layout = spec or config.spec(), config.layout(ranks)
     batch = replace(config.batch(ranks), gradient_accumulation_steps=microbatches)
@@ -299,7 +308,7 @@ def as_rank(
     is_gpu = device_memory > 0
 
     def make(build: Callable[[], Qwen3]) -> Qwen3:
-        with unset_fake_temporarily():  # on the meta device nothing is to be fake
+        with unset_fake_temporarily():  # the model is built on the meta device, as in a run; only then it becomes fake
             part = build()
         return part.to_empty(device=CPU)
 
@@ -324,7 +333,11 @@ def as_rank(
 def _step(
     model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: Ledger, is_gpu: bool
 ) -> tuple[int, int, int, int]:
-    """A step; what is kept after it, and between which of the ledger's events its phases lie."""
+    """Run a step.
+
+    Returns:
+        Bytes kept after the step; and the ledger's event numbers at the start, before the update, and at the end.
+    """
     named, seed, is_on_host = model.trained_parameters(), config.training.seed, config.memory.offload == "weights"
     optimizer = build_optimizer(named, config.optimizer, seed, CPU, model.host_gradients)
     ledger.label((value for _, value in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
@@ -344,9 +357,10 @@ def _step(
 
 
 def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: Any, seen: set[Any]) -> None:
-    """Takes what the update of all rows takes, which are worked on one part after the other, or two side by side.
+    """Replace LeanAdamW._update: update only the first two pieces of rows. The other pieces reuse their buffers.
 
-    Args: seen: what was updated before: another parameter of the same shape takes no more.
+    Args:
+        seen: shapes that were updated before; another parameter of the same shape needs no more memory.
     """
     local, is_on_host = optimizer._rows_of(parameter), parameter in optimizer._on_host
     if (kind := (local["weight"].shape, is_on_host)) in seen:
@@ -358,7 +372,9 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
 
 
 def _moved(tensor: Tensor, ledger: Ledger, *to: Any, non_blocking: bool | None = None, **others: Any) -> Tensor:
-    """FSDP2's copies between device and host, which here are the same."""
+    """Replace Tensor.to: FSDP2's copies between device and host. Both are CPU tensors here, so a copy is made
+    explicitly and labelled by its destination.
+    """
     if non_blocking is None:
         return _TO(tensor, *to, **others)
     copy = tensor.clone()
@@ -372,12 +388,16 @@ def _add_labelled(host: HostGradients, ledger: Ledger, gradient: Tensor, entry: 
 
 
 def _receiving(model: ParallelModel, microbatches: int) -> int:
-    """Bytes of the buffers that torch's pipeline keeps for each microbatch: it has one for all that it receives."""
+    """Bytes of the receive buffers of so many microbatches; 0 without a pipeline."""
     return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
 
 
 def enough_microbatches(config: Config, ranks: int) -> int:
-    """Of a step: more of them change no peak. A second adds to gradients that are there; a pipeline is then full."""
+    """How many microbatches of a step have to be run; more do not change the peak.
+
+    Without a pipeline two: the second one adds to gradients that exist already. With a pipeline four per stage: it is
+    full then. GPipe keeps the activations of all microbatches, so all of them are run.
+    """
     pp, wanted = config.layout(ranks).pp, config.batch(ranks).gradient_accumulation_steps
     if pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":
         return wanted
@@ -385,7 +405,7 @@ def enough_microbatches(config: Config, ranks: int) -> int:
 
 
 def inputs(config: Config, microbatches: int) -> list[Microbatch]:
-    """Each row one document, all of it learned: none takes more memory. A document's last token has no label."""
+    """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
     shape = config.training.local_batch_size, config.training.seq_len
     ids = torch.zeros(shape, dtype=torch.long)
     positions = torch.arange(shape[1]).expand(shape)

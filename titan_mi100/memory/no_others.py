@@ -1,4 +1,6 @@
-"""A process group without other processes, whose collectives do nothing; and what torch's layouts ask of the others."""
+"""A fake process group without other processes: collectives do nothing. It also patches torch's DDP and pipeline code
+that needs real answers from the other ranks.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 @contextmanager
 def group(rank: int, ranks: int) -> Iterator[None]:
-    """Be one rank of so many."""
+    """Context: this process is one rank of a fake process group of `ranks` ranks."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -27,14 +29,14 @@ def group(rank: int, ranks: int) -> Iterator[None]:
 
 
 def agree(_: Any, stages: Sequence[Any], *others: Any) -> None:
-    """In place of a pipeline's vote among its stages (torch 2.13), whose result has no value here."""
+    """Replace the vote among pipeline stages (torch 2.13): its result would be a fake tensor without a value."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
 def answer_ddp(ddp: DistributedDataParallel) -> None:
-    """Let DDP work on tensors without values."""
-    if not ddp._comm_hooks:  # what it does without one needs the collective's result
+    """Patch a DDP wrapper so that it works on tensors without values."""
+    if not ddp._comm_hooks:  # DDP's built-in reduction needs the collective's result; a hook does not
         ddp.register_comm_hook(ddp.process_group, _reduce)
     ddp.reducer = _Reducer(ddp.reducer)  # type: ignore[assignment]
 
@@ -45,7 +47,9 @@ def _reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.
 
 
 class _Reducer:
-    """DDP's reducer. Before the second step it makes other buckets, and sends their sizes, which it reads again."""
+    """Wraps DDP's reducer. Before the second step it rebuilds its buckets and broadcasts their sizes as int32 tensors,
+    whose values it reads.
+    """
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -59,7 +63,7 @@ class _Reducer:
 
 
 class _RealIntegers(TorchDispatchMode):
-    """The integers of 32 bits have values."""
+    """Run operations on int32 tensors for real, not on fake tensors."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
