@@ -1,7 +1,8 @@
-"""Certify this machine: attention, matrix products, memory, links between cards, training steps: right, and how fast?
+"""Certify this machine: measure whether attention, matrix products, memory, links between cards and training steps
+are correct, and how fast they are.
 
-Each part runs in a process of its own, which may crash or hang without ending the others. docs/CERTIFY.md explains
-what is measured and what the verdicts mean.
+Each part runs in its own process, so a crash or a hang does not end the others. docs/CERTIFY.md explains what is
+measured and what the verdicts mean.
 """
 
 import argparse
@@ -45,10 +46,11 @@ def _certify(options: argparse.Namespace) -> int:
         print(table(checked(path)), end="")
         return 0
     if options.json:
-        log.setLevel("WARNING")  # standard output is for the certificate
+        log.setLevel("WARNING")  # standard output must hold the certificate only
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half done is cleared away
+    # On SIGTERM exit by an exception: then child processes are killed and the unfinished output folder is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with durable.atomic_output_folder(folder) as aside:
         certificate = make(options.minutes or _MINUTES, options.model)
         (aside / CERTIFICATE).write_text(as_json(certificate), encoding="utf-8")
@@ -61,19 +63,24 @@ def _certify(options: argparse.Namespace) -> int:
 
 
 def _refuse_pairs(options: argparse.Namespace) -> None:
-    """Nothing that is given goes unheeded. Raises UserError."""
+    """Refuse options that --check or --table would ignore.
+
+    Raises:
+        UserError: naming the two options.
+    """
     what = next((name for name in ("check", "table") if getattr(options, name)), "")
     others = [name for name, value in vars(options).items() if value and name != what]
     if what and others:
-        raise UserError(f"--{what} does not go with --{others[0]}; leave one of them out")
+        raise UserError(f"--{what} cannot be combined with --{others[0]}; leave one of them out")
 
 
 def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None = None) -> Certificate:
-    """Measure this machine.
+    """Measure this machine and return the certificate.
 
     Args:
-        models: names in PRESETS; none: Qwen3-0.6B on a GPU, the debug model on a CPU.
-        only: measure these instead of what belongs to a machine.
+        minutes: time limit for all parts.
+        models: names in PRESETS; default: Qwen3-0.6B on a GPU, the debug model on a CPU.
+        only: measure these tasks instead of the machine's default ones.
 
     Raises:
         UserError: the device cannot be described.
@@ -84,6 +91,7 @@ def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None
     if only is not None:
         session.measure(only, len(only))
     else:
+        # The training steps come last: they use the fastest attention backend that the parts before have found.
         before = tasks.before_steps(machine, models)
         count = len(before) + len(list(tasks.steps(machine, models, {})))
         session.measure(before, count)
@@ -94,28 +102,34 @@ def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None
 
 
 def _keep(certificate: Certificate) -> None:
-    """Where the trainer looks for it, if it has all that the trainer reads: an earlier one may be there."""
+    """Store the certificate in the cache folder, where the trainer looks for it.
+
+    An incomplete certificate is not stored: it would replace an earlier, complete one.
+    """
     from titan_mi100.certificate.known import store  # torch takes seconds
     from titan_mi100.data.prepare import cache_folder
 
     if any(part.status == NOT_RUN and part.kind in ("attention", "gemm") for part in certificate.parts):
-        log.warning("not kept for the trainer: parts that it would read did not come to run; give more --minutes")
+        log.warning(
+            "the certificate is not stored for the trainer: parts that the trainer needs were not run; give more "
+            "--minutes"
+        )
         return
     try:
-        log.info(f"the trainer will read it from {store(cache_folder(DataConfig()), certificate)}")
+        log.info(f"the trainer will read the certificate from {store(cache_folder(DataConfig()), certificate)}")
     except (OSError, UserError) as error:
-        log.warning(f"the trainer will not find it: it cannot be kept in the cache folder: {error}")
+        log.warning(f"the trainer will not find the certificate: it cannot be stored in the cache folder: {error}")
 
 
 def _say(certificate: Certificate, folder: Path) -> None:
-    """The closing lines."""
+    """Log the conclusions, the failed parts and the files."""
     for verdict in certificate.verdicts:
         if verdict.of.startswith("conclusion/"):
             log.info(f"{verdict.of.removeprefix('conclusion/')}: {verdict.said}")
     for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
         if names := [verdict.of for verdict in certificate.verdicts if verdict.verdict == kind]:
             log.warning(f"{len(names)} {words}: {some(names)}")
-    log.info(f"certificate: {folder / CERTIFICATE}; for people: {folder / PAGE}; docs/CERTIFY.md says how to send it")
+    log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/CERTIFY.md")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...] [--json]\n"
         "       %(prog)s --table CERTIFICATE\n       %(prog)s --check FOLDER_OR_FILE ...",
         description=__doc__,
-        epilog="Exit code: 0 all passed; 1 a part failed or was not run for want of time (the certificate is written "
-        "and names it); 2 a mistake in the command, a device that cannot be used, or a certificate that is refused; "
+        epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate is "
+        "written and names the part); 2 a mistake in the command, an unusable device or a refused certificate; "
         "130 interrupted, nothing is written.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -134,12 +148,18 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--minutes",
         type=_minutes,
-        help="for all parts (default 10); those that did not come to run are named",
+        help="time limit for all parts (default 10); parts that were not run are named",
     )
-    add("--model", type=_model, nargs="+", default=(), help=f"whose shapes: {', '.join(tasks.MODELS)}")
-    add("--json", action="store_true", help="print the certificate, too")
-    add("--table", type=Path, metavar="CERTIFICATE", help="print its results table of training steps, as Markdown")
-    add("--check", type=Path, nargs="+", metavar="PATH", help="compute each verdict again from the raw numbers")
+    add(
+        "--model",
+        type=_model,
+        nargs="+",
+        default=(),
+        help=f"models whose shapes are measured: {', '.join(tasks.MODELS)}",
+    )
+    add("--json", action="store_true", help="also print the certificate")
+    add("--table", type=Path, metavar="CERTIFICATE", help="print its table of training steps, as Markdown")
+    add("--check", type=Path, nargs="+", metavar="PATH", help="recompute each verdict from the raw numbers")
     return parser
 
 

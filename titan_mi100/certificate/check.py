@@ -1,4 +1,4 @@
-"""Are certificates what they say? Verdicts are computed again from the raw numbers, pages from the certificate."""
+"""Checks certificates: recomputes the verdicts from the raw numbers, and the Markdown page from the certificate."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 
 
 def check(paths: Sequence[Path]) -> list[tuple[Path, Certificate]]:
-    """The certificates in folders and files.
+    """Read and check the certificates in folders and files.
 
     Raises:
-        UserError: all that is wrong, a line each; or there is none.
+        UserError: all problems, one line each; or no certificate was found.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
     if not files:
-        raise UserError(f"{', '.join(map(str, paths))}: no certificate (*.json) is there; name a folder that has one")
+        raise UserError(f"{', '.join(map(str, paths))}: has no certificate (*.json); name a folder that has one")
     found, problems = [], []
     for file in files:
         try:
@@ -31,10 +31,10 @@ def check(paths: Sequence[Path]) -> list[tuple[Path, Certificate]]:
 
 
 def checked(file: Path) -> Certificate:
-    """A certificate whose verdicts are those of its numbers, and whose page, if one is beside it, is its own.
+    """Read a certificate and check that its verdicts follow from its numbers, and that a page beside it matches.
 
     Raises:
-        UserError: it is not.
+        UserError: they do not.
     """
     certificate = read(file)
     problems = problems_of(certificate, str(file))

@@ -1,6 +1,7 @@
-"""What a certificate holds: raw numbers of a machine, the verdicts that follow from them, and a digest. No torch.
+"""The content of a certificate: raw numbers of a machine, the verdicts that follow from them, and a digest.
 
-A certificate is read as a file from a stranger: every key, type and bound is checked, and nothing else is accepted.
+A certificate may come from a stranger: every key, type and bound is checked, and unknown keys are refused. Imports no
+torch.
 """
 
 import hashlib
@@ -14,26 +15,26 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import checked
 
-FORMAT = 1  # raised with every change of the form, of a limit or of a verdict's words
+FORMAT = 1  # raised with every change of the form, of a limit or of a verdict's text
 REMEDY = "make it again with python -m titan_mi100.certify"
 MEASURED, UNAVAILABLE, NOT_RUN = "measured", "unavailable", "not run"
 DTYPES = ("bfloat16", "float16", "float32")
 _TIMES = ("ms", "seconds", "copy", "triad")
-_POSITIVE = (*_TIMES, "scale", "m", "k", "n", "count", "size", "ranks", "tokens")
-# how a part ended; the last five: it raised, left with an exit code, got a signal, did not end in time, lacked memory
+_POSITIVE = (*_TIMES, "scale", "m", "k", "n", "count", "size", "ranks", "tokens")  # keys whose values must be above 0
+# How a part ended. failed: an exception; crashed: an exit code without a result; killed: a signal; hung: time-out.
 STATUSES = (MEASURED, UNAVAILABLE, NOT_RUN, "failed", "crashed", "killed", "hung", "out of memory")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers depend on. An empty text: there is none.
+    """The properties of a machine that the numbers depend on. An empty string: it has none.
 
     Attributes:
-        device: in words.
+        device: description of the device.
         arch: "gfx908:sramecc+:xnack-", "sm90", "cpu".
         compute_units: 0 on a CPU.
         memory: bytes of a card; 0 on a CPU.
-        cards: processes that the parts of several ranks have, one per card; 2 on a CPU.
+        cards: number of cards, and of ranks in the parts with several ranks; 2 ranks on a CPU.
         driver: version of amdgpu or nvidia.
         runtime: "hip 6.4.1", "cuda 12.8".
         version, commit: of this package; the commit only in a git checkout, with "+changes" where files differ.
@@ -57,12 +58,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Errors:
-    """The largest absolute error of a tensor against fp64, None: not finite.
+    """The largest absolute errors of one tensor against fp64. None: not finite.
 
     Attributes:
-        error: of what was tested.
-        usual: of explicit attention in the same dtype.
-        scale: the largest absolute value in fp64.
+        error: error of the tested backend.
+        usual: error of explicit attention in the same dtype.
+        scale: the largest absolute value of the tensor in fp64.
     """
 
     tensor: str
@@ -73,12 +74,13 @@ class Errors:
 
 @dataclass(frozen=True)
 class Layout:
-    """Documents of random lengths: what was found on them.
+    """The errors on documents of random lengths.
 
     Attributes:
-        documents: how many.
-        others: the largest change of the results when the first document's content changes, in all other documents;
-            relative to the largest element. None: not finite.
+        seed: of the lengths and values.
+        documents: number of documents.
+        others: the largest change in the results of the other documents when the content of the first one changes,
+            relative to the largest element; must be 0. None: not finite.
     """
 
     seed: int
@@ -89,7 +91,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attributes: launch: of Triton's kernels. repeatable: equal calls give equal bits. ms: forward and backward."""
+    """An attention backend.
+
+    Attributes:
+        kernel: name of the kernel that ran.
+        launch: launch settings of the Triton kernels.
+        repeatable: equal calls give equal bits.
+        ms: milliseconds of forward and backward, per call.
+    """
 
     backend: str
     dtype: str
@@ -99,7 +108,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     kernel: str
-    explicit: bool  # it runs as S x S scores
+    explicit: bool  # it computes the full (seq, seq) scores
     launch: str
     repeatable: bool
     layouts: list[Layout]
@@ -108,7 +117,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Product:
-    """(m, k) times (k, n), `count` of them in a step. Attributes: error, scale: as in Errors."""
+    """A matrix product (m, k) x (k, n); a step has `count` of them. Attributes: error, scale: as in Errors."""
 
     name: str
     m: int
@@ -122,6 +131,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Gemm:
+    """The matrix products of a model in one dtype."""
+
     model: str
     dtype: str
     products: list[Product]
@@ -129,7 +140,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Attributes: size: bytes of one array. wrong: elements of the results that are not what they must be."""
+    """Memory bandwidth. Attributes: size: bytes of one array. wrong: number of wrong elements in the results."""
 
     size: int
     copy: list[float]  # seconds
@@ -139,7 +150,14 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Attributes: size: bytes of the larger buffer. ranks: who took part. wrong: elements, over all ranks."""
+    """One timed transfer.
+
+    Attributes:
+        size: bytes of the larger buffer.
+        ranks: the ranks that took part.
+        wrong: number of wrong elements over all ranks.
+        seconds: of the slowest rank, per round.
+    """
 
     size: int
     ranks: list[int]
@@ -168,7 +186,12 @@ class Parity:
 
 @dataclass(frozen=True)
 class Planned:
-    """Attributes: least, most: bytes of a card. seconds: of a step; None: the device's speed is not known."""
+    """The planner's forecast.
+
+    Attributes:
+        least, most: bytes of a card's memory.
+        seconds: of a step; None: the device's speed is not known.
+    """
 
     least: float
     most: float
@@ -177,7 +200,13 @@ class Planned:
 
 @dataclass(frozen=True)
 class Steps:
-    """Attributes: batch: rows per data-parallel rank and forward. comm_ms, exposed_ms: of each rank, per step."""
+    """Training steps of a model.
+
+    Attributes:
+        batch: rows per data-parallel rank and forward.
+        ga: forwards per step (gradient accumulation).
+        comm_ms, exposed_ms: milliseconds in collectives per step, total and not hidden by computation, by rank.
+    """
 
     model: str
     layout: str
@@ -207,13 +236,14 @@ KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that was tried in a process of its own.
+    """One part of the measurement, which ran in processes of its own.
 
     Attributes:
-        name: "attention/sdpa/bfloat16"; its first word is one of KINDS.
+        name: for example "attention/sdpa/bfloat16"; the first word is a key of KINDS.
+        status: one of STATUSES.
         said: why nothing was measured.
-        seconds: that it took.
-        found: one of KINDS; None: nothing was measured.
+        seconds: how long it took.
+        found: the numbers, an object of one of KINDS; None: nothing was measured.
     """
 
     name: str
@@ -229,8 +259,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes: of: a part's name, or "conclusion/..." for what follows from several parts. verdict: "pass", "fail",
-    UNAVAILABLE or NOT_RUN.
+    """A verdict.
+
+    Attributes:
+        of: a part's name, or "conclusion/..." for a conclusion from several parts.
+        verdict: "pass", "fail", UNAVAILABLE or NOT_RUN.
+        said: the reason, with the numbers.
     """
 
     of: str
@@ -242,15 +276,15 @@ class Verdict:
 class Certificate:
     format: int
     made: str  # UTC
-    minutes: float  # that it was given
+    minutes: float  # the time limit
     machine: Machine
     parts: list[Part]
     verdicts: list[Verdict]
-    sha256: str  # of all else: shows a slip of the hand, proves no origin
+    sha256: str  # of the other fields: detects accidental changes, does not prove the origin
 
 
 def sealed(certificate: Certificate) -> Certificate:
-    """With its digest, and numbers as reading them back gives them."""
+    """The certificate with its digest. Numbers are rounded as writing and reading JSON rounds them."""
     certificate = _parsed(json.loads(as_json(certificate)))
     return replace(certificate, sha256=digest(certificate))
 
@@ -262,7 +296,7 @@ def digest(certificate: Certificate) -> str:
 
 
 def as_json(certificate: Certificate) -> str:
-    """A line for each part and verdict."""
+    """The certificate as JSON, with one line per part and verdict."""
     values = []
     for key, value in asdict(certificate).items():
         items = [json.dumps(item, allow_nan=False) for item in (value if isinstance(value, list) else [value])]
@@ -271,10 +305,10 @@ def as_json(certificate: Certificate) -> str:
 
 
 def read(path: Path) -> Certificate:
-    """A certificate whose form is right.
+    """Read a certificate and check its form and digest.
 
     Raises:
-        UserError: the file is missing, holds something else, or is not what was sealed.
+        UserError: the file is missing, is not a certificate, or was changed after it was written.
     """
     content = read_object(path, REMEDY)
     if content.get("format") != FORMAT:
@@ -284,7 +318,7 @@ def read(path: Path) -> Certificate:
     except ValueError as error:
         raise UserError(f"{path}: {error}; {REMEDY}") from None
     if digest(certificate) != certificate.sha256:
-        raise UserError(f"{path}: is not what was written: its sha256 does not fit its content; {REMEDY}")
+        raise UserError(f"{path}: was changed after it was written: its sha256 does not fit its content; {REMEDY}")
     return certificate
 
 
@@ -295,23 +329,27 @@ def _parsed(content: Any) -> Certificate:
 
 def _typed(part: Part) -> Part:
     if part.kind not in KINDS:
-        raise ValueError(f"part {part.name!r} is of no kind that is known: {', '.join(KINDS)}")
+        raise ValueError(f"part {part.name!r} has an unknown kind; the kinds are {', '.join(KINDS)}")
     if part.status not in STATUSES:
         raise ValueError(f"{part.name}: status {part.status!r} must be one of {', '.join(STATUSES)}")
     if (part.status == MEASURED) != (part.found is not None):
-        raise ValueError(f"{part.name}: has numbers exactly if it was measured")
+        raise ValueError(f"{part.name}: must have numbers if its status is {MEASURED!r}, and only then")
     return replace(part, found=parse_found(part.kind, part.found, part.name)) if part.found is not None else part
 
 
 def parse_found(kind: str, found: Any, where: str) -> Any:
-    """A part's raw numbers, as KINDS has them. Raises ValueError: they are not that, or a value is impossible."""
+    """Parse a part's raw numbers as the class of its kind.
+
+    Raises:
+        ValueError: a key, type or value is not possible.
+    """
     typed = checked(found, KINDS[kind], where)
     _check_values(asdict(typed), where)
     return typed
 
 
 def _check_values(content: Any, where: str) -> None:
-    """What a schema of types cannot say: lists have something in them, times, sizes and dtypes are possible."""
+    """Check what types do not express: lists are not empty; times, sizes and dtypes have possible values."""
     if isinstance(content, list):
         if not content:
             raise ValueError(f"{where}: is empty")

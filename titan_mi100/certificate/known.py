@@ -1,4 +1,4 @@
-"""The certificate of this machine, where the trainer finds it: kept in the cache folder, under what it is bound to."""
+"""Stores certificates in the cache folder, under a hash of what they are bound to, and finds this machine's one."""
 
 import hashlib
 import json
@@ -24,7 +24,14 @@ def _place(cache: Path, machine: Machine) -> Path:
 
 
 def store(cache: Path, certificate: Certificate) -> Path:
-    """Keep it for the trainer, in the place of an earlier one of the same machine; returns where. Raises OSError."""
+    """Store a certificate for the trainer; it replaces an earlier one of the same machine.
+
+    Returns:
+        Its path.
+
+    Raises:
+        OSError: the cache folder cannot be written to.
+    """
     path = _place(cache, certificate.machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     durable.replace(path, as_json(certificate))
@@ -32,9 +39,9 @@ def store(cache: Path, certificate: Certificate) -> Path:
 
 
 def find(cache: Path, device: torch.device) -> Certificate | None:
-    """This machine's certificate, if it has one; says in the log which was taken, or why none of those that are there.
+    """This machine's certificate, or None. The log says which one is used, or why an existing one is not.
 
-    Raises nothing: a run starts without one, too.
+    It raises no error, because a run does not need a certificate.
     """
     try:
         if others := sorted((cache / "certificates").glob("*.json"), key=lambda path: path.stat().st_mtime):
@@ -52,27 +59,34 @@ def _of(cache: Path, here: Machine, newest: Path) -> Certificate | None:
         log.warning(f"the certificate is ignored: {error}; {_MAKE_ONE}")
         return None
     if others := differences(certificate.machine, here):
-        log.info(f"a certificate is there, but not of this machine as it is now: {some(others)}; {_MAKE_ONE}")
+        log.info(f"the newest certificate does not fit this machine as it is now: {some(others)}; {_MAKE_ONE}")
         return None
     log.info(f"certificate of {certificate.made}: {path}")
     return certificate
 
 
 def attention_of(certificate: Certificate, dtype: str, head_dim: int) -> tuple[str, str]:
-    """The backend that was measured fastest of those that are right, and why in words; "", "": none of this shape."""
+    """The fastest correct attention backend by the certificate, and the reason as text; ("", ""): none was measured.
+
+    Args:
+        dtype: the compute dtype, such as "bfloat16".
+        head_dim: of the model; the certificate's shape must have the same.
+    """
     ranked = ranking(certificate.parts, dtype, head_dim)
     if not ranked:
-        log.info(f"the certificate has no attention in {dtype} with heads of {head_dim}; it decides nothing here")
+        log.info(
+            f"the certificate has no attention in {dtype} with heads of {head_dim}; it does not choose the backend"
+        )
         return "", ""
-    return ranked[0].backend, f"the fastest that is right by the certificate of {certificate.made}"
+    return ranked[0].backend, f"the fastest correct one by the certificate of {certificate.made}"
 
 
 def dtype_advice_of(certificate: Certificate) -> str:
-    """What the measured products speak for; "": they were not measured."""
+    """A recommendation of the compute dtype from the measured matrix products; "": they were not measured."""
     if not (dtype := best_dtype(certificate.parts)):
         return ""
     measured = ", ".join(f"{name} {rate:.3g}" for name, rate in rates(certificate.parts).items())
     return (
-        f'matrix products by the certificate, TFLOP/s: {measured}; training.mixed_precision_param = "{dtype}" is the '
+        f'matrix products in the certificate, TFLOP/s: {measured}; training.mixed_precision_param = "{dtype}" is the '
         "widest dtype that is at most a tenth slower than the fastest"
     )

@@ -1,4 +1,4 @@
-"""The machine that a certificate is bound to, as this process sees it."""
+"""Describes this machine for a certificate, and compares it with the machine of a certificate."""
 
 import hashlib
 import os
@@ -14,15 +14,20 @@ from titan_mi100.certificate.form import Machine
 from titan_mi100.parallel.distributed import device_name
 
 _PACKAGE = Path(__file__).parents[1]
-# What decides whether a kernel is right and how fast it is; attention and the optimizer have all there are.
+# The source files of our kernels: all of them are in attention/ and optim/. A change makes certificates invalid.
 KERNELS = ("attention/*.py", "optim/kernels.py")
-# A certificate holds on a machine that has all of these in common with it.
+# A certificate is valid on a machine that has the same values of all these fields of form.Machine.
 BOUND = ("device", "arch", "compute_units", "driver", "torch", "runtime", "triton", "kernels")
-_CPU_PROCESSES = 2  # stand for two cards
+_CPU_PROCESSES = 2  # on a CPU two processes replace two cards
 
 
 def describe(device: torch.device, cards: int, with_commit: bool = True) -> Machine:
-    """Args: cards: of this node that a run would use. with_commit: ask git, which takes a moment."""
+    """Describe this machine.
+
+    Args:
+        cards: number of this node's cards that a run would use.
+        with_commit: ask git for the commit, which takes some milliseconds.
+    """
     words, arch, units = device_name(device)
     is_gpu = device.type == "cuda"
     runtimes = {"hip": torch.version.hip, "cuda": torch.version.cuda}
@@ -44,12 +49,13 @@ def describe(device: torch.device, cards: int, with_commit: bool = True) -> Mach
 
 
 def differences(certified: Machine, here: Machine) -> list[str]:
-    """What a certificate is bound to and this machine has otherwise: "torch 2.8.0 there, 2.13.0 here"."""
+    """The bound fields in which the machines differ, as text: "torch 2.8.0 there, 2.13.0 here"."""
     pairs = [(name, str(getattr(certified, name)), str(getattr(here, name))) for name in BOUND]
     return [f"{name} {there or 'none'} there, {ours or 'none'} here" for name, there, ours in pairs if there != ours]
 
 
 def hash_of_kernels() -> str:
+    """SHA-256 over the names, sizes and contents of KERNELS."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in KERNELS for path in _PACKAGE.glob(pattern)):
         digest.update(f"{path.relative_to(_PACKAGE)} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -61,7 +67,7 @@ def _driver() -> str:
         module = Path("/sys/module") / name
         with suppress(OSError):
             return f"{name} {(module / 'version').read_text().strip()}"
-        if module.is_dir():  # one that came with the kernel has no version of its own
+        if module.is_dir():  # a driver that is part of Linux has no version of its own
             return f"{name} of Linux {platform.release()}"
     return ""
 
@@ -82,7 +88,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this package is in; "": it is installed, or there is no git."""
+    """The commit of this package's checkout; "": the package is not in a checkout, or git is missing."""
     root = _PACKAGE.parent
     if not (root / ".git").exists():
         return ""

@@ -1,4 +1,7 @@
-"""A certificate for people: a page in Markdown, and the table of training steps. No torch."""
+"""A certificate as a Markdown page, and its table of training steps. Imports no torch.
+
+`check` compares a stored page with this one, so a change of a text here makes stored pages invalid.
+"""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,7 +26,7 @@ _HEADER = (
 
 
 def page(certificate: Certificate) -> str:
-    """The whole certificate but the samples, in Markdown."""
+    """The certificate in Markdown, without the raw samples."""
     machine = certificate.machine
     verdict = "all passed" if all_pass(certificate.verdicts) else "NOT all passed"
     lines = [f"# Certificate: {machine.device}", "", f"**{verdict}.** Made {certificate.made}.", ""]
@@ -101,5 +104,5 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A message of a stranger's machine stays in its cell, and is shown as it is."""
+    """Escape a text for a table cell: it can come from a stranger's machine and must not add columns or HTML."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

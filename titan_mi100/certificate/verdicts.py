@@ -1,4 +1,7 @@
-"""The verdicts of a certificate: a pure function of its raw numbers, with all limits. No torch."""
+"""The verdicts of a certificate: a pure function of its raw numbers. All limits are here. Imports no torch.
+
+The texts of verdicts are stored in certificates and compared again by `problems_of`: a change of a text raises FORMAT.
+"""
 
 import math
 import statistics
@@ -25,22 +28,23 @@ from titan_mi100.wording import bytes_in_words
 
 PASS, FAIL = "pass", "fail"
 EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
-# An error is relative to the largest element. Attention: at most so many times the error of explicit attention in the
-# same dtype, which counts as at most so many roundings: else a device whose products are wrong would set the limit.
+# Limits for errors relative to the largest element. The error of an attention backend may be _SLACK times the error of
+# explicit attention in the same dtype. That error counts as at most _ROUNDINGS roundings; otherwise a device with wrong
+# matrix products would raise its own limit.
 _SLACK, _ROUNDINGS = 4.0, 8.0
-_PARITY = 1e-5  # relative difference of the losses of two layouts in fp32; of the gradient norms ten times that
-_ABOVE_PEAK = 1.05  # a rate so far above the data sheet's is a wrong time
-_WIDER = 1.1  # a wider dtype is recommended that is at most so many times slower
-_IN_ORDER = ("float32", "bfloat16", "float16")  # of preference: fp32 needs no master weights, bf16 no loss scale
+_PARITY = 1e-5  # relative difference of the losses of two layouts in fp32; ten times as much for gradient norms
+_ABOVE_PEAK = 1.05  # a rate above the data sheet's by this factor means that the time is wrong
+_WIDER = 1.1  # a wider dtype is recommended if it is slower by at most this factor
+_IN_ORDER = ("float32", "bfloat16", "float16")  # order of preference: fp32 needs no master weights, bf16 no loss scale
 
 
 def verdicts(machine: Machine, parts: Sequence[Part]) -> list[Verdict]:
-    """One for each part, then the conclusions."""
+    """One verdict per part, then the conclusions."""
     return [*(_of_part(machine, part) for part in parts), *_conclusions(parts)]
 
 
 def all_pass(found: Sequence[Verdict]) -> bool:
-    """Nothing failed and nothing was left out for want of time."""
+    """Whether no part failed, and none was skipped because the time ended."""
     return not {verdict.verdict for verdict in found} & {FAIL, NOT_RUN}
 
 
@@ -61,12 +65,12 @@ def _of_part(machine: Machine, part: Part) -> Verdict:
     return Verdict(part.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, said))))
 
 
-Judged = tuple[str, str]  # what is wrong, "" if nothing is; what was found
+Judged = tuple[str, str]  # (the problem, or ""; the numbers as text)
 
 
 def _attention(found: Attention) -> Judged:
     epsilon, problems = EPSILON[found.dtype], []
-    worst: dict[str, tuple[float, float, float]] = {}  # of each tensor: share of the limit, error, limit
+    worst: dict[str, tuple[float, float, float]] = {}  # tensor -> (error / limit, error, limit)
     for layout in found.layouts:
         for one in layout.errors:
             usual = _ROUNDINGS * epsilon if one.usual is None else one.usual / one.scale
@@ -86,10 +90,12 @@ def _attention(found: Attention) -> Judged:
 
 
 def _gemm(found: Gemm, peak: float | None = None) -> Judged:
-    """Args: peak: TFLOP/s by the data sheet; None: not known."""
+    """Args:
+    peak: TFLOP/s of the data sheet; None: not known.
+    """
     problems = []
     for product in found.products:
-        # the result's rounding, and that of sums in fp32
+        # rounding of the result, and of fp32 sums of k products (random walk: sqrt(k))
         limit = 2 * (EPSILON[found.dtype] + EPSILON["float32"] * math.sqrt(product.k))
         error = math.inf if product.error is None else product.error / product.scale
         where = f"{product.name} ({product.m} x {product.k} x {product.n})"
@@ -104,7 +110,7 @@ def _gemm(found: Gemm, peak: float | None = None) -> Judged:
 
 
 def step_rate(found: Gemm) -> float:
-    """TFLOP/s of a step's products together."""
+    """TFLOP/s over all products of a step."""
     flops = sum(2.0 * p.m * p.k * p.n * p.count for p in found.products)
     return flops / sum(statistics.median(p.seconds) * p.count for p in found.products) / 1e12
 
@@ -120,7 +126,7 @@ def _wrong(count: int) -> str:
 
 
 def bus_gbs(operation: str, size: int, ranks: int, seconds: Sequence[float]) -> float:
-    """GB/s that the links must carry, by the formulas of nccl-tests' PERFORMANCE.md."""
+    """Bus bandwidth in GB/s, by the formulas of nccl-tests' PERFORMANCE.md."""
     share = {"all_reduce": 2 * (ranks - 1) / ranks, "send_recv": 1.0}.get(operation, (ranks - 1) / ranks)
     return share * size / statistics.median(seconds) / 1e9
 
@@ -136,7 +142,7 @@ def _collective(found: Collective) -> Judged:
 
 
 def _parity(runs: Sequence[Losses]) -> Judged:
-    """All runs against the first one."""
+    """Compare all runs with the first one."""
     first, problems, worst = runs[0], [], 0.0
     for run in runs:
         for what, ours, theirs, limit in (
@@ -178,17 +184,18 @@ def _steps(machine: Machine, found: Steps) -> Judged:
 
 
 def _peak(machine: Machine, dtype: str) -> float | None:
-    """TFLOP/s by the data sheet; None: not known."""
+    """TFLOP/s of the data sheet; None: not known."""
     gpu = find_gpu(machine.arch, machine.compute_units)
     return gpu.tflops.get(dtype) if gpu else None
 
 
 def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attention]:
-    """The attention backends that a run may use in a dtype, the fastest first: those that were right, give the same
-    bits each time, and need no S x S scores.
+    """The attention backends that a run may use in a dtype, the fastest first.
+
+    A backend must be correct, repeatable, and must not compute the full (seq, seq) scores.
 
     Args:
-        head_dim: 0: any. Of several shapes the first that was measured counts.
+        head_dim: of the model; 0: any. If several shapes fit, the first measured one counts.
     """
     found = [
         part.found
@@ -202,7 +209,7 @@ def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attent
 
 
 def rates(parts: Sequence[Part]) -> dict[str, float]:
-    """Dtype -> TFLOP/s of the first model's products, of dtypes whose products are right; in order of preference."""
+    """Dtype -> TFLOP/s of the first model's products, in order of preference, without dtypes with wrong products."""
     gemms = [part.found for part in parts if isinstance(part.found, Gemm)]
     first = [one for one in gemms if one.model == gemms[0].model]
     right = {one.dtype: step_rate(one) for one in first if not _gemm(one)[0]}
@@ -210,7 +217,7 @@ def rates(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def best_dtype(parts: Sequence[Part]) -> str:
-    """The widest dtype that is at most a tenth slower than the fastest; "": none was measured."""
+    """The first dtype in order of preference that is at most 10% slower than the fastest; "": none was measured."""
     found = rates(parts)
     return next((dtype for dtype, rate in found.items() if rate * _WIDER >= max(found.values())), "")
 
@@ -235,7 +242,7 @@ def _conclusions(parts: Sequence[Part]) -> list[Verdict]:
 
 
 def problems_of(certificate: Certificate, where: str) -> list[str]:
-    """How the stored verdicts differ from those that follow from the raw numbers."""
+    """The differences between the stored verdicts and those recomputed from the raw numbers, one message each."""
     right, stored = verdicts(certificate.machine, certificate.parts), certificate.verdicts
     if [one.of for one in right] != [one.of for one in stored]:
         missing = [one.of for one in right if one.of not in {other.of for other in stored}]

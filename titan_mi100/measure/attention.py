@@ -1,4 +1,4 @@
-"""An attention backend on random documents, against explicit attention in fp64."""
+"""Measures an attention backend on random documents: its errors against explicit attention in fp64, and its time."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,13 +24,21 @@ from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.device import use_device
 from titan_mi100.parallel.distributed import device_name
 
-_SEEDS = (0, 1, 2)  # of layouts
-_ROUNDS = 7
+_SEEDS = (0, 1, 2)  # each gives other documents and values
+_ROUNDS = 7  # timed calls
 _TENSORS = ("output", "gradient of q", "gradient of k", "gradient of v")
 
 
 def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
-    """Args: name: of the backend. shape: as base.Shape. Raises UserError: what the backend needs is not there."""
+    """Measure one backend on this process's device; the result is a form.Attention.
+
+    Args:
+        name: of the backend.
+        shape: the fields of base.Shape.
+
+    Raises:
+        UserError: a package or device that the backend needs is missing.
+    """
     device = use_device()
     arch = device_name(device)[1].split(":")[0]
     launch = ""
@@ -42,7 +50,7 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_backend(backend: Backend, shape: Shape, device: torch.device) -> dict[str, Any]:
-    """form.Attention without the backend's name and launch."""
+    """A form.Attention without the fields `backend` and `launch`."""
     documents, tensors = random_documents(shape), inputs(shape, device)
     layouts = [_layout(backend, shape, device, seed) for seed in _SEEDS]
     first, again = (forward_backward(backend, tensors, documents) for _ in range(2))
@@ -60,12 +68,14 @@ def _layout(backend: Backend, shape: Shape, device: torch.device, seed: int) -> 
     found = forward_backward(backend, tensors, documents)
     usual = forward_backward(Chunked(), tensors, documents)
     exact = forward_backward(Eager(), in_dtype(tensors, torch.float64), documents)
+    # "usual": the error of explicit attention in the same dtype. A backend may be a small factor worse than that.
     errors = [
         {"tensor": name, "error": _error(a, c), "usual": _error(b, c), "scale": c.abs().max().item()}
         for name, a, b, c in zip(_TENSORS, found, usual, exact, strict=True)
     ]
+    # Documents must not influence each other: change the first one, and compare the results of the others.
     changed = forward_backward(backend, with_another_first_document(tensors, documents), documents)
-    rest = slice(documents.lengths[0], None)  # of the flattened batch: what is not the first document
+    rest = slice(documents.lengths[0], None)  # tokens of the flattened batch after the first document
     pairs = [[x.flatten(0, 1)[rest] for x in pair] for pair in zip(changed, found, strict=True)]
     others = max((_relative(a, b) for a, b in pairs), key=lambda value: torch.inf if value is None else value)
     return {"seed": seed, "documents": len(documents.lengths), "errors": errors, "others": others}
@@ -76,5 +86,5 @@ def _error(found: Tensor, exact: Tensor) -> float | None:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float | None:
-    """Not finite where either is: a comparison with NaN must not pass."""
+    """The difference; None if a value is NaN or infinite, so that a comparison with NaN cannot pass."""
     return if_finite(difference(found, expected))

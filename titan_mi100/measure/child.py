@@ -1,4 +1,4 @@
-"""The process in which a part of a certificate is measured: calls one function and writes what it returned."""
+"""The child process that measures one part of a certificate: it calls a function and writes the result to a file."""
 
 import ctypes
 import importlib
@@ -14,20 +14,20 @@ from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.measure.children import tidy
 
-_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone
+_PR_SET_PDEATHSIG = 1  # prctl of Linux: which signal a process gets when its parent ends
 
 
 def main() -> None:
+    """Run the task of sys.argv[2]: [function, arguments, result file, parent's process id] as JSON."""
     target, arguments, path, parent = json.loads(sys.argv[2])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             sys.exit(1)
     answer = _answer(target, arguments)
     durable.replace(Path(path), json.dumps(answer))
     sys.stderr.flush()
-    # Without teardown: some jobs of several processes abort in it after all is done, and a library that is broken
-    # might hang there.
+    # Skip the interpreter's teardown: jobs of several processes sometimes abort there, and a broken library can hang.
     os._exit(0)
 
 
@@ -43,7 +43,7 @@ def _answer(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:  # a part that does not need it is not made to wait for its import
+    if "torch" not in sys.modules:  # do not import torch, which takes seconds, for a part that did not use it
         return isinstance(error, MemoryError)
     from titan_mi100.run.forecast import is_out_of_memory
 

@@ -1,4 +1,4 @@
-"""Runs parts of a certificate, each in processes of its own that may crash, hang or be killed. No torch."""
+"""Runs the parts of a certificate, each in its own processes, which may crash, hang or be killed. Imports no torch."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from titan_mi100.certificate.form import MEASURED, NOT_RUN, UNAVAILABLE
 from titan_mi100.nodes import free_port
 from titan_mi100.wording import printable, shortened
 
-# Isolated (-I): no file of the current folder takes the place of a module.
+# Python runs isolated (-I), so that no file of the current folder is imported in place of a module.
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.measure import child; child.main()"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOOK = 0.05  # seconds
-_GRACE = 10  # seconds for the other ranks once one has failed: their own words may say more
+_LOOK = 0.05  # seconds between two looks at the processes
+_GRACE = 10  # seconds that the other ranks get after one has failed: their errors may explain more
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Task:
     """One part to measure.
 
     Attributes:
-        name: of the part.
-        target: "module:function", called with the arguments in every process; the first one's result counts.
-        processes: ranks of one job.
-        seconds: that it may take.
-        refused: why it is not run; "": it is.
-        optional: raising an error says that it is not available here, and is no failure.
+        name: name of the part in the certificate.
+        target: "module:function", called with the arguments in every process; rank 0's result counts.
+        processes: number of ranks of the job.
+        seconds: time limit.
+        refused: why it is not run; "": it is run.
+        optional: an error means "not available here", not "failed".
     """
 
     name: str
@@ -48,7 +48,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a task ended. Attributes: said: why nothing was measured. found: what the function returned."""
+    """How a task ended.
+
+    Attributes:
+        status: MEASURED, or why there is no result: hung, killed, crashed, failed, out of memory, ...
+        said: the message, if nothing was measured.
+        seconds: how long it took.
+        found: what the function returned.
+    """
 
     status: str
     said: str
@@ -57,17 +64,17 @@ class Ended:
 
 
 def run(task: Task, until: float) -> Ended:
-    """Run a task to its end, or its limit; no process of it is left.
+    """Run a task until it ends or reaches its time limit, and kill all its processes.
 
     Args:
-        until: time.monotonic() at which the time for all tasks is over.
+        until: value of time.monotonic() at which the time for all tasks ends.
     """
     started = time.monotonic()
     if task.refused:
         return Ended(UNAVAILABLE, task.refused, 0.0)
     left = until - started
     if left <= 0:
-        return Ended(NOT_RUN, "there was no time left for it; give more --minutes", 0.0)
+        return Ended(NOT_RUN, "no time was left; give more --minutes", 0.0)
     with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -81,9 +88,12 @@ def run(task: Task, until: float) -> Ended:
         status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
-        status, said = NOT_RUN, f"stopped after {took:.0f} s, when the time for it was over; give more --minutes"
+        status, said = NOT_RUN, f"stopped after {took:.0f} s, because the time for all parts ended; give more --minutes"
     elif not has_ended:
-        status, said = "hung", f"no end after {task.seconds:g} s" + ("; not even SIGKILL ends it" if stuck else "")
+        status, said = (
+            "hung",
+            f"did not end within {task.seconds:g} s" + ("; SIGKILL does not end it either" if stuck else ""),
+        )
     return Ended(status, said, took, found if status == MEASURED else None)
 
 
@@ -93,14 +103,14 @@ def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "su
     if task.processes > 1:
         size = str(task.processes)
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        environment = {"OMP_NUM_THREADS": "1", **environment, **place, **ranks}  # they share the cores, as in a run
+        environment = {"OMP_NUM_THREADS": "1", **environment, **place, **ranks}  # the ranks share the cores
     where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     question = json.dumps([task.target, dict(task.arguments), str(_answer(folder, rank)), os.getpid()])
     with _errors(folder, rank).open("wb") as errors:
         return subprocess.Popen(
             [sys.executable, "-I", "-c", _CODE, where, question],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
-            start_new_session=True,  # Ctrl-C is for the command, which ends its children; theirs end with them
+            start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
         )  # fmt: skip
 
 
@@ -113,7 +123,11 @@ def _errors(folder: Path, rank: int) -> Path:
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, until: float) -> bool:
-    """Whether they ended in time: all of them, or one that failed and those that ended soon after."""
+    """Wait for the processes; when one has failed, wait only _GRACE seconds longer.
+
+    Returns:
+        False: the time limit was reached and no process had failed.
+    """
     failed_at: float | None = None
     while True:
         codes = [process.poll() for process in processes]
@@ -134,13 +148,16 @@ def _failed(code: int, folder: Path, rank: int) -> bool:
 
 
 def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[str, str, Any]:
-    """Of all ranks: the first of those that say most about why it failed; rank 0's result if none did.
+    """Combine the ranks: rank 0's result, or the failure that explains most.
 
     Args:
-        codes: None: the rank had not ended by itself.
+        codes: exit code by rank; None: the rank did not end by itself.
+
+    Returns:
+        (status, message, result).
     """
     ended = [(_of_process(code, folder, rank), rank) for rank, code in enumerate(codes)]
-    # after a lost rank the others fail, or wait for it
+    # Causes before consequences: when one rank dies, the others fail in a collective or hang.
     order = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
     failed = [(order.index(status), rank, status, said) for (status, said, _), rank in ended if status != MEASURED]
     if not failed:
@@ -154,10 +171,10 @@ def _of_process(code: int | None, folder: Path, rank: int) -> tuple[str, str, An
     if status:
         return status, said, found
     if code is None:
-        return "hung", "no end", None
+        return "hung", "did not end", None
     last = _last_words(folder, rank)
     if code == -signal.SIGKILL:
-        return "killed", f"SIGKILL, as the system does when memory runs out{last}", None
+        return "killed", f"SIGKILL, most likely because memory ran out{last}", None
     if code < 0:
         with suppress(ValueError):
             return "killed", f"{signal.Signals(-code).name}{last}", None
@@ -166,7 +183,7 @@ def _of_process(code: int | None, folder: Path, rank: int) -> tuple[str, str, An
 
 
 def _read(folder: Path, rank: int) -> tuple[str, str, Any]:
-    """What a process wrote before it ended; "": nothing."""
+    """(status, message, result) that a process wrote; ("", "", None): it wrote nothing."""
     try:
         status, said, found = json.loads(_answer(folder, rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -180,14 +197,18 @@ def _last_words(folder: Path, rank: int) -> str:
 
 
 def tidy(text: str) -> str:
-    """A machine's message as a certificate may show it: one short line, without the user's folder."""
+    """An error message for the certificate: one line of at most 200 characters, with ~ for the user's home folder."""
     home = os.path.expanduser("~")
     return shortened(printable(" ".join(text.replace(home, "~").split())), 200)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> bool:
-    """End a process with all that it started; whether it ended: one that waits inside of a broken driver does not."""
-    with suppress(OSError):  # its group is gone
+    """Kill a process and everything it started.
+
+    Returns:
+        Whether the process ended. A process that waits inside a broken driver does not.
+    """
+    with suppress(OSError):  # the process group has ended
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)

@@ -1,4 +1,4 @@
-"""Collectives and point-to-point between the devices of a node: what arrives, and how fast."""
+"""Measures collectives and point-to-point transfers between the devices of a node: correctness and speed."""
 
 import time
 from collections.abc import Callable
@@ -12,11 +12,16 @@ from titan_mi100.measure.device import use_device, wait
 from titan_mi100.parallel.distributed import all_gather_tensor, gather_values, reduce_scatter_tensor
 
 _ROUNDS = 5
-_PATTERN = 1009  # a prime: an element that comes from elsewhere is most likely another number
+_PATTERN = 1009  # a prime, so that an element from a wrong position almost always has another value
 
 
 def measure(operation: str, sizes: list[int]) -> dict:
-    """form.Collective. Args: sizes: bytes of the larger buffer, in fp32. A collective."""
+    """Measure one operation; the result is a form.Collective. A collective.
+
+    Args:
+        operation: all_reduce, all_gather, reduce_scatter, or send_recv (between each pair of ranks).
+        sizes: bytes of the larger of the two buffers, in fp32.
+    """
     device = use_device()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
@@ -34,7 +39,7 @@ def measure(operation: str, sizes: list[int]) -> dict:
 
 
 def _times(call: Callable[[], object], check: Callable[[], int], device: torch.device) -> tuple[int, list[float]]:
-    """Wrong elements of all ranks in all rounds, and of each round the seconds of the slowest rank. A collective."""
+    """Wrong elements over all ranks and rounds, and the seconds of the slowest rank per round. A collective."""
     wrong, times = 0.0, []
     for number in range(_ROUNDS + 1):
         dist.barrier()
@@ -45,18 +50,18 @@ def _times(call: Callable[[], object], check: Callable[[], int], device: torch.d
         took = time.perf_counter() - started
         ranks = gather_values(torch.tensor([took, check()], dtype=torch.float64), device)
         wrong += ranks[:, 1].sum().item()
-        if number:  # the first one connects
+        if number:  # the first round connects the ranks and is not timed
             times.append(ranks[:, 0].max().item())
     return int(wrong), times
 
 
 def _values(elements: int, rank: int, device: torch.device) -> Tensor:
-    """Whole numbers that are exact in fp32, also summed over a node's ranks; no two ranks have the same."""
+    """A rank's values, (elements,): integers whose sum over a node's ranks is exact in fp32; they differ by rank."""
     return (torch.arange(elements, device=device) % _PATTERN + rank * _PATTERN).float()
 
 
 def _wrong(found: Tensor, expected: Tensor) -> int:
-    """Elements that are not as expected; then fills it with what no result has, for the next round."""
+    """Count wrong elements. Then overwrite the buffer by -1, which no result contains, for the next round."""
     count = int((found != expected).sum())
     found.fill_(-1)
     return count
@@ -65,7 +70,7 @@ def _wrong(found: Tensor, expected: Tensor) -> int:
 def _collective(
     operation: str, rank: int, ranks: int, elements: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], int]]:
-    """A call, and a check of what it left."""
+    """The operation as a call without arguments, and a function that counts the wrong elements of its result."""
     mine, part = _values(elements, rank, device), elements // ranks
     total = sum(_values(elements, other, device) for other in range(ranks))
     assert isinstance(total, Tensor)
@@ -92,7 +97,7 @@ def _collective(
 def _pair(
     sender: int, receiver: int, rank: int, elements: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], int]]:
-    """One sends, one receives; the other ranks do nothing."""
+    """As _collective, for one pair: one rank sends, one receives, the others do nothing."""
     if rank == sender:
         values = _values(elements, sender, device)
         return lambda: dist.send(values, receiver), lambda: 0

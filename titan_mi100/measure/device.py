@@ -1,4 +1,4 @@
-"""The device of a process that measures, and times on it."""
+"""The device of a measuring process, and timing on it."""
 
 import time
 from collections.abc import Callable
@@ -14,17 +14,21 @@ from titan_mi100.parallel.distributed import init_distributed
 
 
 def use_device() -> torch.device:
-    """The device of this process, which joins its job. Raises UserError: there are GPUs that torch cannot use."""
+    """Initialise torch.distributed and return this process's device.
+
+    Raises:
+        UserError: there are GPUs that torch cannot use.
+    """
     return init_distributed().device
 
 
 def machine() -> dict[str, Any]:
-    """What the certificate is bound to, as form.Machine."""
+    """The machine that the certificate will be bound to, as the fields of form.Machine."""
     return asdict(describe(use_device(), max(1, count_gpus())))
 
 
 def samples(call: Callable[[], Any], device: torch.device, seconds: float = 0.3, most: int = 20) -> list[float]:
-    """Seconds of single calls, after one that is not counted: at least three, until they add up to `seconds`."""
+    """Time single calls, after a warm-up call: at least three, at most `most`, until they add up to `seconds`."""
     call()
     found: list[float] = []
     while len(found) < 3 or (sum(found) < seconds and len(found) < most):

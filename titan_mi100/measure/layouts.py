@@ -1,4 +1,4 @@
-"""The configs of the training steps that are measured. No torch."""
+"""The configs of the measured training steps. Imports no torch."""
 
 from typing import Any
 
@@ -12,7 +12,11 @@ from titan_mi100.config.settings import (
 
 
 def config_of(row: dict[str, Any], ranks: int) -> Config:
-    """Args: row: model, layout, batch, ga, seq, checkpointing, dtype, attention, as in form.Steps."""
+    """The config of one measured training step.
+
+    Args:
+        row: model, layout, batch, ga, seq, checkpointing, dtype, attention, as in form.Steps.
+    """
     parallelism = {
         "fsdp2": ParallelismConfig(zero_stage=3),
         "ddp": ParallelismConfig(zero_stage=0),

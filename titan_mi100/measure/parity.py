@@ -1,4 +1,4 @@
-"""The same rows in several layouts: their losses must agree. Also on cards whose collectives arrive damaged."""
+"""Trains on the same rows in several layouts: the losses must agree. Damaged collectives show here."""
 
 from typing import Any
 
@@ -23,10 +23,12 @@ LAYOUTS = {"fsdp2": 3, "ddp": 0}  # zero_stage
 
 
 def measure(rows: int, steps: int, layouts: list[str]) -> dict[str, Any]:
-    """form.Parity of a tiny model in fp32. A collective.
+    """Train a tiny model in fp32 in each layout; the result is a form.Parity. A collective.
 
     Args:
-        rows: of a step, one per forward; a multiple of the ranks.
+        rows: rows per step, one per forward; a multiple of the number of ranks.
+        steps: steps per layout.
+        layouts: keys of LAYOUTS.
     """
     world, spec = init_distributed(), PRESETS["debug"]
     data, runs = made_up(random_rows(rows * steps, _SEQ, spec.vocab_size, 0.5)), []
@@ -36,14 +38,14 @@ def measure(rows: int, steps: int, layouts: list[str]) -> dict[str, Any]:
         losses, norms = ([if_finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
         shown = name if world.size > 1 else "one rank"
         runs.append({"layout": shown, "ranks": world.size, "losses": losses, "norms": norms})
-    dist.barrier()  # none ends while another one still needs it
+    dist.barrier()  # no rank ends while another one still communicates
     return {"runs": runs}
 
 
 def _config(zero_stage: int, accumulation: int, steps: int) -> Config:
-    """No clipping, and an eps that is large: both would hide gradients of a wrong scale."""
+    """Without clipping and with a large eps: clipping, and Adam with a small eps, would hide a wrong gradient scale."""
     return Config(
-        model=ModelConfig(attention_backend="chunked"),  # works everywhere; backends are compared elsewhere
+        model=ModelConfig(attention_backend="chunked"),  # needs nothing but PyTorch; other parts compare the backends
         training=TrainingConfig(
             seq_len=_SEQ,
             gradient_accumulation_steps=accumulation,

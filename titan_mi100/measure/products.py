@@ -1,4 +1,4 @@
-"""Matrix products of a model's real shapes, and the memory bandwidth of one device."""
+"""Measures matrix products of a model's shapes, and the memory bandwidth of one device."""
 
 from functools import partial
 
@@ -9,12 +9,12 @@ from titan_mi100.config.model_spec import PRESETS, ModelSpec
 from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.device import samples, use_device
 
-_SHARE = 16  # of a card's free memory that one array takes
-_LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes of an array
+_SHARE = 16  # an array takes 1/16 of the card's free memory
+_LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes: the largest array; the array on a CPU
 
 
 def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-    """Matrix -> (outputs, inputs, how many of them a forward multiplies with)."""
+    """Name of a weight -> (outputs, inputs, number of such weights in the model)."""
     heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers
     return {
@@ -28,7 +28,7 @@ def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
 
 
 def gemm(model: str, tokens: int, dtype: str) -> dict:
-    """form.Gemm: each weight's product and both its gradients, on `tokens` tokens."""
+    """Measure each weight's forward and both gradient products on `tokens` tokens; the result is a form.Gemm."""
     device, found = use_device(), []
     generator = torch.Generator(device).manual_seed(0)
     for name, (outputs, inputs, count) in weights_of(PRESETS[model]).items():
@@ -49,19 +49,19 @@ def gemm(model: str, tokens: int, dtype: str) -> dict:
 
 
 def _error(a: Tensor, b: Tensor) -> tuple[float | None, float]:
-    """The largest error of their product against fp64, and the largest element in fp64."""
+    """The largest error of a @ b against fp64, and the largest absolute element of the fp64 product."""
     exact = a.double() @ b.double()
     scale = _largest(exact)
     return if_finite(_largest(exact.sub_(a @ b))), scale
 
 
 def _largest(x: Tensor) -> float:
-    """Of the absolute values, without a copy: a head's gradient in fp64 takes gigabytes. NaN if there is one."""
+    """The largest absolute value, without a copy of x (a head's gradient in fp64 takes gigabytes). NaN if x has one."""
     return max(x.max().item(), -x.min().item())
 
 
 def bandwidth() -> dict:
-    """form.Bandwidth, on fp32."""
+    """Measure copy and triad (a = b + 3 c) on fp32; the result is a form.Bandwidth."""
     device = use_device()
     size = _ON_CPU
     if device.type == "cuda":

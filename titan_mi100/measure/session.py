@@ -1,4 +1,4 @@
-"""Measures part after part within a given time, and says how far it is. No torch."""
+"""Measures the parts one after the other within a time limit, and logs the progress. Imports no torch."""
 
 import sys
 import time
@@ -25,31 +25,37 @@ _MACHINE = Task("machine", "titan_mi100.measure.device:machine", seconds=120)
 
 
 def machine_here() -> Machine:
-    """The machine, described by a child: asking a device for its name can hang.
+    """Describe this machine in a child process, because asking a device for its name can hang.
 
     Raises:
-        UserError: it cannot be described.
+        UserError: the device cannot be described.
     """
     ended = children.run(_MACHINE, time.monotonic() + _MACHINE.seconds)
     if ended.status != MEASURED:
         raise UserError(
             f"this machine's device cannot be described: {ended.status}: {ended.said}; "
-            "python -m titan_mi100.doctor looks for the cause"
+            "to find the cause, run python -m titan_mi100.doctor"
         )
     found: Machine = checked(ended.found, Machine, "machine")
     return found
 
 
 class Session:
-    """The time for all parts, and what was found so far."""
+    """The time limit and the results so far."""
 
     def __init__(self, machine: Machine, minutes: float) -> None:
         self._machine, self._started, self._seconds = machine, time.monotonic(), 60 * minutes
-        self._missing: dict[str, Ended] = {}  # attention backends that cannot be made, whatever the dtype
+        self._missing: dict[
+            str, Ended
+        ] = {}  # attention backends that cannot be built; not tried again for other dtypes
         self.parts: list[Part] = []
 
     def measure(self, tasks: Iterable[Task], of: int) -> None:
-        """Run them in order. Args: of: how many there will be in all, for the log."""
+        """Run the tasks in order.
+
+        Args:
+            of: total number of parts, for the log.
+        """
         from tqdm import tqdm
 
         with tqdm(total=of, initial=len(self.parts), unit="part", disable=not sys.stderr.isatty()) as bar:
@@ -69,7 +75,7 @@ class Session:
         if status == MEASURED:
             try:
                 found = parse_found(kind, ended.found, task.name)
-            except ValueError as error:  # a clock that stands still, say
+            except ValueError as error:  # impossible numbers, for example a time of 0 seconds
                 status, said = "failed", str(error)
         if status == "failed" and task.optional:
             status = UNAVAILABLE
@@ -84,6 +90,6 @@ class Session:
 
 
 def backends(parts: Sequence[Part], dtypes: Iterable[str]) -> dict[str, str]:
-    """Dtype -> the attention backend that is fastest of those that were right."""
+    """Dtype -> the fastest attention backend among the correct ones; a dtype without one is left out."""
     ranked = {dtype: ranking(parts, dtype) for dtype in dtypes}
     return {dtype: found[0].backend for dtype, found in ranked.items() if found}

@@ -1,4 +1,4 @@
-"""Training steps of a model in one layout, with what the plan said of them."""
+"""Measures training steps of a model in one layout, together with the planner's forecast."""
 
 from typing import Any
 
@@ -13,15 +13,19 @@ from titan_mi100.parallel.distributed import init_distributed
 from titan_mi100.run.communication import communication
 
 _WARM_UP, _STEPS = 2, 3
-_SUPERVISED = 0.65  # share of the tokens, as in the benches
+_SUPERVISED = 0.65  # share of supervised tokens, as in scripts/bench
 
 
 def measure(row: dict[str, Any]) -> dict[str, Any]:
-    """form.Steps. Args: row: as in config_of. A collective."""
+    """Run training steps; the result is a form.Steps. A collective.
+
+    Args:
+        row: see layouts.config_of.
+    """
     world = init_distributed()
     config = config_of(row, world.size)
     spec = config.spec()
-    # one step's rows, which every step learns again
+    # the rows of one step; every step trains on them again
     rows = config.batch(world.size).global_batch_size
     data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, _SUPERVISED))
     run = open_run(config, world, spec=spec, data=data)
@@ -30,7 +34,7 @@ def measure(row: dict[str, Any]) -> dict[str, Any]:
     results = [run.step() for _ in range(_STEPS)]
     first, plan = results[0], run.forecast.plan
     comm = communication(run.trainer.step, world)
-    dist.barrier()  # none ends while another one still needs it
+    dist.barrier()  # no rank ends while another one still communicates
     return {
         **row, "ranks": world.size, "attention": run.about["chosen"]["attention"]["name"], "tokens": first.tokens,
         "flops": train_flops(spec, first.tokens, first.supervised, first.attention_pairs),

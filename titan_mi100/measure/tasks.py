@@ -1,4 +1,4 @@
-"""What is measured on a machine, and how long each part may take. No torch."""
+"""Lists the parts that are measured on a machine, with their time limits. Imports no torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +16,12 @@ MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}
 _BACKENDS = ("sdpa", "chunked", "eager", "triton", "varlen", "flash_attn", "flex")
 _ALWAYS = _BACKENDS[:3]  # need nothing but PyTorch
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-# Kind -> share of the time after which no part of it begins any more, so that each kind has its turn.
+# Kind of part -> fraction of the total time after which no part of this kind starts. So every kind gets some time.
 SHARES: Mapping[str, float] = {
     "attention": 0.45, "gemm": 0.55, "bandwidth": 0.6, "collective": 0.7, "parity": 0.8, "steps": 1.0,
 }  # fmt: skip
-# Layout, rows per forward, forwards, recomputation, dtype; what says most comes first, for the time may end.
+# (layout, rows per forward, forwards per step, activation checkpointing, dtype). The most informative rows come first,
+# because the time may end before the last.
 _ROWS = (
     ("fsdp2", 1, 8, "full", "bfloat16"),
     ("pp", 1, 8, "full", "bfloat16"),
@@ -39,11 +40,11 @@ _ROWS_ON_CPU = (
     ("ddp", 1, 2, "full", "float32"),
     ("fsdp2", 1, 8, "none", "float32"),
 )
-_STEPS_ALONE = ("ddp", "pp")  # layouts that one card has not
+_STEPS_ALONE = ("ddp", "pp")  # layouts that need several cards
 
 
 def before_steps(machine: Machine, models: Sequence[str]) -> list[Task]:
-    """All parts but the training steps, in order."""
+    """All parts except the training steps, in order."""
     return [*_attention(machine, models), *_gemm(machine, models), *_between_cards(machine)]
 
 
@@ -91,7 +92,7 @@ def steps(machine: Machine, models: Sequence[str], backends: Mapping[str, str]) 
     """Training steps of the models.
 
     Args:
-        backends: of attention, by dtype: the fastest that was right; another dtype takes "auto".
+        backends: dtype -> attention backend, the fastest correct one; other dtypes use "auto".
     """
     gpu, target = find_gpu(machine.arch, machine.compute_units), "titan_mi100.measure.steps:measure"
     for model in models:
@@ -108,9 +109,9 @@ def steps(machine: Machine, models: Sequence[str], backends: Mapping[str, str]) 
 
 
 def _refusal(row: dict[str, Any], machine: Machine, gpu: Any) -> str:
-    """Why the trainer would not start it; "": it would."""
+    """Why the trainer would refuse this row; "": it would not."""
     config = config_of(row, machine.cards)
-    unused = ("[data]", "[model] tokenizer_path")  # the rows are made up
+    unused = ("[data]", "[model] tokenizer_path")  # the data is synthetic
     if problems := [one for one in check(config, machine.cards, with_files=False) if not one.startswith(unused)]:
         return problems[0]
     if machine.memory:
