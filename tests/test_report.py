@@ -555,7 +555,7 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     (run / "ledger.csv").write_text("a,1,rejected,,1,0,0,not JSON\n")
     text = of()
     assert (
-        "suspect: a run resumes from such only when told to: step-50" in text and "as damaged: damaged-step-10" in text
+        "suspect: a run resumes from them only if asked to: step-50" in text and "as damaged: damaged-step-10" in text
     )
     assert "not as written: step-100" in text and "1 records of the data were rejected" in text
     [old, new] = collect(run)["checkpoints"]["listed"]
@@ -597,7 +597,7 @@ def test_what_is_no_run_folder_is_refused(run: Path, tmp_path: Path, report: Rep
     assert "nowhere: no such folder" in report(tmp_path / "nowhere", code=2)
     assert "name the folder that it is in" in report(run / "metrics.jsonl", code=2)
     said = report(tmp_path, code=2)
-    assert "is no run folder: it holds none of config.toml, metrics.jsonl, run_state.json" in said
+    assert "is not a run folder: it has none of config.toml, metrics.jsonl, run_state.json" in said
     assert f"name one of those in it: {run}" in said
     (tmp_path / "empty").mkdir()
     assert "name the folder that a run printed" in report(tmp_path / "empty", code=2)
@@ -609,7 +609,7 @@ def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_p
     assert said == f"{run / 'report.html'}: {(run / 'report.html').stat().st_size:,} bytes\n"
     report(run)  # again
     before = (run / "config.toml").read_bytes()
-    assert "is there already, and is no page" in report(run, "--output", run / "config.toml", code=2)
+    assert "exists and is not an HTML page" in report(run, "--output", run / "config.toml", code=2)
     (run / "report.html").unlink()
     (run / "report.html").symlink_to(run / "config.toml")
     assert "is a link" in report(run, code=2)

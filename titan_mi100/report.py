@@ -1,9 +1,9 @@
-"""What happened in a run, or in several, on one page: did it go well, curves, plan, data, checkpoints, restarts.
+"""Write a page about one run or several: did it go well, curves, plan, data, checkpoints, restarts.
 
     python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--png FOLDER] [--json]
 
-The page is one file that needs no network and no other file; without JavaScript only the values at the pointer are
-missing. A run that is still going on can be reported. Imports no torch.
+The page is one file that needs no network and no other file. Without JavaScript only the values at the mouse pointer
+are missing. The run may still be running. Imports no torch.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def _report(options: argparse.Namespace) -> None:
     if len(options.runs) > MOST_CURVES:
         raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {MOST_CURVES}")
     if options.png:
-        check_matplotlib()  # before anything is read
+        check_matplotlib()  # report a missing package before the runs are read
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     if not options.json:
         _check_output(output)
@@ -59,7 +59,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """Nothing but a page is written over."""
+    """Refuse to overwrite a file that is not a page."""
     if not os.path.lexists(path):
         return
     try:
@@ -68,11 +68,11 @@ def _check_output(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with --output") from None
     if not is_page:
-        raise UserError(f"{path}: is there already, and is no page; name another file with --output")
+        raise UserError(f"{path}: exists and is not an HTML page; name another file with --output")
 
 
 def _tell_apart(runs: list[dict[str, Any]]) -> None:
-    """Give runs of the same name longer ones: with as many of the folders above as it takes, or a number."""
+    """Make the runs' names unique: add parent folders, or a number if a run is given twice."""
     paths = [Path(os.path.realpath(run["folder"])).parts for run in runs]
     for number, run in enumerate(runs):
         others = [path for place, path in enumerate(paths) if place != number]
@@ -90,10 +90,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog="See docs/REPORT.md.",
     )
     add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", help="run folder, as training printed it; several are laid over each other")
+    add(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="run folder, as training printed it; the curves of several are drawn together",
+    )
     add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the first run's folder)")
     add("--png", metavar="FOLDER", default="", help="also write each chart as a picture; needs matplotlib")
-    add("--json", action="store_true", help="print what the page is made of instead of writing it")
+    add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
     return parser
 
 

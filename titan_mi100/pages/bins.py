@@ -1,16 +1,22 @@
-"""Values by step, few however many there are: minimum, mean and maximum over ranges of steps. Imports no torch."""
+"""Reduces any number of (step, value) to at most 500 bins with minimum, mean and maximum. Imports no torch."""
 
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MOST = 500  # bins
-_RECENT = 10  # values, whose mean says where a noisy curve has come to
-_LARGEST = 1e100  # a value beyond is none: sums stay finite
+_RECENT = 10  # number of last values; their mean is the current level of a noisy curve
+_LARGEST = 1e100  # larger values are ignored, so that sums stay finite
 
 
 class Bin(NamedTuple):
-    """The values of some steps in a row, `number` of them; `first` and `last` are steps that have one."""
+    """The values of a range of steps.
+
+    Attributes:
+        first, last: the first and the last step that has a value.
+        number: how many values.
+        low, mean, high: minimum, mean and maximum of the values.
+    """
 
     first: int
     last: int
@@ -21,14 +27,14 @@ class Bin(NamedTuple):
 
 
 class Bins:
-    """One pass over any number of (step, value), in memory for `most` bins.
+    """Collects (step, value) in one pass, with memory for `most` bins.
 
-    All bins have the same width, a power of two: bin n is for the steps n * width + 1 to (n + 1) * width. When there
-    are too many, neighbours are joined and the width is doubled, so what a bin says is exact.
+    All bins have the same width, a power of two: bin n covers the steps n * width + 1 to (n + 1) * width. If there are
+    too many bins, pairs of neighbours are joined and the width is doubled. So the numbers of a bin are exact.
 
     Attributes:
-        width: steps.
-        first, last, lowest: (step, value), by the order in which they came; None: no value came.
+        width: steps per bin.
+        first, last, lowest: (step, value) of the first, last and lowest value; None: there is no value.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -40,6 +46,7 @@ class Bins:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, step: int, value: float) -> None:
+        """Add the value of a step (counted from 1)."""
         self.last = (step, value)
         if self.first is None or self.lowest is None:
             self.first = self.lowest = self.last
@@ -66,16 +73,16 @@ class Bins:
             self._join(number // 2, content)
 
     def bins(self) -> list[Bin]:
-        """Those that hold a value, by step."""
+        """The bins that have a value, ordered by step."""
         found = []
         for _, (first, last, count, total, low, high) in sorted(self._bins.items()):
-            # the division may round to a mean beside the only value
+            # Rounding of the division can move the mean outside [low, high].
             mean = min(max(total / count, low), high)
             found.append(Bin(int(first), int(last), int(count), low, mean, high))
         return found
 
     def summary(self) -> dict[str, Any]:
-        """All of it, for JSON; `recent`: mean of the last values, and how many they are."""
+        """Everything as a dict for JSON. `recent`: (mean of the last values, their number)."""
         bins = self.bins()
         count = sum(each.number for each in bins)
         return {
@@ -89,20 +96,20 @@ class Bins:
 
 
 def usable(value: object) -> bool:
-    """Whether it is a number that can be drawn: not NaN, not infinite, and no bool."""
+    """Whether a value can be drawn: a number that is not a bool, NaN, infinite or huge."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def half_window(count: int) -> int:
-    """On either side of a point, the points that its smoothed value is a mean of."""
+    """How many points on each side enter the smoothed value of a point."""
     return max(count // 40, min(2, count // 10))
 
 
 def smoothed(bins: Sequence[Bin]) -> list[float]:
-    """The mean of the values around each bin.
+    """Smooth a curve: for each bin the mean of the values in a window around it.
 
-    At the beginning, where losses fall fast, the window is narrower on both sides alike: a one-sided mean would lag. At
-    the end it is cut off on its right side only, so that the last point is no single noisy value.
+    At the beginning the window is narrower on both sides: losses fall fast there, and a one-sided mean would lag. At
+    the end the window is cut on the right side only; otherwise the last point would be a single noisy value.
     """
     half, found = half_window(len(bins)), []
     for place in range(len(bins)):

@@ -1,4 +1,4 @@
-"""Which curves a report has, of one run or of several: values and scales, nothing of how they are drawn. No torch."""
+"""The charts of a report: curves, values and scales. figures.py and pictures.py draw them. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from titan_mi100.pages.bins import Bin, half_window, smoothed
 from titan_mi100.pages.tables import SOURCE
 
-_TINY = 1e-90  # smaller ones are drawn as zero: scales stay numbers
-MOST_CURVES = 14  # of a chart: seven colors, plain and dashed
-_DOTS = 60  # points: fewer are drawn each, not only joined
+_TINY = 1e-90  # smaller values are drawn as zero, so that scales stay finite
+MOST_CURVES = 14  # per chart: seven colors, solid and dashed
+_DOTS = 60  # a curve with at most this many points also shows each point
 
 
 class Curve(NamedTuple):
@@ -62,17 +62,21 @@ class Chart(NamedTuple):
     ticks: list[tuple[float, str]]
 
     def across(self, step: float) -> float:
-        """Where a step is, from 0 to 1."""
+        """The horizontal position of a step, from 0 to 1."""
         return (step - self.steps[0]) / (self.steps[1] - self.steps[0])
 
     def up(self, value: float) -> float:
-        """Where a value is, from 0 to 1."""
+        """The vertical position of a value, from 0 (bottom) to 1."""
         low, high, value = (math.log(each) if self.is_log else each for each in (*self.values, value))
         return (value - low) / (high - low)
 
 
 class _Kind(NamedTuple):
-    """How a key of metrics.jsonl is shown. `log_from`: ratio of its largest to its smallest mean, for a log scale."""
+    """How a key of metrics.jsonl is shown.
+
+    Attributes:
+        log_from: from this ratio of its largest to its smallest mean on, the scale is logarithmic.
+    """
 
     key: str
     title: str
@@ -98,14 +102,19 @@ _KINDS = (
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
-    """The charts that have something to show. Runs are told apart by `name`."""
+    """The charts that have data.
+
+    Args:
+        runs: as `collect` returns them, with unique names.
+    """
     last = max(run["metrics"].get("last_step") or 0 for run in runs)
     found = []
     for kind in _KINDS:
         keys = [kind.key]
         if kind.key == "validation_loss":
             keys += sorted({key for run in runs for key in _series(run) if key.startswith(SOURCE)})
-        # one run's sources are curves of one chart; of several runs, or too many sources, each source has a chart
+        # The sources of one run are curves of one chart. With several runs or too many sources, each source has its
+        # own chart.
         is_together = len(runs) == 1 and len(keys) <= MOST_CURVES
         for group in [keys] if is_together else [[key] for key in keys]:
             curves = [_curve(runs, number, key, kind) for number in range(len(runs)) for key in group]
@@ -135,7 +144,7 @@ def _curve(runs: Sequence[dict[str, Any]], number: int, key: str, kind: _Kind) -
 
 
 def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
-    """What happened, of one run: of several they would not be told apart."""
+    """The marks of a run (restarts, skipped steps, ...). With several runs none: they could not be told apart."""
     if len(runs) != 1:
         return []
     [run] = runs
@@ -201,17 +210,17 @@ def _range(numbers: list[int]) -> str:
 
 
 def _width(curve: Curve) -> int:
-    """Steps of the widest bin."""
+    """The number of steps of the widest bin."""
     return max((each.last - each.first + 1 for each in curve.bins), default=1)
 
 
 def dots(curve: Curve) -> bool:
-    """Whether each point is marked."""
+    """Whether each point is drawn as a dot."""
     return len(curve.bins) <= _DOTS and not curve.is_faint
 
 
 def linear_ticks(low: float, high: float, most: int = 5, is_percent: bool = False) -> list[tuple[float, str]]:
-    """Round values between the two, about `most` of them."""
+    """Round values from low to high for the axis, about `most` of them."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
@@ -221,12 +230,14 @@ def linear_ticks(low: float, high: float, most: int = 5, is_percent: bool = Fals
     if largest and not 1e-3 <= largest < 1e7:
         return [(value, f"{value * scale:.3g}{'%' if is_percent else ''}") for value in values]
     digits = max(0, -math.floor(math.log10(step * scale) + 1e-9))
-    digits += abs(round(step * scale * 10**digits) - step * scale * 10**digits) > 1e-6  # a step of 2.5
+    digits += (
+        abs(round(step * scale * 10**digits) - step * scale * 10**digits) > 1e-6
+    )  # one more digit for steps such as 2.5
     return [(value, f"{value * scale:,.{digits}f}{'%' if is_percent else ''}") for value in values]
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """1, 2 and 5 times powers of ten between the two; of very many decades some powers."""
+    """Values 1, 2 and 5 times powers of ten from low to high; with many decades only some powers of ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, (last - first) // 6)
     factors = (1, 2, 5) if last - first <= 3 else (1,)
@@ -237,7 +248,7 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def step_ticks(last: int, most: int = 6) -> list[int]:
-    """Round steps from 0 on."""
+    """Round step numbers from 0 on for the axis."""
     rough = max(last / most, 1)
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

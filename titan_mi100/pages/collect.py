@@ -1,6 +1,6 @@
-"""What a run folder tells, as one plain structure that JSON can hold. Imports no torch.
+"""Collects a run folder's content into one JSON-serialisable dict. Imports no torch.
 
-Every file may be missing, cut off or hostile: what cannot be read is a line in `problems`, and the rest is shown.
+A file may be missing, truncated or hostile. Then `problems` has a line about it, and the rest is collected.
 """
 
 import json
@@ -25,7 +25,7 @@ from titan_mi100.wording import shortened, some
 
 METRICS, CONFIG, ENVIRONMENT, FAULTS = "metrics.jsonl", "config.toml", "environment.json", "nonfinite_rows.csv"
 PLAN = "plan.json"
-_OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # one of them is in every run folder
+_OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
 _UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
 _MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
 _SMALL = 1 << 16  # bytes of a TOML file that is parsed in this process
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """All that the folder tells about its run; sizes are bytes, times seconds.
+    """Collect everything about a run. Sizes are in bytes, times in seconds.
 
     Raises:
-        UserError: it is no run folder.
+        UserError: it is not a run folder.
     """
     check_is_run(folder)
     problems: list[str] = []
 
     def read(name: str, reader: Callable[[Path], T], without: T) -> T:
-        """The file's content; `without`: there is no such file, or it cannot be read."""
+        """The file's content; `without` if the file is missing or cannot be read."""
         path = folder / name
         try:
             return reader(path) if os.path.lexists(path) else without
@@ -82,7 +82,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def check_is_run(folder: Path) -> None:
-    """Refuse what is no run folder."""
+    """Raise a UserError if the folder is not a run folder."""
     if not folder.is_dir():
         what = "is a file; name the folder that it is in" if folder.is_file() else "no such folder"
         raise UserError(f"{folder}: {what}; a run prints its folder when it ends")
@@ -91,7 +91,7 @@ def check_is_run(folder: Path) -> None:
             path for path in folder.iterdir() if any(os.path.lexists(path / name) for name in _OF_A_RUN[:3])
         )
         remedy = f"name one of those in it: {some(inside, 3)}" if inside else "name the folder that a run printed"
-        raise UserError(f"{folder}: is no run folder: it holds none of {', '.join(_OF_A_RUN)}; {remedy}")
+        raise UserError(f"{folder}: is not a run folder: it has none of {', '.join(_OF_A_RUN)}; {remedy}")
 
 
 def _number(value: object) -> float | None:
@@ -99,7 +99,7 @@ def _number(value: object) -> float | None:
 
 
 def _texts(found: Mapping[str, Any]) -> dict[str, str]:
-    """The object's values in words."""
+    """The object's values as text."""
     shown = {}
     for key, value in list(found.items())[:_MOST_KEYS]:
         if value is None:
@@ -112,7 +112,7 @@ def _texts(found: Mapping[str, Any]) -> dict[str, str]:
 def _value(value: object) -> str:
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+    except (RecursionError, ValueError):  # ValueError: an integer of more than 4,300 digits
         return "(too large to show)"
 
 
@@ -122,7 +122,7 @@ def _state(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restarts(found: object) -> list[dict[str, Any]]:
-    """What the launcher noted of starts after the first."""
+    """The restarts that the launcher recorded."""
     entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
     return [
         {**_state(entry), "time": words(entry.get("time"), 50), "attempt": whole(entry.get("attempt"))}
@@ -131,7 +131,7 @@ def _restarts(found: object) -> list[dict[str, Any]]:
 
 
 def _config(path: Path) -> dict[str, str]:
-    """The settings as `section.key`, values as TOML-like text."""
+    """The settings: `section.key` -> value as TOML-like text."""
     is_small = plain_path(path).stat().st_size <= _SMALL
     document = parse_toml(str(path)) if is_small else child.ask("config.load:parse_toml", path)
     found: dict[str, str] = {}
@@ -153,14 +153,14 @@ def _config(path: Path) -> dict[str, str]:
 
 
 def _earlier_configs(folder: Path, read: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The settings that earlier starts had, oldest first, and the last step that was made with each."""
+    """The settings of earlier starts, oldest first, each with the last step of that start."""
     steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _UNTIL.fullmatch(name)))
     found = [(step, read(f"config-until-step-{step}.toml", _config, {})) for step in steps[-_MOST_CONFIGS:]]
     return [{"until_step": step, "config": config} for step, config in found if config]
 
 
 def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes and seconds that were planned for a step, and what was measured in an early one."""
+    """Planned bytes and seconds of a step, and the values measured in an early step."""
     if not found:
         return {}
     moments = found["memory"] if isinstance(found.get("memory"), list) else []
@@ -187,10 +187,10 @@ def _sizes(categories: object) -> dict[str, float]:
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
-    """The folders, oldest first, of many the newest; their tensors are not read."""
+    """The checkpoint folders, oldest first; of many only the newest. Tensors are not read."""
     every, listed = sealed.all_checkpoints(folder), []
     for path in every[-_MOST_CHECKPOINTS:]:
-        with suppress(FileNotFoundError):  # the run is going on, and has removed it meanwhile
+        with suppress(FileNotFoundError):  # a run that is still running has removed it meanwhile
             listed.append(_checkpoint(path))
     return {
         "listed": listed,

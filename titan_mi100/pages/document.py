@@ -6,8 +6,8 @@ from html import escape
 
 from titan_mi100.wording import printable
 
-# Colours are variables, so that a page follows the reader's light or dark mode. The curves' are those of Okabe and Ito
-# (2008), which people with any colour vision tell apart; in dark mode they are lighter.
+# Colours are CSS variables, so that a page follows the light or dark mode. The colours of curves are those of Okabe and
+# Ito (2008), which are distinct with any colour vision; dark mode has lighter variants.
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --card: #f6f8fa;
   --good: #1a7f37; --warn: #9a6700; --bad: #cf222e; --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b8528f;
@@ -21,19 +21,20 @@ body { background: var(--back); color: var(--text); max-width: 80em; margin: 2em
 
 
 def text(value: object) -> str:
-    """A text as a page shows it: no character of it is markup, changes the direction of other text or is invisible."""
+    """Escape a text for HTML: markup, control characters and characters that change the text direction."""
     return escape(printable(str(value)))
 
 
 def html_document(title: str, style: str, body: str, script: str = "") -> str:
-    """A page that needs no other file, and that is allowed none: only this script runs, and nothing is fetched.
+    """A complete HTML page in one file. Its content security policy allows only this script and no network access.
 
     Args:
         title: plain text.
-        style: CSS of this page, after what all pages share.
-        body: HTML, every text in it escaped; see `text`.
-        script: JavaScript without which the page can be read.
+        style: CSS of this page; it follows the CSS of all pages.
+        body: HTML; every text in it must be escaped by `text`.
+        script: JavaScript; the page must be readable without it.
     """
+    # The policy names the script's hash, so a script that came in through unescaped data would not run.
     allowed = f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" if script else "'none'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     head = (

@@ -1,11 +1,11 @@
-"""Charts as HTML with inline SVG: curves stretch with the page, their labels are text of its own size. No torch."""
+"""Charts as HTML with inline SVG: curves scale with the page, labels are HTML text of fixed size. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
 
 from titan_mi100.pages.charts import Chart, Curve, dots, step_ticks
 from titan_mi100.pages.document import text
 
-_UNITS = 10_000  # of the drawing, across and up
+_UNITS = 10_000  # width and height of the SVG's coordinate system
 _COLORS = 7
 SYMBOLS = {
     "restart": ("▲", "restart"),
@@ -13,7 +13,7 @@ SYMBOLS = {
     "skipped": ("✕", "step skipped"),
     "best": ("★", "lowest validation loss"),
 }
-_MOST_MARKS = 200  # of a kind
+_MOST_MARKS = 200  # drawn per kind
 
 STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)); gap: 1em }
@@ -53,7 +53,7 @@ path.at { stroke-width: 1; stroke-dasharray: 3 3; opacity: .7 }
 @media (max-width: 40em) { .plot .x span:nth-child(even) { display: none } .wide .area { height: 14em } }
 """
 
-# Shows the values at the pointer. It reads them from the drawn lines, so the page holds each of them once.
+# Shows the values at the mouse pointer. It reads them from the drawn paths, so the page contains each value only once.
 SCRIPT = """
 for (const area of document.querySelectorAll('.area')) {
   const set = area.dataset, steps = [+set.first, +set.last], ends = [+set.low, +set.high], log = set.log === 'true';
@@ -105,7 +105,7 @@ def figure(chart: Chart) -> str:
 
 
 def _key(chart: Chart, kinds: Iterable[str]) -> str:
-    """Names of the curves and of the marks, above the drawing."""
+    """The legend above the drawing: names of the curves and of the marks."""
     entries = []
     if len(chart.curves) > 1:
         for curve in chart.curves:
@@ -117,7 +117,7 @@ def _key(chart: Chart, kinds: Iterable[str]) -> str:
 
 
 def _mark_rows(chart: Chart, kinds: Iterable[str]) -> str:
-    """Above the drawing, a row for each kind of mark."""
+    """The marks above the drawing, one row per kind."""
     rows = ""
     for kind in kinds:
         symbol = SYMBOLS[kind][0]
@@ -131,7 +131,7 @@ def _mark_rows(chart: Chart, kinds: Iterable[str]) -> str:
 
 
 def line_of(color: int) -> str:
-    """A piece of a curve, for a key."""
+    """A short piece of a curve for the legend."""
     return f'<svg class="line" viewBox="0 0 20 4"><path class="{_classes(color)}" d="M0,2 20,2"/></svg>'
 
 
@@ -140,7 +140,7 @@ def _classes(color: int) -> str:
 
 
 def _drawing(chart: Chart, kinds: Iterable[str]) -> str:
-    """The SVG."""
+    """The drawing as SVG: grid, marks and curves."""
     grid = "".join(f"M0,{_y(chart, at)} {_UNITS},{_y(chart, at)}" for at, _ in chart.ticks)
     paths = [f'<path class="grid" d="{grid}"/>']
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""The report of one or several runs as a page: first whether it went well, then curves, then all that is known."""
+"""The report of one or several runs as an HTML page: first whether they went well, then curves, then the details."""
 
 import re
 from collections.abc import Sequence
@@ -49,10 +49,10 @@ details { margin: .5em 0 } summary { cursor: pointer }
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The whole page.
+    """The complete page.
 
     Args:
-        runs: each as `collect` returns it, with names that differ.
+        runs: each as `collect` returns it, with unique names.
     """
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run['name'] for run in runs)}"
     body = [f"<header><h1><bdi>{text(title)}</bdi></h1>{_about(runs)}</header>"]
@@ -71,7 +71,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _about(runs: Sequence[dict[str, Any]]) -> str:
-    """Where the runs are, and when they ran by their logs."""
+    """The runs' folders, and the times of their logs."""
     lines = [f"Report of {shown_time(runs[0]['collected'])}"]
     for run in runs:
         log = run["log"]
@@ -85,7 +85,7 @@ def _folded(run: dict[str, Any]) -> str:
 
 
 def _first_screen(run: dict[str, Any]) -> str:
-    """Did it go well?"""
+    """The top of the page: state, findings and key figures."""
     state, found = state_of(run), findings(run)
     steps = run["metrics"].get("last_step")
     until = f" after step {steps:,}" if steps else ""
@@ -106,7 +106,7 @@ def _findings(found: Sequence[Finding]) -> str:
 
 def _tiles(run: dict[str, Any]) -> str:
     found = headline(run)
-    del found["Tokens"]  # that of tokens/s says it too
+    del found["Tokens"]  # the figure of tokens/s shows it too
     entries = ((name, *value) for name, value in found.items() if value)
     shown = (
         f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><small>{text(more)}</small></div>"
@@ -116,7 +116,7 @@ def _tiles(run: dict[str, Any]) -> str:
 
 
 def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
-    """The run in a few figures: name -> the figure, and what else is to say of it; None: not known."""
+    """The key figures: name -> (the figure, a remark); None: not known."""
     metrics, series = run["metrics"], run["metrics"].get("series", {})
     total, last = metrics.get("total", {}), metrics.get("last_step")
     tokens, seconds = total.get("tokens"), total.get("seconds")
@@ -154,7 +154,7 @@ def _of_all(run: dict[str, Any]) -> str:
 
 
 def _comparison(runs: Sequence[dict[str, Any]]) -> str:
-    """A row for each run."""
+    """A table with one row per run."""
     heads = [headline(run) for run in runs]
     names = [name for name in heads[0] if any(head[name] for head in heads)]
     rows: list[list[Cell]] = []
@@ -168,7 +168,7 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _numbers(runs: Sequence[dict[str, Any]]) -> str:
-    """First, last and extreme values of what was measured."""
+    """A table with the first, last and extreme values of the metrics."""
     rows: list[list[str]] = []
     for run in runs:
         for key, values in run["metrics"].get("series", {}).items():

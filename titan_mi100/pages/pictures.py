@@ -1,4 +1,4 @@
-"""Charts as PNG files, by matplotlib, which is not needed for anything else."""
+"""Charts as PNG files. Needs matplotlib, which no other part of the package needs."""
 
 import warnings
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MARKS = {
 
 
 def check_matplotlib() -> None:
-    """Raises UserError: it is not installed."""
+    """Raise a UserError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -28,7 +28,7 @@ def check_matplotlib() -> None:
 
 
 def write_pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    """Write a picture for each chart; returns their paths.
+    """Write one PNG file per chart and return the paths.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -49,7 +49,7 @@ def _file_name(key: str) -> str:
 
 
 def _drawable(name: str) -> str:
-    """The text without what matplotlib cannot take: half of a surrogate pair."""
+    """The text without characters that matplotlib cannot draw: lone surrogates."""
     return printable(name).encode("utf-8", "backslashreplace").decode()
 
 
@@ -67,7 +67,7 @@ def _write(chart: Chart, path: Path) -> Path:
         if curve.is_faint:
             axes.plot(steps, [each.mean for each in curve.bins], linewidth=0.8, alpha=0.4, **how)
         how |= {"linestyle": "--" if curve.color >= len(_COLORS) else "-", "marker": "o" if dots(curve) else None}
-        # a label that begins with "_" is left out of the legend
+        # matplotlib leaves labels that begin with "_" out of the legend: put a zero-width space before them
         label = f"\u200b{_drawable(curve.name)}" if len(chart.curves) > 1 else None
         axes.plot(steps, curve.strong, linewidth=1.6, markersize=4, label=label, **how)
     named = set[str]()
@@ -92,6 +92,8 @@ def _write(chart: Chart, path: Path) -> Path:
         for entry in legend.get_texts():
             entry.set_parse_math(False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a character that the font lacks is drawn as a box
+        warnings.simplefilter(
+            "ignore"
+        )  # matplotlib warns about characters that are not in the font; they are drawn as boxes
         figure.savefig(path, dpi=110)
     return path

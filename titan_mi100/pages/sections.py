@@ -1,4 +1,4 @@
-"""The report's sections on one run, each left out where there is nothing to say, and the comparison of configs."""
+"""The report's sections about one run, and the comparison of configs. A section without content is left out."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from titan_mi100.pages.document import text
 from titan_mi100.wording import bytes_in_words
 
 _GIB = 2**30
-Cell = str | tuple[str, str]  # a text, or HTML of ours and a text after it
+Cell = str | tuple[str, str]  # a text; or (our own HTML, a text after it)
 
 
 def section(title: str, inside: str) -> str:
@@ -16,10 +16,10 @@ def section(title: str, inside: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], numeric: Iterable[int] = ()) -> str:
-    """A table that scrolls where it is wider than the page.
+    """An HTML table that scrolls if it is wider than the page.
 
     Args:
-        numeric: columns that are aligned to the right.
+        numeric: indices of the columns that are aligned to the right.
     """
     right = set(numeric)
 
@@ -36,7 +36,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], numeric: Iterabl
 
 
 def details_of(run: dict[str, Any]) -> str:
-    """All sections on one run."""
+    """All sections about one run."""
     return "".join(
         (
             section("How it ended", _end(run["state"])),
@@ -55,12 +55,12 @@ def details_of(run: dict[str, Any]) -> str:
 
 
 def shown_time(iso: str) -> str:
-    """A time of ISO 8601 in UTC, for people."""
+    """An ISO 8601 time in UTC as readable text."""
     return re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?(Z|\+00:00)$", r"\1 \2 UTC", iso)
 
 
 def _end(state: dict[str, Any]) -> str:
-    """Only where the run has more to say than that it is done."""
+    """How the run ended; "" if it is done and has no message."""
     if not state["state"] or (state["state"] == "done" and not state["message"]):
         return ""
     code = f", exit code {state['exit_code']}" if state["exit_code"] is not None else ""
@@ -136,7 +136,7 @@ def _note(words: str) -> str:
 
 
 def _worst(worst: dict[str, Any] | None) -> str:
-    """What takes the memory at the step's peak."""
+    """A table of the memory by category at the step's peak."""
     if not worst or not (most := max(worst["categories"].values(), default=0)):
         return ""
     rows = [
@@ -222,7 +222,7 @@ def config_differences(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def different(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
-    """Of each setting whose value is not the same in all configs a row: its name and the values."""
+    """One row per setting that differs between the configs: its name and the values."""
     names = list(dict.fromkeys(name for config in configs for name in config))
     rows = [(name, *(config.get(name, "not set") for config in configs)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]

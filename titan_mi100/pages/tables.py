@@ -1,6 +1,6 @@
-"""The run's files of many lines, read once from the beginning to the end: metrics, ledger, log, samples, faults.
+"""Reads the long files of a run in one pass: metrics, ledger, log, samples, faults. Imports no torch.
 
-Each may be cut off at its end, hostile or of any size; what is kept in memory of it is bounded. Imports no torch.
+A file may be truncated, hostile or of any size; the memory that reading it takes is bounded.
 """
 
 import csv
@@ -15,14 +15,14 @@ from titan_mi100.files.plain import open_plain
 from titan_mi100.pages.bins import Bins, usable
 from titan_mi100.wording import shortened
 
-_LONGEST_LINE = 1 << 16  # bytes; ours of metrics.jsonl have 400
-_LONGEST_SAMPLE = 1 << 20
-_MOST_BYTES = 1 << 33  # of a file; a run of 10,000,000 steps writes half of it
+_LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
+_LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
+_MOST_BYTES = 1 << 33  # of a file; a metrics.jsonl of 10,000,000 steps has half of it
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
     "validation_loss", "bits_per_byte",
 }  # fmt: skip
-SOURCE = "validation_loss/"  # begins the key of one source's validation loss
+SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
 _MOST_SERIES, _LONGEST_NAME, _MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MOST_STEPS = (
     len(SERIES) + 32,
@@ -37,7 +37,7 @@ _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERRO
 
 
 def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
-    """The file's lines. One that is longer than `longest` bytes comes in pieces.
+    """The file's lines; a line longer than `longest` bytes is returned in pieces.
 
     Raises:
         UserError, OSError: as open_plain does.
@@ -50,18 +50,18 @@ def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
 
 
 def whole(value: object, least: int = 0) -> int | None:
-    """The value, if it is a whole number that a step, a count or an exit code can be."""
+    """The value if it is an integer from `least` to 2**63 - 1 and not a bool, else None."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and least <= value < 2**63 else None  # type: ignore[operator, return-value]
 
 
 def words(value: object, most: int = 2000) -> str:
-    """The value, if it is a text, cut off where it is long; else ""."""
+    """The value if it is a text, shortened to `most` characters, else ""."""
     return shortened(value, most) if isinstance(value, str) else ""
 
 
 def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any] | None]:
-    """The JSON object of each line that has a step; None: the line holds none."""
+    """The JSON object of each line; None for a line that is not an object with a step."""
     for line in lines(path, longest):
         try:
             found = json.loads(line)
@@ -72,7 +72,7 @@ def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """`metrics.jsonl`. Keys that are not known are left alone.
+    """Read `metrics.jsonl`. Unknown keys are ignored.
 
     Returns:
         `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
@@ -109,22 +109,22 @@ def read_metrics(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
-    """The rows of a CSV file; [] for what is none."""
+    """The rows of a CSV file; [] for a row that cannot be parsed."""
     reader = csv.reader(line.decode("utf-8", "replace").replace("\0", "") for line in lines(path))
     while True:
         try:
             yield next(reader)
         except StopIteration:
             return
-        except csv.Error:  # a field without an end
+        except csv.Error:  # for example a field without a closing quote
             yield []
 
 
 def read_ledger(path: Path) -> dict[str, Any]:
-    """`ledger.csv`: of each outcome the records, their tokens, in which set they are, and the first of them.
+    """Read `ledger.csv`: for each outcome the number of records, tokens and sets, and the first records as examples.
 
     Returns:
-        `outcomes`: status -> counts; `unreadable`: rows, the end of a file that was cut off among them.
+        `outcomes`: status -> counts; `unreadable`: number of rows, including the truncated end of a file.
     """
     outcomes: dict[str, Counter[str]] = {}
     first: dict[str, list[dict[str, str]]] = {}
@@ -151,10 +151,10 @@ def read_ledger(path: Path) -> dict[str, Any]:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """`train.log`: when its first and last line were written, and its warnings and errors, equal ones once.
+    """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
 
     Returns:
-        `messages`: the last of them; `distinct`: how many different ones there are, counted to a limit.
+        `messages`: the last ones; `distinct`: number of different messages, counted up to a limit.
     """
     messages: dict[tuple[str, str], dict[str, Any]] = {}
     began, ended, warnings, errors = "", "", 0, 0
@@ -175,10 +175,11 @@ def read_log(path: Path) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> dict[str, Any]:
-    """`samples.jsonl`: the answers of each prompt, the first and the last ones of many.
+    """Read `samples.jsonl`: the answers to each prompt; of many the first and the last ones.
 
     Returns:
-        `prompts`: messages, reference, answers by step, `answers_left_out`; `prompts_left_out`; `unreadable`: lines.
+        `prompts`: messages, reference, answers by step, `answers_left_out`; `prompts_left_out`; `unreadable`: number
+        of lines.
     """
     prompts: dict[str, dict[str, Any]] = {}
     left_out: set[int] = set()
@@ -199,7 +200,7 @@ def read_samples(path: Path) -> dict[str, Any]:
         prompt = prompts.setdefault(key, {**about, "answers": [], "answers_left_out": 0})
         prompt["answers"].append({"step": entry["step"], "answer": words(entry["answer"], _LONGEST_TEXT)})
         if len(prompt["answers"]) > _MOST_ANSWERS:
-            del prompt["answers"][1]  # the first stays: it shows where the run began
+            del prompt["answers"][1]  # keep the first answer: it shows the model before training
             prompt["answers_left_out"] += 1
     return {"prompts": [*prompts.values()], "prompts_left_out": len(left_out), "unreadable": unreadable}
 
@@ -212,7 +213,7 @@ def _message(message: object) -> dict[str, str]:
 
 
 def read_faults(path: Path) -> list[dict[str, Any]]:
-    """`nonfinite_rows.csv`: the steps that were skipped because something was not finite, with places of the input."""
+    """Read `nonfinite_rows.csv`: the steps that were skipped because of NaN or infinity, with their input rows."""
     found: dict[int, dict[str, Any]] = {}
     for row in _rows(path):
         try:

@@ -1,4 +1,4 @@
-"""Whether a run went well: its state in words, and what its owner should look at. Imports no torch."""
+"""Judges a run: its state as text, and the findings that the user should look at. Imports no torch."""
 
 from typing import Any, NamedTuple
 
@@ -18,16 +18,19 @@ _STATES = {
     "crashed": (BAD, "Crashed"),
     "hung": (BAD, "Ended: no progress"),
 }
-_RISE, _WAIT, _FULL = 1.02, 0.05, 0.95  # of the lowest validation loss; of the time; of the card's memory
+# Limits of the findings: last / lowest validation loss; share of the time spent waiting for data; share of the memory.
+_RISE, _WAIT, _FULL = 1.02, 0.05, 0.95
 
 
 class Finding(NamedTuple):
+    """Something to look at. Attributes: level: GOOD, NEUTRAL, WARN or BAD. text: plain text."""
+
     level: str
     text: str
 
 
 def state_of(run: dict[str, Any]) -> Finding:
-    """How the run stands, in a few words."""
+    """The run's state as text, with its level."""
     state = run["state"]["state"]
     if not state:
         return Finding(WARN, "How it ended is not known")
@@ -35,7 +38,7 @@ def state_of(run: dict[str, Any]) -> Finding:
 
 
 def findings(run: dict[str, Any]) -> list[Finding]:
-    """What is wrong, or may be; the worst first."""
+    """The problems and possible problems of a run, bad ones first."""
     found = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
     return sorted(found, key=lambda finding: finding.level != BAD)
 
@@ -47,7 +50,7 @@ def _of_state(run: dict[str, Any]) -> list[Finding]:
         when = "no step was written yet" if age is None else f"the last line of metrics.jsonl is {_age(age)} old"
         found.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
     elif state["exit_code"] or state["state"] not in ("", "done"):
-        # the message may have several lines: all of them are in the section on the end
+        # Only the first line of the message; the section "How it ended" has all.
         first = (state["message"] or state_of(run).text).split("\n")[0]
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
         following = f"; next: {state['next']}" if state["next"] else ""
@@ -91,7 +94,7 @@ def _of_files(run: dict[str, Any]) -> list[Finding]:
     found, checkpoints = [], run["checkpoints"]
     listed = checkpoints.get("listed", [])
     for what, names in (
-        ("suspect: a run resumes from such only when told to", [each["name"] for each in listed if each["is_suspect"]]),
+        ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["is_suspect"]]),
         ("not as written", [each["name"] for each in listed if each["problem"]]),
         ("set aside as damaged", checkpoints.get("damaged", [])),
     ):
