@@ -61,7 +61,7 @@ def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.Captu
     assert planner.main([*BIG, "--search", "--memory", "8"]) == 0
     assert "weights on the host" in capsys.readouterr().out
     assert planner.main([*BIG, "--search", "--memory", "3"]) == 2
-    assert "no layout fits 3.0 GiB; the smallest takes" in capsys.readouterr().err
+    assert "no layout fits 3.0 GiB; the smallest needs" in capsys.readouterr().err
 
 
 def test_what_moves_to_the_host_and_back_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

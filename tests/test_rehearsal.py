@@ -200,7 +200,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.Captu
     mine.write_text('name = "mine"\nmemory_gib = 0.5\nlink_gbs = 16\nper_node = 1\ntflops = { bfloat16 = 71 }\n')
     assert rehearse.main([*SMALL[:2], "--device", str(mine), *SMALL[4:]]) == 6
     said = capsys.readouterr()
-    assert "modelled, not measured: " in said.out and "tensor parallel reaches across nodes" in said.out
+    assert "modelled, not measured: " in said.out and "tensor parallel spans several nodes" in said.out
     assert "what helps most: " in said.err and "does not fit: 0." in said.out
     assert re.search(r"^dp_shard +reduce-scatter +8 +5 +1.8 MB +1.6 MB  between nodes$", said.out, re.MULTILINE)
 
@@ -213,7 +213,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.Captu
         (["--parallelism.pipeline_parallel_degree", "4"], "1F1B\" over 4 ranks needs at least 4 microbatches"),
         (["--compile.enable"], "--compile.enable false"),
         (["--parallelism.zero_stage", "0", "--parallelism.powersgd_rank", "1"], "set parallelism.powersgd_rank to 0"),
-        (["--ranks", "16"], "--ranks 16 is not one of 16 ranks"),
+        (["--ranks", "16"], "--ranks 16 does not exist; the ranks are 0 to 15"),
         (["--device", "mi999"], "--device mi999 is not known"),
     ],
 )  # fmt: skip
@@ -232,7 +232,7 @@ def test_a_layout_that_cannot_work_is_refused_with_the_remedy(
 def test_the_launcher_hands_over(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launch.main([*SMALL, "--ranks", "16"])
-    assert ended.value.code == 2 and "--ranks 16 is not one of 16 ranks" in capfd.readouterr().err
+    assert ended.value.code == 2 and "--ranks 16 does not exist; the ranks are 0 to 15" in capfd.readouterr().err
     assert launch.main(["--rehearse", "--help"]) == 0 and "--rehearse N" in capfd.readouterr().out
 
 

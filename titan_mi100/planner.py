@@ -1,4 +1,4 @@
-"""Tell before a run whether it fits its cards, how long it takes and which layout does best."""
+"""Estimate before a run whether it fits its cards, how long it takes and which layout is fastest."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import setup_logging
 from titan_mi100.wording import bytes_in_words, duration_in_words
 
-_LAYOUT_KEYS = {  # of a search: what it chooses
+_LAYOUT_KEYS = {  # the settings that --search chooses and --write writes
     "training": (
         "local_batch_size", "gradient_accumulation_steps", "target_tokens_per_step", "mixed_precision_reduce"
     ),
@@ -33,7 +33,7 @@ _LAYOUT_KEYS = {  # of a search: what it chooses
     "optimizer": ("state", "master"),
     "memory": ("offload",),
 }  # fmt: skip
-_SHOWN = 10
+_SHOWN = 10  # layouts that --search prints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,11 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
 
 def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
-    """The plan for people."""
+    """The plan as text lines.
+
+    Args:
+        tokens: tokens of the data, for the duration; 0: do not print it.
+    """
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
     found = [
         f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
@@ -72,8 +76,8 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
     found.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
     found += [
         f"  when: {'; '.join(memory.moment for memory in plan.memory)}",
-        f"  off by {-BELOW:+.0%} to {ABOVE:+.0%} against the counter of memory; with what a driver takes and what is "
-        f"lost between blocks, which are assumed: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
+        f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
+        f"fragmentation: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
         "",
         f"fits: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB"
         if plan.fits
@@ -85,19 +89,19 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
         else f"{plan.flops / 1e12:,.0f} TFLOP per step",
     ]
     if host := plan.host:
-        found.append(f"of the host's memory {host / GIB:.1f} GiB for each card, besides what its process takes")
+        found.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
     if plan.hidden_from:
         forward = plan.config.training.local_batch_size * plan.config.training.seq_len
         found.append(
-            f"what moves between host and card is hidden from {plan.hidden_from:,.0f} tokens per forward (here "
-            f"{forward:,}); {plan.update:.1f} s of a step are the update"
+            f"transfers between host and card overlap with computation from {plan.hidden_from:,.0f} tokens per forward "
+            f"on (here {forward:,}); the update takes {plan.update:.1f} s of a step"
         )
     if plan.bubble:
         found.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
     if plan.step:
         found.append(
             f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
-            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's: assumed, not measured"
+            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
         )
         if tokens:
             found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
@@ -119,8 +123,12 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> int:
-    """The ten fastest that fit; the first of them as TOML."""
-    counts = {options.gpus, 1}  # one card may beat two
+    """Print the ten fastest layouts that fit; with --write also write the first as TOML.
+
+    Raises:
+        UserError: no layout fits.
+    """
+    counts = {options.gpus, 1}  # one card can be faster than several with a slow link
     found = [plan for ranks in counts for plan in search(config, ranks, card, gpu)]
     fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: (plan.seconds, plan.most))
     if options.json:
@@ -139,15 +147,16 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
             print("\na pipeline is faster than FSDP2 here: it sends less")
     if not fitting:
         best = min(found, key=lambda plan: plan.most, default=None)
-        least = f"; the smallest takes {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
+        least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
     if options.write:
         Path(options.write).write_text(_toml(fitting[0], config), encoding="utf-8")
-        print(f"\n{options.write}: the first of them", file=sys.stderr)
+        print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0
 
 
 def _words(plan: Plan) -> str:
+    """A plan's layout in one line; the columns are those of the heading in _search."""
     c, batch = plan.config, plan.config.batch(plan.ranks)
     forwards = f"{batch.local_batch_size} x {batch.gradient_accumulation_steps}"
     layout = plan.config.layout(plan.ranks).describe() if plan.ranks > 1 else "alone"
@@ -159,6 +168,7 @@ def _words(plan: Plan) -> str:
 
 
 def _toml(plan: Plan, config: Config) -> str:
+    """A config that has the searched config as its base and sets the keys of the layout."""
     lines = [f"# For {plan.ranks} card(s) of {plan.card / GIB:.1f} GiB, by titan_mi100.planner --search", ""]
     lines += [f"base = {toml_value(os.path.abspath(config.job.config_file))}"]
     for section, keys in _LAYOUT_KEYS.items():
@@ -168,10 +178,14 @@ def _toml(plan: Plan, config: Config) -> str:
 
 
 def _count(plan: Plan, as_json: bool) -> None:
-    """The same by the run's own code, on tensors without values."""
+    """Print the memory as counted by the run's own code on fake tensors (no values).
+
+    Raises:
+        UserError: the config compiles the model.
+    """
     if plan.config.compile.enable:
         raise UserError("--count cannot count compiled code; add --compile.enable false")
-    from titan_mi100.memory.counter import count, ranks_of_stages  # torch takes seconds
+    from titan_mi100.memory.counter import count, ranks_of_stages  # imported here: torch takes seconds
 
     for number, rank in enumerate(ranks_of_stages(plan.config, plan.ranks)):
         counted = count(plan.config, plan.ranks, rank, plan.card)
@@ -188,19 +202,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m titan_mi100.planner",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
-        epilog="Exit code: 0 it fits, 1 it does not, 2 a mistake. Settings are those of training; data and tokenizer "
-        "need not be there.\n\n" + help_text().partition("\n\n")[2],
+        epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
+        "tokenizer need not exist.\n\n" + help_text().partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, known = parser.add_argument, ", ".join(DEVICES)
-    add("--gpus", type=positive, default=2, metavar="N", help="cards, a process each (default 2)")
+    add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
     add("--device", default="mi100", metavar="NAME", help=f"{known} (default mi100), or a TOML file that describes one")
-    add("--memory", type=size_gib, default=0, metavar="32GB", help="of a card, in GiB; default: the device's")
-    add("--tokens", type=float, default=0, metavar="N", help="of the data: how long they take")
-    add("--count", action="store_true", help="also count with the run's own code on fake tensors: takes some seconds")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
+    add("--tokens", type=float, default=0, metavar="N", help="tokens of the data: print how long they take")
+    add("--count", action="store_true", help="also count memory with the run's own code on fake tensors (seconds)")
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
-    add("--write", default="", metavar="X.toml", help="with --search: write the best one")
-    add("--json", action="store_true", help="for scripts; sizes in bytes")
+    add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
     return parser
 
 

@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):  # also where the number is missing
+    if {"-h", "--help"} & set(arguments):  # also if the number of ranks is missing
         arguments = ["--help"]
     elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # titan-mi100 rehearse N
         arguments = ["--rehearse", *arguments]
@@ -40,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
-    log.setLevel("WARNING")  # what a run says of its layout, once for each step that is rehearsed
+    log.setLevel("WARNING")  # otherwise each rehearsed rank logs the run's layout
     started, gpu, ranks = time.perf_counter(), find_device(options.device), options.rehearse
     card = round((options.memory or gpu.memory_gib) * GIB)
     config = load_config(settings, ranks, with_files=False)
     _refuse(config, ranks, options.ranks)
-    from titan_mi100.memory.counter import ranks_of_stages  # torch takes seconds, which a refusal need not wait for
+    from titan_mi100.memory.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.rehearsal.session import rehearse
 
     chosen = options.ranks or ranks_of_stages(config, ranks)
@@ -65,22 +65,31 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if most <= card:
         return 0
     advice = remedy(make_plan(config, ranks, card, gpu))
-    tool.say(f"a step takes {most / GIB:.1f} GiB of {gpu.name}'s {card / GIB:.1f}; what helps most: {advice}")
+    tool.say(f"a step needs {most / GIB:.1f} GiB, {gpu.name} has {card / GIB:.1f}; what helps most: {advice}")
     return _OUT_OF_MEMORY
 
 
 def _refuse(config: Config, ranks: int, chosen: Sequence[int]) -> None:
-    """What a rehearsal would not show as it is."""
+    """Refuse what a rehearsal would count wrongly.
+
+    Raises:
+        UserError: compiled code, PowerSGD, or a rank that does not exist.
+    """
     if config.compile.enable:
-        raise UserError("compiled code cannot be rehearsed; add --compile.enable false: it sends the same")
+        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
     if config.parallelism.powersgd_rank:
         raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
     if outside := [rank for rank in chosen if rank >= ranks]:
-        raise UserError(f"--ranks {outside[0]} is not one of {ranks} ranks, which count from 0")
+        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
 
 
 def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> list[str]:
-    """The rehearsal for people."""
+    """The rehearsal as text lines.
+
+    Args:
+        card: bytes of a device's memory.
+        most: bytes of the rank that needs most, with the assumed share for driver and fragmentation.
+    """
     layout, batch, seq_len = config.layout(ranks), config.batch(ranks), config.training.seq_len
     heading = "".join(f"{f'rank {rehearsed.rank}':>14}" for rehearsed in found)
     lines = [
@@ -96,8 +105,8 @@ def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, c
     if any(rehearsed.memory.host for rehearsed in found):
         lines.append(f"  {'of the host':<20}" + "".join(f"{r.memory.host / GIB:>14.2f}" for r in found))
     lines += [
-        f"{'fits' if most <= card else 'does not fit'}: {most / GIB:.1f} of {card / GIB:.1f} GiB, with what a driver "
-        "takes and what is lost between blocks, which are assumed",
+        f"{'fits' if most <= card else 'does not fit'}: {most / GIB:.1f} of {card / GIB:.1f} GiB, with an assumed "
+        "share for driver and fragmentation",
         f"{'TFLOP in a step':<22}" + "".join(f"{r.work.flops / 1e12:>14,.1f}" for r in found),
     ]
     for rehearsed in found:
@@ -112,7 +121,7 @@ def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, c
                 f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
             )
     if layout.tp > gpu.per_node:
-        lines += ["", "tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node"]
+        lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
     return lines
 
 
@@ -152,21 +161,21 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
-        "tokenizer need not be there. docs/REHEARSE.md explains the tables.\n\n" + help_text().partition("\n\n")[2],
+        "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + help_text().partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, known = parser.add_argument, ", ".join(DEVICES)
-    add("--rehearse", type=positive, required=True, metavar="N", help="ranks of the run, one for each device")
+    add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")
     add("--device", default="mi250x", metavar="NAME", help=f"{known} (default mi250x), or a TOML file of your own")
-    add("--memory", type=size_gib, default=0, metavar="32GB", help="of a device, in GiB; default: the device's")
-    add("--ranks", type=_ranks, default=(), metavar="0,8", help="those to rehearse; default: one of each stage")
-    add("--json", action="store_true", help="for scripts; sizes in bytes")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a device, in GiB; default: the device's")
+    add("--ranks", type=_ranks, default=(), metavar="0,8", help="ranks to rehearse; default: one per pipeline stage")
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
     return parser
 
 
 def _ranks(text: str) -> list[int]:
     if not all(part.isdecimal() and len(part) < 8 for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write 0,8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write for example 0,8")
     return sorted({int(part) for part in text.split(",")})
 
 

@@ -1,4 +1,4 @@
-"""Rehearses a rank of a run: the trainer's own step on the real model and mesh, on tensors without values."""
+"""Rehearses one rank of a run: the trainer's own step with the real model and mesh, on fake tensors (no values)."""
 
 import functools
 from collections.abc import Callable
@@ -21,16 +21,16 @@ from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
 from titan_mi100.rehearsal.tally import Tally
 
-_FLAGS = ("stop", "save failed")  # a run's, which travel with each step
+_FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What one rank does in a step.
+    """Memory and work of one rank in a step.
 
     Attributes:
-        memory: at the step's peak.
-        work: FLOPs and collectives of a step, the second of a start.
+        memory: of the first step.
+        work: FLOPs and collectives of the second step; the first one has set-up communication too.
     """
 
     rank: int
@@ -39,12 +39,15 @@ class Rehearsed:
 
 
 def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: ModelSpec | None = None) -> Rehearsed:
-    """Take two steps as one rank of a run; of many microbatches, as many as make a difference, the rest multiplied.
+    """Run two steps as one rank of a run. This process must not be in a process group.
 
-    This process must be in no process group. Args: see memory.counter.as_rank.
+    With many microbatches, two smaller numbers of them are rehearsed, and FLOPs and collectives are extrapolated
+    linearly.
+
+    Args: see memory.counter.as_rank.
     """
     wanted, more = config.batch(ranks).gradient_accumulation_steps, enough_microbatches(config, ranks)
-    few = max(1, config.layout(ranks).pp)  # what every schedule takes
+    few = max(1, config.layout(ranks).pp)  # every schedule runs with as many microbatches as pipeline ranks
     memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
     if more == 1 or (wanted == more and few >= more):
         return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))
@@ -57,7 +60,7 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
 
 
 class _Attention(FusedKernel):
-    """Counts the FLOPs of causal attention over rows of one document each."""
+    """Counts the FLOPs of causal attention; each row is one document."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +68,11 @@ class _Attention(FusedKernel):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: None) -> Tensor:
         batch, seq, heads, head_dim = q.shape
-        flops = 4 * head_dim * heads * batch * (seq * (seq + 1) // 2)  # two products of each query with keys up to it
+        flops = 4 * head_dim * heads * batch * (seq * (seq + 1) // 2)  # two products, causal
         self._add(flops)
         out = super().__call__(q, k, v, prepared)
         if out.requires_grad:
-            out.register_hook(functools.partial(self._add, 2 * flops))
+            out.register_hook(functools.partial(self._add, 2 * flops))  # backward: four products
         return out
 
     def _add(self, flops: int, gradient: Tensor | None = None) -> None:
@@ -79,7 +82,7 @@ class _Attention(FusedKernel):
 def _second_step(
     config: Config, ranks: int, rank: int, microbatches: int, device_memory: int, spec: ModelSpec | None
 ) -> tuple[Count, Tally]:
-    """The first step is the one whose memory is counted."""
+    """Run two steps: the memory of the first is counted, the operations of the second."""
     attention = _Attention()
     with as_rank(config, ranks, rank, microbatches, device_memory, attention, spec) as fake:
         memory = fake.count_step()
@@ -95,7 +98,11 @@ def _second_step(
 
 
 def _trainer_of(fake: FakeRank) -> trainer.Trainer:
-    """The run's trainer. It reads values, so it gets real ones; model and optimizer work on those without."""
+    """The run's trainer around the fake model.
+
+    The trainer reads values (losses, norms), so it must get real tensors. Model and optimizer run in fake mode, and the
+    wrappers below return real zeros in place of their results.
+    """
     config, model = fake.config, fake.model
     named, seed = model.trained_parameters(), config.training.seed
     with fake.mode:
@@ -124,7 +131,7 @@ def _no_gradient() -> Gradients:
 
 
 def _everyone_alike(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:
-    """gather_values, if all ranks had this one's."""
+    """Replace gather_values: every rank has the same values as this one."""
     tally.is_beside_mesh = True
     ranks = len(gather_values(mine, device))
     tally.is_beside_mesh = False
@@ -132,7 +139,7 @@ def _everyone_alike(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:
 
 
 class _Rows:
-    """A stream of rows that hold one document each."""
+    """Replaces the loader: every row is one document."""
 
     def __init__(self, config: Config, batch: Batch) -> None:
         self.batch, self._config = batch, config

@@ -1,4 +1,4 @@
-"""Counts what a step's operations are: each collective, and the FLOPs of matrix products and attention."""
+"""Counts the collectives of a step, and the FLOPs of its matrix products."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.traffic import WORLD, Transfer, axis_of
 
-# Name of an operator -> the operation, and which of its arguments is the payload.
+# Name of an operator -> (the operation, the index of its argument that is the payload).
 _COLLECTIVES: dict[str, tuple[str, int]] = {
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::_allgather_base_": ("all-gather", 0),
@@ -25,7 +25,7 @@ _COLLECTIVES: dict[str, tuple[str, int]] = {
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
     "c10d::barrier": ("barrier", 0),
-    # those of tensor parallel, which hide their collective from a mode
+    # tensor parallel's custom operators: a dispatch mode does not see the collectives inside them
     "titan_mi100::gather_sequence": ("all-gather", 0),
     "titan_mi100::scatter_sequence": ("reduce-scatter", 0),
 }
@@ -34,12 +34,13 @@ _NO_TRAFFIC = ("c10d::wait_tensor", "_c10d_functional::wait_tensor")
 
 
 class Tally(TorchDispatchMode):
-    """Everything that runs inside it on this rank.
+    """A dispatch mode that counts the operations of this rank.
 
     Attributes:
-        traffic: how often it took part in each transfer.
-        flops: of matrix products.
-        is_beside_mesh: what runs now is the trainer's own; torch may use one group for it and for an axis.
+        traffic: transfer -> how often this rank took part in it.
+        flops: FLOPs of matrix products.
+        is_beside_mesh: the trainer's own collectives over all ranks run now. Their group can be the same object as the
+            group of a mesh axis, so the group does not tell them apart.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -50,14 +51,14 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on local tensors come here
+            return NotImplemented  # DTensor then runs the operation on local tensors, which come here again
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket._qualified_op_name
         if name in _COLLECTIVES:
             self._note(name, args)
         elif function.namespace in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
             raise NotImplementedError(f"{name}: a collective that the rehearsal does not know")
-        elif (formula := _FLOPS.get(name.removesuffix("_"))) is not None:  # with "_" in place
+        elif (formula := _FLOPS.get(name.removesuffix("_"))) is not None:  # "_": the in-place variant
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
@@ -71,10 +72,10 @@ class Tally(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(boxed)
         members = dist.get_process_group_ranks(group)
         if len(members) == 1:
-            return  # nothing leaves the rank
+            return  # a group of one rank sends nothing
         ranks = _as_range(members)
         if name == "titan_mi100::gather_sequence":
-            payload *= len(ranks)  # its argument is this rank's part
+            payload *= len(ranks)  # the argument is this rank's part; the payload is the full tensor
         axis = WORLD if self.is_beside_mesh else axis_of(ranks, self._layout)
         self.traffic[Transfer(axis, operation, ranks, payload if operation != "barrier" else 0)] += 1
 
