@@ -1,18 +1,19 @@
 # shellcheck shell=bash
-# Finds the Python environment, or makes it. Source it: `source scripts/setup_env.sh`.
+# Finds or creates the Python environment. Source it: `source scripts/setup_env.sh`.
 #
-# If the active `python3` has torch and this checkout (pip install -e .), it is used. Otherwise .venv is made once, and
-# completed when it was interrupted or a pin has changed. Afterwards PYTHON is the interpreter, and first in PATH.
+# The active `python3` is used if it has torch and this checkout (pip install -e .). Otherwise .venv is created once.
+# It is completed if an earlier set-up was interrupted or a pinned version has changed. Afterwards the variable PYTHON
+# names the interpreter, and its folder is first in PATH.
 #
-#   TITAN_EXTRAS   extras of pyproject.toml to install as well, e.g. dev
-#   TITAN_VENV     folder of the environment to make; default .venv in the checkout
-#   TITAN_PYTHON   interpreter to make it with; default: the first of python3, python3.13 ... with version >= 3.10
-#   TITAN_TORCH    version of torch in it; default 2.8.0 (ROCm 6.4 build) on a ROCm machine, else 2.13.0
-# Any of the last three means: that environment, whatever is active.
+#   TITAN_EXTRAS   extras of pyproject.toml to install too, e.g. dev
+#   TITAN_VENV     folder of the environment to create; default .venv in the checkout
+#   TITAN_PYTHON   interpreter to create it with; default: the first of python3, python3.13 ... with version >= 3.10
+#   TITAN_TORCH    version of torch to install; default 2.8.0 (ROCm 6.4 build) on a ROCm machine, else 2.13.0
+# If one of the last three is set, the active python3 is not used.
 
 _titan_say() { printf 'setup: %s\n' "$*" >&2; }
 
-# What an interpreter has, without importing it: its path, its prefix and a verdict, a line each.
+# Prints three lines about an interpreter: its path, its prefix and a verdict on its packages. Imports none of them.
 _titan_probe='
 import importlib.util, os, sys
 checkout, extras = os.path.realpath(sys.argv[1]), sys.argv[2].split(",")
@@ -35,8 +36,8 @@ else:
 print(sys.executable, sys.prefix, verdict, sep="\n")
 '
 
-# Prints the path of the interpreter to make the environment with: sys.executable, because a version manager's shim may
-# answer differently in another folder.
+# Prints the path of the interpreter to create the environment with. It prints sys.executable, because the shim of a
+# version manager can select another interpreter in another folder.
 _titan_base_python() {
   local candidate code='import sys; sys.version_info >= (3, 10) or sys.exit(1); print(sys.executable)'
   set -- python3 python3.13 python3.12 python3.11 python3.10 python
@@ -44,64 +45,66 @@ _titan_base_python() {
   for candidate in "$@"; do
     "$candidate" -c "$code" 2>/dev/null && return 0
   done
-  _titan_say "no Python >= 3.10 found (tried: $*). Install one, or name it: TITAN_PYTHON=/path/to/python3.12"
+  _titan_say "no Python >= 3.10 found (tried: $*). Install one, or set TITAN_PYTHON=/path/to/python3.12"
   return 1
 }
 
-# Whether the environment was made with TITAN_PYTHON, or none is named.
+# Succeeds if the environment was created with TITAN_PYTHON, or TITAN_PYTHON is not set.
 _titan_right_python() {
   local id='import sys; print(sys.base_prefix, sys.version_info[:2])'
   [ -z "${TITAN_PYTHON:-}" ] || [ "$("$1/bin/python" -c "$id")" = "$("$TITAN_PYTHON" -c "$id")" ]
 }
 
-# Whether the stamp, which is written last, says: made from this (place, torch, pins), with at least these extras.
+# Succeeds if the environment is complete: its stamp, which is written last, has the same inputs (folder, torch, pinned
+# versions) and at least these extras.
 _titan_is_complete() {
   local venv=$1 made=$2 extras=$3 stamp had
   { read -r stamp && read -r had; } 2>/dev/null <"$venv/titan_setup.stamp" && [ "$stamp" = "$made" ] &&
     { [ -z "$extras" ] || [[ ",$had," = *",$extras,"* ]]; } && _titan_right_python "$venv"
 }
 
-# Runs a command with its output in the log; shows the log's end, and what to do, when it fails.
+# Runs a command and writes its output to the log. If the command fails, prints the end of the log and the remedy.
 _titan_logged() {
   local log=$1 remedy=$2
   shift 2
   "$@" >>"$log" 2>&1 && return 0
   tail -n 12 "$log" >&2
   _titan_say "$remedy"
-  _titan_say "whole output: $log"
+  _titan_say "full output: $log"
   return 1
 }
 
-# Makes or completes the environment, one caller at a time. The lock also marks the folder as ours.
+# Creates or completes the environment. The lock file lets only one caller do so at a time, and it marks the folder as
+# created by this script.
 _titan_install() (
   local repo=$1 venv=$2 torch=$3 made=$4 extras=$5 lock=$2/titan_setup.lock log=$2/titan_setup.log base had
   if [ -e "$venv" ] && [ ! -e "$lock" ] && [ -n "$(ls -A "$venv")" ]; then
-    _titan_say "$venv was not made by this script, so it is left alone. Activate it, with torch and this checkout" \
-      "in it (pip install -e .), or remove it, or name another folder: TITAN_VENV=/path/to/folder"
+    _titan_say "$venv was not created by this script, so it is not changed. Install torch and this checkout in it" \
+      "(pip install -e .) and activate it, or remove it, or set TITAN_VENV=/path/to/folder"
     return 1
   fi
   mkdir -p "$venv" && exec 9>>"$lock" || return 1
   if command -v flock >/dev/null && ! flock -n 9; then
     _titan_say "waiting for another set-up of $venv ..." && flock 9
   fi
-  ! _titan_is_complete "$venv" "$made" "$extras" || return 0 # another call did it while this one waited
+  ! _titan_is_complete "$venv" "$made" "$extras" || return 0 # another caller created it while this one waited
   _titan_say "Setting up ${venv#"$repo"/} with torch ${torch%% *} (once; a few minutes) ..."
   had=$(sed -n 2p "$venv/titan_setup.stamp" 2>/dev/null)
-  [[ -z $had || ",$extras," = *",$had,"* ]] || extras=$had${extras:+,$extras} # keep what an earlier call asked for
+  [[ -z $had || ",$extras," = *",$had,"* ]] || extras=$had${extras:+,$extras} # keep the extras of earlier calls
   rm -f "$venv/titan_setup.stamp" && : >"$log"
   if ! { "$venv/bin/python" -m pip --version && _titan_right_python "$venv"; } >/dev/null 2>&1; then
     base=$(_titan_base_python) || return 1
     find "$venv" -mindepth 1 -maxdepth 1 ! -name 'titan_setup.*' -exec rm -rf {} + || return 1
-    # Debian's python3 comes without ensurepip: there its own pip puts pip in
-    # shellcheck disable=SC2016 # it is the inner shell that expands
+    # Debian's python3 has no ensurepip, so venv cannot install pip. Then python3's own pip installs it.
+    # shellcheck disable=SC2016 # the inner shell expands $1 and $2
     "$base" -m venv "$venv" >>"$log" 2>&1 ||
       _titan_logged "$log" "$base cannot make a virtual environment; on Debian and Ubuntu: sudo apt install python3-venv" \
         bash -c '"$1" -m venv --without-pip "$2" && "$1" -m pip --python "$2/bin/python" install -q pip' - "$base" "$venv" ||
       return 1
   fi
   set -- "$venv/bin/python" -m pip install --quiet --disable-pip-version-check
-  local remedy="pip could not install this. Without a network, call again once there is one: what is installed is kept.
-setup: If there is no build for this Python, TITAN_PYTHON names another."
+  local remedy="pip could not install this. If there was no network, call again later: installed packages are kept.
+setup: If there is no build for this Python, set TITAN_PYTHON to another one."
   # shellcheck disable=SC2086  # $torch is a requirement and, on ROCm, an option with its value
   _titan_logged "$log" "$remedy" "$@" torch==$torch || return 1
   _titan_logged "$log" "$remedy" "$@" -c "$repo/constraints.txt" -e "${repo}${extras:+[$extras]}" || return 1
@@ -114,7 +117,7 @@ _titan_setup() {
   repo=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return 1
   venv=${TITAN_VENV:-$repo/.venv}
   [[ $venv = /* ]] || venv=$PWD/$venv
-  # our own .venv, activated, is left to its stamp
+  # Skip the probe if the active environment is our own .venv: its stamp decides whether it is complete.
   if [ -z "${TITAN_VENV:-}${TITAN_PYTHON:-}${TITAN_TORCH:-}" ] && active=$(command -v python3 || command -v python) &&
     { read -r python && read -r prefix && read -r verdict; } < <("$active" -c "$_titan_probe" "$repo" "$extras" 2>/dev/null) &&
     ! { [ "$prefix" -ef "$venv" ] && [ -e "$venv/titan_setup.lock" ]; }; then
@@ -124,7 +127,7 @@ _titan_setup() {
       missing*)
         _titan_say "$python has torch and this checkout, but not: ${verdict#missing }"
         _titan_say "Install it: $python -m pip install -c $repo/constraints.txt -e '${repo}${extras:+[$extras]}'" \
-          "- or deactivate this environment, and .venv is used."
+          "- or deactivate this environment to use .venv."
         return 1
         ;;
     esac

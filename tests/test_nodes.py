@@ -111,11 +111,11 @@ def test_a_batch_script_reads_code_and_move_of_its_own_start_only(tmp_path: Path
         command = [sys.executable, "-S", "-m", "titan_mi100.outcome", str(tmp_path), *options]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
-    assert ask("--start", "7.0.1") == "1 retry no word from the run\n"
+    assert ask("--start", "7.0.1") == "1 retry the run has left no message\n"
     state = {"state": "preempted", "exit_code": 3, "message": "stopped\nafter 5", "step": 5, "start": "7.0.1"}
     (tmp_path / "run_state.json").write_text(json.dumps(state))
     assert ask("--start", "7.0.1") == ask() == "3 requeue stopped after 5\n"
-    assert ask("--start", "7.0.2", "--srun", "2") == "2 end no word from the run\n"  # the settings are wrong
+    assert ask("--start", "7.0.2", "--srun", "2") == "2 end the run has left no message\n"  # the settings are wrong
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])
@@ -172,9 +172,9 @@ def test_nodes_meet_talk_and_notice_when_one_is_gone() -> None:
         time.sleep(0.1)
         assert host.hear() == [(1, {"code": 1}), (1, {"code": 2})]
         twice, said = answers(host, lambda: join(place, 2))
-        assert "two launchers came as node 1" in twice and "two launchers came as node 1" in said
+        assert "two launchers connected as node 1" in twice and "two launchers connected as node 1" in said
         for wrong, words in (
-            (here(1, 3, 3, place.port), "--nnodes must be the same"),
+            (here(1, 3, 3, place.port), "--nnodes must be equal"),
             (place, "node 0 has 2 processes"),
         ):
             refused, said = answers(host, lambda wrong=wrong: join(wrong, 5))
@@ -301,7 +301,7 @@ def test_fewer_nodes_train_only_where_that_is_allowed(monkeypatch: pytest.Monkey
     found, launcher = lead([DONE], here(0, 3, least=2), 2, monkeypatch)
     assert found.code == 0 and launcher.checked == [4]  # processes for which the config is checked anew
     assert launcher.agents[0][:2] == ("--nnodes", "2") and "missing: 2" in launcher.said[0]
-    with pytest.raises(UserError, match="node 2 did not come in 1 s"):
+    with pytest.raises(UserError, match="node 2 did not connect within 1 s"):
         lead([DONE], here(0, 3, patience=1), 2, monkeypatch)
 
 

@@ -294,7 +294,7 @@ def test_an_environment_that_the_script_did_not_make_is_left_alone(checkout: Che
     (checkout.folder / ".venv" / "precious").touch()
     result = checkout.set_up(STUB_VERDICT="no torch")
     assert result.returncode == 1
-    assert "left alone" in result.stderr
+    assert "so it is not changed" in result.stderr
     assert (checkout.folder / ".venv" / "precious").exists()
 
 
@@ -473,7 +473,7 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     assert code == 3, errors
     heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
-    assert "goes on" in errors.splitlines()[-1]
+    assert "to resume, add --job.run_folder" in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

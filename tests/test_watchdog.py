@@ -268,7 +268,7 @@ def test_restarts_stay_in_the_runs_state(tmp_path: Path, caplog: pytest.LogCaptu
     assert "\x1b" not in state["restarts"][0]["message"]
     (tmp_path / "run_state.json").write_text("[")
     note_restart(tmp_path, Outcome(1, "killed", 9, "running"))
-    assert "could not be noted" in caplog.text
+    assert "could not be recorded" in caplog.text
     (tmp_path / "run_state.json").write_text('{"restarts": 3}')
     write_run_state(tmp_path, RunState("done", 0, "", ""))
     assert "restarts" not in json.loads((tmp_path / "run_state.json").read_text())

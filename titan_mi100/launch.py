@@ -1,9 +1,11 @@
 """Starts a run and supervises it: `python -m titan_mi100.launch ARGS`, which run_train.sh calls.
 
-Checks the config, prepares the data, runs the trainer (several processes under torchrun; one alone, which starts
-sooner), passes signals on, and ends with an exit code of docs/DESIGN.md. launch_nodes.py is about several nodes.
-Imports little and no torch, to start fast. Signals are blocked and waited for, not handled: so none interrupts anything
-else, and none is lost. run_train.sh blocks them before it starts Python.
+It checks the config, prepares the data, runs the trainer, forwards signals, and ends with an exit code of
+docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner. launch_nodes.py
+is about several nodes. The module imports little, and no torch, to start fast.
+
+Signals are blocked and read by sigwait; there are no signal handlers. So no signal interrupts other code, and no signal
+is lost. run_train.sh blocks them before it starts Python.
 """
 
 import os
@@ -49,23 +51,23 @@ _REHEARSAL = ("-m", "titan_mi100.rehearse")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
 _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
 _ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_KILLED = 10.0  # seconds for a process that was killed to be gone: one that the kernel holds never is
-_AGAIN = 2.0  # seconds until workers are told again: some may not listen yet
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that stop a run
+_KILLED = 10.0  # seconds to wait for a killed process to end; a process that hangs in the kernel never ends
+_AGAIN = 2.0  # seconds between signals to the workers, which are repeated: a worker may not listen yet
 _MEANING = {
     2: "the config or the input is wrong",
-    3: "stopped early and saved; with --job.run_folder '{}' and without --checkpoint.fresh and load_step it goes on",
+    3: "stopped early and saved; to resume, add --job.run_folder '{}', without --checkpoint.fresh and load_step",
     4: "stopped because of the numbers (loss or gradients)",
     5: "a process hung",
-    6: "out of memory; python -m titan_mi100.planner shows what takes less",
+    6: "out of memory; python -m titan_mi100.planner shows layouts that need less",
 }
 Process = subprocess.Popen[bytes]
-PassOn = Callable[[Process], None]  # a signal that has come
-IsOver = Callable[[], bool]
+PassOn = Callable[[Process], None]  # forwards a stop signal to a process
+IsOver = Callable[[], bool]  # whether the process must be killed
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Launch a run; its exit code."""
+    """Launch a run and return its exit code."""
     launcher = Launcher()
     open_streams()
     try:
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
                 "srun python -m titan_mi100.train ...; or one on each node, with --nnodes, --node_rank and --rdzv"
             )
         for name in (*PLACE, RUN_FOLDER):
-            os.environ.pop(name, None)  # of a job that has started this one
+            os.environ.pop(name, None)  # may come from a job that has started this one
         set_defaults(processes)
         before_start(processes, say)
         if place is None:
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
     except UserError as error:
         say(error)
         return 2
-    except OSError as error:  # no folder for temporary files, no memory for another process
+    except OSError as error:  # no temporary folder, or no memory for another process
         say(f"cannot start: {error}")
         return 1
 
@@ -130,13 +132,14 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
 
 
 def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
+    """Run on a single node, with restarts. Returns the exit code."""
     folder = launcher.check(processes)
     launcher.prepare(folder)
     torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
     restarts = Restarts(ATTEMPTS if most_restarts else 1, most_restarts)
     while True:
         outcome = launcher.attempt(torchrun)
-        if not outcome.state:  # it has said nothing
+        if not outcome.state:  # the trainer ended before it wrote a state
             launcher.leave_if_told()
             outcome = outcome._replace(code=1)
         if launcher.is_told() or not (words := restarts.next(outcome)):
@@ -145,7 +148,7 @@ def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
 
 
 def _lead(launcher: "Launcher", place: nodes.Place, processes: int, most_restarts: int) -> int:
-    """Node 0's part of a run on several; the exit code, which the other nodes learn too."""
+    """Node 0's part of a run on several nodes. Returns the exit code, which is sent to the other nodes too."""
     folder, code = launcher.check(processes * place.most), 1
     with nodes.Host(place, processes) as host:
         try:
@@ -163,10 +166,11 @@ def _lead(launcher: "Launcher", place: nodes.Place, processes: int, most_restart
 
 
 def conclude(outcome: Outcome, folder: str) -> int:
-    """Say how the run has ended; its exit code."""
+    """Print how the run has ended, and return its exit code."""
     for line in outcome.message.splitlines():
         say(line)
-    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST) and os.path.isdir(folder):  # no process of it could say so
+    # After a hang or a lost process no process of the run could write this state.
+    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST) and os.path.isdir(folder):
         state = LOST if outcome.state == LOST else HUNG
         again = f"to resume, start again with job.run_folder = {folder}"
         write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
@@ -177,44 +181,47 @@ def conclude(outcome: Outcome, folder: str) -> int:
 
 
 def set_defaults(processes: int) -> None:
-    """Set what the processes find in their environment, where it is not set."""
+    """Set defaults of environment variables for the processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # the processes share the cores; torchrun's own default is one thread each, and a paragraph of warning
+    # Share the cores among the processes. Without this torchrun sets one thread each and prints a long warning.
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(cores // processes, 1))
-    if os.path.exists("/dev/kfd"):  # peer access over PCIe between MI100s needs it
+    if os.path.exists("/dev/kfd"):  # peer access over PCIe between MI100 cards needs it
         os.environ["HSA_FORCE_FINE_GRAIN_PCIE"] = os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") or "1"
 
 
 def say(words: object) -> None:
-    with suppress(OSError):  # its reader is gone; the run goes on
+    """Print a line to standard error."""
+    with suppress(OSError):  # standard error is closed; the run continues
         os.write(2, f"{command_name('run_train')}: {printable(str(words))}\n".encode(errors="backslashreplace"))
 
 
 class Launcher:
-    """Runs one process after the other, and listens to signals from its construction on.
+    """Runs one process after the other. Signals are blocked from its construction on, and read while a process runs.
 
     Attributes:
         trainer: the trainer's arguments.
-        processes: of this node.
+        processes: number of processes of this node.
     """
 
     def __init__(self) -> None:
         self.trainer: Sequence[str] = ()
         self.processes = 1
-        self._told: signal.Signals | None = None
+        self._told: signal.Signals | None = None  # the first stop signal
         self._outcome, self._under_torchrun = Path(), True
-        # what is ignored stays so: nohup ignores SIGHUP
+        # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
         heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
         self._signals = heard | {signal.SIGCHLD, signal.SIGALRM}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # ignored, as some parents leave it, it would hide exit codes
+        # Some parents leave SIGCHLD ignored; the kernel would then discard the children's exit codes.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def check(self, world: int, rank: int = 0, folder: str = "") -> str:
-        """Check the config once, before any process starts; the run's folder, so that all processes share it.
+        """Check the config once, before any process starts. Returns the run folder, which all processes share.
 
         Args:
-            world: processes of the job; it is checked as the one with this rank will.
-            folder: "": made now.
+            world: number of processes of the job.
+            rank: check as the process with this rank would.
+            folder: the run folder; "": create it now.
         """
         os.environ.pop(RUN_FOLDER, None)
         place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0"}
@@ -225,22 +232,30 @@ class Launcher:
         return os.environ[RUN_FOLDER]
 
     def prepare(self, folder: str) -> None:
-        """Prepare the data, also without torch: bad rows end here, before a GPU is touched.
+        """Prepare the data in a process without torch: bad rows are reported here, before a GPU is used.
 
         Args:
-            folder: for the ledger; removed if this fails and there is nothing in it.
+            folder: gets the ledger; it is removed if the preparation fails and the folder is empty.
         """
         try:
             self.run_first("the preparation of the data", *_PREPARE, *self.trainer, environment={RUN_FOLDER: folder})
         except BaseException:
             with suppress(OSError):
-                os.rmdir(folder)  # not earlier, or another run could get its name
+                os.rmdir(folder)  # only now: if it were removed earlier, another run could get the same name
             raise
 
     def run_first(
         self, what: str, *command: str, stdout: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
     ) -> bytes:
-        """Run what comes before the run; what it printed to a pipe. Exits if it fails, or is told to stop."""
+        """Run a step before the training itself. Exits this process if the step fails, or after a stop signal.
+
+        Args:
+            what: name of the step, for messages.
+            environment: variables to add.
+
+        Returns:
+            What the step printed, if `stdout` is a pipe.
+        """
         status, output = self._run(what, command, Process.terminate, environment, stdout)
         self.leave_if_told()
         if status:
@@ -248,16 +263,19 @@ class Launcher:
         return output
 
     def attempt(self, torchrun: Sequence[str], is_over: IsOver | None = None) -> Outcome:
-        """Run the trainer to its end; what it has left, with its own words where it failed.
+        """Run the trainer until it ends.
 
         Args:
-            torchrun: arguments of the torchrun that runs it; none: it runs by itself.
-            is_over: asked now and then: whether to end it.
+            torchrun: torchrun's arguments; empty: run the trainer without torchrun.
+            is_over: called from time to time; the trainer is killed when it returns True.
+
+        Returns:
+            The outcome; a run that succeeded has no message.
         """
         self._under_torchrun = bool(torchrun)
         command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
-            self._outcome = Path(temporary, "outcome")  # the run makes it
+            self._outcome = Path(temporary, "outcome")  # the trainer creates the file
             records = Path(temporary, "watch")
             records.mkdir()
             watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
@@ -271,8 +289,10 @@ class Launcher:
 
             command = (*command, *self.trainer)
             status, _ = self._run(what, command, self._tell_workers, environment, is_over=is_to_end)
-            for _ in range(3 if status else 0):  # a process that is just being started shows no environment yet
-                self._signal_workers(signal.SIGKILL)  # those that a killed torchrun has left
+            # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
+            # show its environment yet, so it is not found.
+            for _ in range(3 if status else 0):
+                self._signal_workers(signal.SIGKILL)
                 time.sleep(0.1)
             outcome = read_outcome(self._outcome) or Outcome(0)
             last_step, vanished = watch.last_step(), watch.vanished()
@@ -280,17 +300,17 @@ class Launcher:
         if watch.outcome is not None:
             append_to_log(folder, watch.outcome.message.splitlines())
             return watch.outcome
-        if status and last_step is not None:  # a process that was killed has not said it
+        if status and last_step is not None:  # a killed process could not write its last step
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
         if status and outcome.state in (RUNNING, LOST) and vanished:
             append_to_log(folder, vanished)
             message = outcome.message if outcome.state == LOST else ""
             outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))
-        # a run that fails says why on its own, but above a page of torchrun's about its workers
+        # Repeat the message of a failed run: the trainer has printed it, but above torchrun's long report.
         return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
 
     def restart(self, folder: str, outcome: Outcome, words: str) -> None:
-        """Say why a run is started again, and note it in its state and its log."""
+        """Print why a run is restarted, and record it in run_state.json and train.log."""
         for line in [*outcome.message.splitlines(), words]:
             say(line)
         append_to_log(Path(folder), [words])
@@ -299,17 +319,18 @@ class Launcher:
             self.use_config_of(folder)
 
     def use_config_of(self, folder: str) -> None:
-        """Let the next attempt read the config that a run which has trained has left in its folder: the file that it
-        was started with may have changed, or name a step to begin with.
+        """Let the next attempt read the config in the run folder instead of the user's file.
+
+        The user's file may have changed since, and options such as load_step must not apply a second time.
         """
         self.trainer = ("--job.config_file", str(Path(folder, "config.toml")))
 
     def is_told(self) -> bool:
-        """Whether this process was told to stop."""
+        """Whether a stop signal has come."""
         return self._told is not None
 
     def rest(self, seconds: float) -> None:
-        """Wait, and exit if told to stop."""
+        """Wait, and exit after a stop signal."""
         number = signal.sigtimedwait(self._signals, seconds)
         if number is not None and number.si_signo in _STOP:
             self._told = signal.Signals(number.si_signo)
@@ -327,16 +348,20 @@ class Launcher:
         stdout: int | None = None,
         is_over: IsOver | None = None,
     ) -> tuple[int, bytes]:
-        """Run Python to its end; its exit status, negative for a signal, and what it printed to a pipe.
+        """Run a Python process until it ends.
 
-        A first signal is passed on. Ctrl-C after it ends everything at once; others are often sent twice, and must not.
+        The first stop signal is forwarded. A later Ctrl-C kills the process at once. Later signals of other kinds are
+        ignored: batch systems often send them twice.
+
+        Returns:
+            The exit status, negative for a signal; and what the process printed, if `stdout` is a pipe.
         """
         process = subprocess.Popen(
             [sys.executable, *command], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=stdout,
-            start_new_session=True,  # Ctrl-C must arrive once, from here, not from the terminal as well
+            start_new_session=True,  # otherwise Ctrl-C would arrive twice: from the terminal and from here
             preexec_fn=_before_exec,
         )  # fmt: skip
-        is_ended, until = False, float("inf")  # by us
+        is_ended, until = False, float("inf")  # whether this launcher killed it; when to stop waiting for that
         while (status := process.poll()) is None and time.monotonic() < until:
             number = self._next_signal(is_over)
             if number is None and is_over is not None and is_over():
@@ -359,14 +384,14 @@ class Launcher:
         return status, process.stdout.read() if process.stdout else b""
 
     def _next_signal(self, is_over: IsOver | None) -> int | None:
-        """None: it is time to ask whether the run is over."""
-        if is_over is None or not hasattr(signal, "sigtimedwait"):  # macOS has none: there nothing is watched
+        """Wait for the next signal. None: none came within LOOK seconds, and `is_over` must be asked."""
+        if is_over is None or not hasattr(signal, "sigtimedwait"):  # macOS has no sigtimedwait: is_over is not asked
             return signal.sigwait(self._signals)
         found = signal.sigtimedwait(self._signals, LOOK)
         return None if found is None else found.si_signo
 
     def _tell_workers(self, process: Process) -> None:
-        """Tell workers with USR1: torchrun would pass TERM on, but give them only half a minute to save."""
+        """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later."""
         if self._told != signal.SIGINT:
             if self._under_torchrun:
                 self._signal_workers(signal.SIGUSR1, process.pid)
@@ -374,32 +399,34 @@ class Launcher:
                 process.send_signal(signal.SIGUSR1)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         elif read_outcome(self._outcome) is None:
-            process.kill()  # nothing can be lost yet, and while modules are imported Ctrl-C would be a traceback
+            process.kill()  # nothing is trained yet, and SIGINT during the imports would print a traceback
         else:
             process.send_signal(signal.SIGINT)
 
     def _signal_workers(self, number: int, parent: int | None = None) -> None:
-        """Signal this launch's processes, which are in sessions of their own: their environment names the launch.
+        """Signal this launch's processes. They are found by their environment, which names the outcome file.
 
         Args:
-            parent: signal its children only: what a worker itself has started may not know the signal.
+            parent: signal only the children of this process: a worker's own children may not handle the signal.
         """
         mark = os.fsencode(f"TITAN_OUTCOME={self._outcome}")
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # gone, or another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if parent in (None, int(state[1])) and mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), number)
 
     def leave_if_told(self) -> None:
+        """Exit with code 3 after a stop signal."""
         if self._told:
             say(f"{self._told.name}: stopped before the run began; nothing was trained; exit code 3")
             sys.exit(3)
 
 
 def _before_exec() -> None:
+    """Runs in the child before Python starts: ignore SIGUSR1 and SIGUSR2, and unblock all signals."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # until a worker listens: it would die, and the others wait for it
+        signal.signal(number, signal.SIG_IGN)  # a worker that does not listen yet would die of them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 

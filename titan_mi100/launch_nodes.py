@@ -1,8 +1,8 @@
-"""The launchers of several nodes: node 0 leads, the others follow. launch.py does each node's own part.
+"""Launching on several nodes: node 0 leads, the others follow. launch.py does the work of a single node.
 
-A start goes: all nodes there, data prepared on each, then one torchrun agent per node, on a port that node 0 has just
-found free. How it ended is what all nodes report. A start that fails before its first step is tried again, three times:
-torch's store and port are new each time, and so are all processes.
+A start has these steps: all nodes connect; each prepares the data; each runs one torchrun agent, with a port that node
+0 has just found free; each reports how its agent ended. If a start fails before its first step, it is tried again, up
+to three times, with a new port, a new store and new processes.
 """
 
 import tempfile
@@ -16,24 +16,24 @@ from titan_mi100.nodes import Host, Link, Message, Place, free_port, join
 from titan_mi100.outcome import LOST, Outcome, Restarts, combined
 
 _LOOK = 0.3  # seconds between two looks at the other nodes
-_LAST_CALL = 60.0  # seconds to wait for more nodes where there are enough
-_GRACE = 8.0  # seconds for a node's processes to find out that another one's have failed, before they are killed
-_PARTING = 120.0  # seconds for the other launchers to report after this one's processes have ended
+_LAST_CALL = 60.0  # seconds to wait for more nodes after the minimum of --nnodes has connected
+_GRACE = 8.0  # seconds that a node's processes get to end by themselves after another node's have failed
+_PARTING = 120.0  # seconds to wait for the other nodes' reports after this node's processes have ended
 
-Reports = dict[int, Outcome]  # by node, the first to come first
+Reports = dict[int, Outcome]  # by node, in the order of arrival
 
 
 class Launcher(Protocol):
-    """A node's own part; each method exits where it fails, or the launcher was told to stop."""
+    """The work of a single node, see launch.Launcher. A method exits the process on failure or after a stop signal."""
 
     def check(self, world: int, rank: int = 0, folder: str = "") -> str:
-        """Check the config as this rank of the world; the run's folder, which is made if none is given."""
+        """Check the config as this rank of the world. Returns the run folder, which is created if none is given."""
 
     def prepare(self, folder: str) -> None:
-        """Prepare the data; the ledger goes into the folder."""
+        """Prepare the data, with the ledger in this folder."""
 
     def attempt(self, torchrun: tuple[str, ...], is_over: Callable[[], bool]) -> Outcome:
-        """Run this node's processes until they end, or `is_over` says to end them."""
+        """Run this node's processes until they end; kill them when `is_over` returns True."""
 
     def rest(self, seconds: float) -> None:
         """Wait."""
@@ -43,7 +43,7 @@ class Launcher(Protocol):
     def is_told(self) -> bool: ...
 
     def restart(self, folder: str, outcome: Outcome, words: str) -> None:
-        """Say and note it; the next attempt reads the config in the run's folder."""
+        """Log and record a restart. If the run has trained, the next attempt reads the config in its folder."""
 
     def use_config_of(self, folder: str) -> None: ...
 
@@ -55,13 +55,11 @@ class Leader:
 
     def __init__(self, launcher: Launcher, host: Host, place: Place, processes: int) -> None:
         self._launcher, self._host, self._place, self._processes = launcher, host, place, processes
-        self._ready, self._checked = (
-            set[int](),
-            place.most,
-        )  # nodes with data; number of nodes the config is checked for
+        self._ready = set[int]()  # nodes that have prepared the data
+        self._checked = place.most  # the config was checked for this number of nodes
 
     def run(self, folder: str, restarts: Restarts) -> Outcome:
-        """Start until the run has ended, or no more starts are left; how the last one ended."""
+        """Start the run, and restart it as `restarts` decides. Returns the outcome of the last start."""
         is_first, trained = True, False
         while True:
             self._gather()
@@ -71,11 +69,15 @@ class Leader:
                 self._launcher.leave_if_told()
             if self._launcher.is_told() or not (words := restarts.next(outcome)):
                 return outcome
-            message = outcome.message or "no process said why"
+            message = outcome.message or "no process reported the reason"
             self._launcher.restart(folder, outcome._replace(message=message), words)
 
     def _gather(self) -> None:
-        """Wait for the nodes; go on with fewer only where --nnodes allows it, after a last call."""
+        """Wait until all nodes are connected; start with fewer only if --nnodes allows it, after _LAST_CALL seconds.
+
+        Raises:
+            UserError: fewer than the minimum number of nodes connected in time.
+        """
         place, began = self._place, time.monotonic()
         until = began + place.patience
         while (count := 1 + len(self._host.links)) < place.most and time.monotonic() < until:
@@ -83,25 +85,32 @@ class Leader:
                 until = min(until, began + _LAST_CALL)
             if refusal := self._host.admit(_LOOK):
                 self._launcher.say(refusal)
-            self._host.hear()  # drops who is gone
+            self._host.hear()  # drops nodes whose connection is lost
             self._launcher.rest(0)
         missing = [str(node) for node in range(1, place.most) if node not in self._host.links]
         if count < place.least:
             raise UserError(
-                f"node {', '.join(missing)} did not come in {place.patience} s; look at what run_train.sh says there, "
-                "or allow fewer nodes: --nnodes LEAST:MOST"
+                f"node {', '.join(missing)} did not connect within {place.patience} s; read the messages of "
+                "run_train.sh on that node, or allow fewer nodes: --nnodes LEAST:MOST"
             )
         if missing:
-            self._launcher.say(f"going on with {count} nodes; missing: {', '.join(missing)}")
+            self._launcher.say(f"starting with {count} nodes; missing: {', '.join(missing)}")
 
     def _prepare(self, folder: str, is_first: bool) -> Reports:
-        """Check the config for the nodes that are there, and have the data prepared on each; reports of failures."""
+        """Check the config for the connected nodes and let each prepare the data.
+
+        Args:
+            is_first: this node prepares its data too; later starts find it prepared.
+
+        Returns:
+            The reports of nodes that failed; empty: all are ready.
+        """
         if (count := 1 + len(self._host.links)) != self._checked:
             self._launcher.check(self._processes * count, folder=folder)
             self._checked = count
         self._ready &= self._host.links.keys()
         for node in self._host.links.keys() - self._ready:
-            with suppress(OSError):  # the next look drops it
+            with suppress(OSError):  # the next `hear` drops the node
                 self._host.links[node].send(do="prepare", folder=folder, world=self._processes * count)
         if is_first:
             self._launcher.prepare(folder)
@@ -114,10 +123,10 @@ class Leader:
         return {}
 
     def _train(self, trained: str) -> Reports:
-        """One agent on each node, to the end of all.
+        """Run one torchrun agent on each node until all have ended, and collect the nodes' reports.
 
         Args:
-            trained: the run's folder, whose config is read; "": the run has not trained yet.
+            trained: the run folder, if the run has trained: then all nodes read the config in it; else "".
         """
         numbers, port, reports = [0, *sorted(self._host.links)], free_port(), Reports()
         everyone = len(numbers) - 1
@@ -145,25 +154,29 @@ class Leader:
     def _hear(self) -> Reports:
         reports = Reports()
         for node, message in self._host.hear():
-            gone = Outcome(1, f"node {node} is gone: its launcher has ended", None, LOST)
+            gone = Outcome(1, f"node {node} is lost: its launcher has ended", None, LOST)
             reports[node] = gone if message is None else _outcome_of(message) or gone
         return reports
 
 
 def follow(launcher: Launcher, place: Place, processes: int) -> int:
-    """Do what node 0's launcher says, until it says that the run has ended; the exit code."""
+    """Follow the messages of node 0's launcher until the run has ended. Returns the exit code.
+
+    Raises:
+        UserError: node 0 does not answer in time, or refuses this node.
+    """
     until = time.monotonic() + place.patience
     while (link := join(place, processes)) is None:
         if time.monotonic() > until:
             raise UserError(
-                f"node 0 did not answer at {place.host}:{place.port} in {place.patience} s; look at what run_train.sh "
-                "says there, and whether this node can reach it"
+                f"node 0 did not answer at {place.host}:{place.port} within {place.patience} s; read the messages of "
+                "run_train.sh on node 0, and check that this node can reach it"
             )
         launcher.rest(1)
     launcher.say(f"node {place.rank} of {place.most}: node 0 at {place.host} leads")
     try:
         return _follow(launcher, link, place, processes)
-    except SystemExit as ended:  # the check or the data, or told to stop
+    except SystemExit as ended:  # the config check or the data preparation failed, or a stop signal came
         with suppress(OSError):
             link.send(
                 code=ended.code,
@@ -173,7 +186,7 @@ def follow(launcher: Launcher, place: Place, processes: int) -> int:
             )
         raise
     except OSError:
-        launcher.say("node 0 is gone: its launcher has ended")
+        launcher.say("node 0 is lost: its launcher has ended")
         return 1
     finally:
         link.close()
@@ -187,7 +200,7 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
         elif message["do"] == "prepare":
             rank = place.rank * processes
             launcher.check(int(message["world"]), min(rank, int(message["world"]) - 1), str(message["folder"]))
-            with tempfile.TemporaryDirectory(prefix="titan-ledger-") as aside:  # the run's own is node 0's
+            with tempfile.TemporaryDirectory(prefix="titan-ledger-") as aside:  # the run folder gets node 0's ledger
                 launcher.prepare(aside)
             link.send(**Outcome(0)._asdict())
         elif message["do"] == "start":
@@ -196,7 +209,7 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
                 launcher.use_config_of(trained)
             outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
             if outcome.code == 1 and outcome.step is None:
-                launcher.leave_if_told()  # else node 0 would try again
+                launcher.leave_if_told()  # exit here; a report of code 1 would make node 0 try again
             link.send(**outcome._asdict())
         elif message["do"] == "end":
             return int(message["code"])
@@ -204,13 +217,18 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
 
 def _is_called_off(link: Link) -> bool:
     try:
-        return link.receive(0) is not None  # nothing else can come now
+        return link.receive(0) is not None  # during training node 0 sends only "stop" or "end"
     except OSError:
         return True
 
 
 def agent(place: Place, numbers: list[int], port: int, processes: int) -> tuple[str, ...]:
-    """torchrun's arguments: this node's agent, of those of the nodes with these numbers."""
+    """torchrun's arguments for this node's agent.
+
+    Args:
+        numbers: the node numbers that take part; torchrun's node rank is the position in this list.
+        port: of the processes' store on node 0.
+    """
     where = ("--node-rank", str(numbers.index(place.rank)), "--master-addr", place.host, "--master-port", str(port))
     return ("--nnodes", str(len(numbers)), *where, "--nproc_per_node", str(processes))
 

@@ -1,4 +1,4 @@
-"""Where the run's words go: rank 0 to the terminal (below the progress bar's reach) and to the run folder's log."""
+"""Logging: rank 0 writes to the terminal, above the progress bar, and to train.log in the run folder."""
 
 import logging
 import sys
@@ -12,21 +12,25 @@ log = logging.getLogger("titan_mi100")
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints a line above a progress bar, if there is one, instead of through it."""
+    """Prints lines above the progress bar, so that they do not overwrite it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # here: the launcher and the check of a config start without it
+        from tqdm import tqdm  # imported here, so that the launcher and the check of a config start faster
 
-        with suppress(OSError):  # no reader, a full disk, a terminal that is gone: train.log has it too
+        with suppress(OSError):  # a closed pipe, a full disk or a closed terminal; train.log has the line too
             tqdm.write(self.format(record), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr)
             sys.stdout.flush()
 
 
 class _LineFormatter(logging.Formatter):
-    """The time, and the level of warnings and errors, before each line of a message."""
+    """Puts the time, and the level of warnings and errors, before each line of a message."""
 
     def __init__(self, prefix: str, date_format: str | None = None, of_info: str = "") -> None:
-        """Args: of_info: stands for the level of information."""
+        """Args:
+        prefix: text before the level, such as "rank 3 ".
+        date_format: of the time; None: with the date.
+        of_info: what is printed as the level of an info message.
+        """
         super().__init__(datefmt=date_format)
         self._prefix, self._of_info = prefix, of_info
 
@@ -37,7 +41,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class ByteProgress:
-    """A bar on a terminal; in a log a line every 10 seconds, with the time that is left."""
+    """Progress in bytes: a bar on a terminal, else a log line every 10 seconds with the remaining time."""
 
     def __init__(self, what: str, total: int) -> None:
         from tqdm import tqdm
@@ -64,38 +68,39 @@ class ByteProgress:
 
 
 class TokenProgress(ByteProgress):
-    """The same with the tokens that were made."""
+    """Progress in bytes that also shows tokens per second."""
 
     def reach(self, size: int, tokens: int) -> None:
-        """Args: of all work so far: size: bytes; tokens: made of them."""
+        """Set the total progress: `size` bytes have been read and have given `tokens` tokens."""
         self._note = f"{tokens / max(time.monotonic() - self._started, 1e-9):,.0f} tokens/s"
         self._bar.set_postfix_str(self._note, refresh=False)
         self.advance(size - self._done)
 
 
 def setup_logging(rank: int) -> None:
-    """Rank 0 says everything, the others only errors: every rank comes to the same warnings."""
+    """Log to the terminal. Rank 0 logs everything; other ranks only errors, because their warnings repeat rank 0's."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files can be any bytes
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names can be any bytes
     handler = _TerminalHandler()
     prefix = "" if rank == 0 else f"rank {rank} "
     handler.setFormatter(_LineFormatter(prefix, "%H:%M:%S"))
     log.handlers = [handler]
     log.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     log.propagate = False
-    logging.raiseExceptions = False  # a file on a full disk: no reason for a traceback
+    logging.raiseExceptions = False  # a log file on a full disk must not print a traceback for each line
 
 
 def log_to_file(path: Path) -> None:
-    """Also append to this file, with the date."""
+    """Also append the log to this file, with the date."""
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_LineFormatter("", of_info="INFO "))
     log.addHandler(handler)
 
 
 def log_errors_to_file(path: Path) -> None:
-    """From now on append to this file and print nothing: thousands of ranks may fail for the same reason. The file and
-    its folder are made when there is something to write.
+    """Append errors to this file instead of printing them, because thousands of ranks may fail for the same reason.
+
+    The file and its folder are created with the first message.
     """
     handler = _FileOnDemand(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(_LineFormatter(""))
@@ -103,6 +108,8 @@ def log_errors_to_file(path: Path) -> None:
 
 
 class _FileOnDemand(logging.FileHandler):
-    def _open(self):  # type: ignore[no-untyped-def]  # what it returns is logging's own affair
+    """Creates the file's folder when the file is opened."""
+
+    def _open(self):  # type: ignore[no-untyped-def]  # logging gives it no public type
         Path(self.baseFilename).parent.mkdir(exist_ok=True)
         return super()._open()

@@ -1,8 +1,8 @@
-"""The launchers of a job's nodes in touch with each other. Standard library only.
+"""Connections between the launchers of a job's nodes. Standard library only.
 
-Node 0 listens, the others connect and stay connected, so that each learns at once when another one is gone. Every start
-of the job goes through here: who takes part, which port the processes meet on, how it ended. Messages are objects in
-JSON, a line each. There are no secrets, as in torch's own store: use it where every host may be trusted.
+Node 0 listens. The other launchers connect and stay connected, so that each side notices at once if the other one ends.
+The launchers exchange which nodes take part, the port of the processes' store, and how each start ended. A message is a
+JSON object on one line. There is no authentication, as in torch's own store: use it in trusted networks only.
 """
 
 import json
@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 from titan_mi100.errors import UserError
 
 _HELLO = "titan_mi100 launcher 1"
-_PORTS = 4  # node 0 takes the first of so many from the named one on that is free
+_PORTS = 4  # node 0 listens on the first free one of so many ports, beginning with the port of --rdzv
 _LONGEST = 1 << 16  # bytes of a message
-_SLOW = 10.0  # seconds in which an answer to a greeting, or room for a message, must come
-_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # notice a host that is dead
+_SLOW = 10.0  # seconds: time-out of the handshake and of sending a message
+# A host that loses power closes no connection. TCP keepalive notices it after 20 + 3 x 10 seconds.
+_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 Message = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """What the command line says of the nodes.
+    """This node's place in the job, from the command line.
 
     Attributes:
-        least, most: nodes the job may have.
-        rank: this one's number, below `most`.
-        host, port: node 0's.
+        least, most: how many nodes the job may have.
+        rank: this node's number, from 0 to most - 1.
+        host, port: address of node 0.
         patience: seconds to wait for the other nodes.
     """
 
@@ -47,10 +48,13 @@ OPTIONS = ("nnodes", "node_rank", "rdzv", "rdzv_timeout")
 
 
 def parse_place(given: Mapping[str, str]) -> Place | None:
-    """The place that OPTIONS of the command line give; None: one node.
+    """Parse the options about nodes. None: the job has one node.
+
+    Args:
+        given: option (one of OPTIONS) -> its value.
 
     Raises:
-        UserError: something is missing, or makes no sense.
+        UserError: an option is missing or invalid.
     """
     nodes = re.fullmatch("(?:([1-9][0-9]{0,3}):)?([1-9][0-9]{0,3})", given.get("nnodes", "1"), re.ASCII)
     if nodes is None or (least := int(nodes[1] or nodes[2])) > (most := int(nodes[2])):
@@ -88,14 +92,14 @@ class Link:
         self._socket.close()
 
     def send(self, **message: Any) -> None:
-        """Raises OSError: the other one is gone."""
+        """Send a message. Raises OSError: the connection is lost."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message; None: none has come in this time.
+        """The next message; None: none has arrived within this time.
 
         Raises:
-            OSError: the other one is gone, or sends what is no message.
+            OSError: the connection is lost, or the other side sends something that is not a message.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._received:
@@ -104,27 +108,30 @@ class Link:
             part = self._socket.recv(_LONGEST)
             self._received += part
             if not part or len(self._received) > 2 * _LONGEST:
-                raise ConnectionError("the connection was closed" if not part else "it sends what is no message")
+                raise ConnectionError("the connection was closed" if not part else "the message is too long")
         line, _, self._received = self._received.partition(b"\n")
         try:
             message = json.loads(line)
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise ConnectionError("it sends what is no message")
+            raise ConnectionError("the message is not a JSON object")
         return message
 
 
 class Host:
-    """Node 0's end.
+    """Node 0's side: accepts the other launchers and keeps their connections.
 
     Attributes:
-        links: to the nodes that are there, by their number.
-        port: where it listens.
+        links: node number -> connection, of the nodes that are connected.
+        port: the port that it listens on.
     """
 
     def __init__(self, place: Place, processes: int) -> None:
-        """Listen.
+        """Listen on the first free port.
+
+        Args:
+            processes: processes per node; a node with another number is refused.
 
         Raises:
             OSError: none of the ports is free.
@@ -137,7 +144,7 @@ class Host:
                 return
             except OSError as error:
                 failed = error
-        raise OSError(failed.errno, f"ports {place.port} to {port} cannot be listened on: {failed.strerror}")
+        raise OSError(failed.errno, f"cannot listen on any of the ports {place.port} to {port}: {failed.strerror}")
 
     def __enter__(self) -> "Host":
         return self
@@ -148,7 +155,11 @@ class Host:
             link.close()
 
     def admit(self, seconds: float) -> str:
-        """Let in one more node, if it comes in this time; what is to be said about one that was turned away, or ""."""
+        """Accept one more node, if one connects within this time.
+
+        Returns:
+            A message for the log if a node was refused, else "".
+        """
         if not select.select([self._server], [], [], seconds)[0]:
             return ""
         link = Link(self._server.accept()[0])
@@ -162,29 +173,30 @@ class Host:
                 self.links[hello["node"]] = link
                 return ""
         except (OSError, KeyError):
-            refusal = ""  # a scan of ports, or a launcher that has ended
+            refusal = ""  # a port scan, or a launcher that has ended meanwhile
         link.close()
         return refusal
 
     def _refusal(self, hello: Message) -> str:
+        """Why a launcher is refused; "": it is accepted."""
         node, place = hello.get("node"), self._place
         if not isinstance(node, int) or not 0 < node < place.most or hello.get("nodes") != [place.least, place.most]:
-            return f"a launcher came as node {node} of {hello.get('nodes')}; --nnodes must be the same on all nodes"
+            return f"a launcher connected as node {node} of {hello.get('nodes')}; --nnodes must be equal on all nodes"
         if hello.get("processes") != self._processes:
             wanted = f"{self._processes} processes, node {node} {hello.get('processes')}"
-            return f"node 0 has {wanted}; --nproc_per_node must be the same on all nodes"
+            return f"node 0 has {wanted}; --nproc_per_node must be equal on all nodes"
         if node in self.links:
-            return f"two launchers came as node {node}; each node needs a --node_rank of its own"
+            return f"two launchers connected as node {node}; each node needs its own --node_rank"
         return ""
 
     def tell(self, **message: Any) -> None:
-        """Send it to all nodes; those that are gone are dropped by the next look at them."""
+        """Send a message to all nodes. The next `hear` drops nodes whose connection is lost."""
         for link in self.links.values():
             with suppress(OSError):
                 link.send(**message)
 
     def hear(self) -> list[tuple[int, Message | None]]:
-        """What has come since the last look, by node; None: the node is gone, and dropped."""
+        """The new messages, as (node, message); message None: the connection is lost, and the node is dropped."""
         found: list[tuple[int, Message | None]] = []
         for node, link in list(self.links.items()):
             try:
@@ -198,10 +210,10 @@ class Host:
 
 
 def join(place: Place, processes: int) -> Link | None:
-    """Connect to node 0's launcher, once; None: it is not there yet.
+    """Try once to connect to node 0's launcher. None: it does not listen yet.
 
     Raises:
-        UserError: it is another job's, or was started with other numbers; or its name is unknown.
+        UserError: node 0 refuses this node, because it belongs to another job or was started with other options.
     """
     hello = {"node": place.rank, "nodes": [place.least, place.most], "processes": processes}
     for port in range(place.port, place.port + _PORTS):
@@ -211,7 +223,7 @@ def join(place: Place, processes: int) -> Link | None:
             link.send(hello=_HELLO, **hello)
             answer = link.receive(_SLOW) or {}
         except OSError:
-            answer = {}  # nobody listens there yet, or somebody else does
+            answer = {}  # no program listens there, or another program
         if answer.get("welcome") == _HELLO:
             return link
         if link is not None:
@@ -222,14 +234,14 @@ def join(place: Place, processes: int) -> Link | None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on just now."""
+    """A port that no program listens on at this moment."""
     with _listen(0) as found:
         return found.getsockname()[1]
 
 
 def _listen(port: int) -> socket.socket:
-    """On all of this host's addresses: its own name may stand for one that others cannot reach."""
+    """Listen on all addresses of this host: its name may resolve to one that the other nodes cannot reach."""
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a kernel without IPv6
+        with suppress(OSError):  # the kernel has no IPv6
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=1024)

@@ -1,9 +1,9 @@
-"""How a run stands or ended, read from the file it leaves, and what its launcher or batch script does next.
+"""The state of a run (run_state.json), and what its launcher or batch script does next.
 
     python -m titan_mi100.outcome RUN_FOLDER [--start NAME] [--srun CODE]
 
-prints one line for a batch script: exit code, move (end, retry or requeue), and the run's own words. srun alone cannot
-tell: it reports the highest exit code of its tasks. Imports no torch: launchers import it.
+prints one line for a batch script: the exit code, the next move (end, retry or requeue), and the run's message. srun's
+own exit code is not enough: it is the highest exit code of its tasks. Imports no torch, because launchers import it.
 """
 
 import argparse
@@ -22,21 +22,22 @@ from titan_mi100.files.durable import replace
 from titan_mi100.logging import log
 from titan_mi100.wording import printable
 
-ATTEMPTS = 4  # a start and three more
+ATTEMPTS = 4  # the first start and three more
 STATE = "run_state.json"
-START = "TITAN_START"  # variable with a name for this start of a run; its state repeats it
+START = "TITAN_START"  # environment variable that names this start of a run; run_state.json repeats it
 RUNNING, LOST = "running", "lost_a_process"  # states of run_state.json
-HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"  # by a process of the node that says so; or it only waits
+# hung: a process of the reporting node hangs. hung_elsewhere: its processes only wait for a hanging one.
+HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"
 
 
 class Outcome(NamedTuple):
-    """What a run has left.
+    """How a run ended.
 
     Attributes:
-        code: exit code, as docs/DESIGN.md lists them.
-        message: the run's own words; "" where there are none.
-        step: the last step that is known to be finished since the last start; None: none is.
-        state: of run_state.json; "" where no process has left one.
+        code: exit code, see docs/DESIGN.md.
+        message: the run's own message; "": it has none.
+        step: the last step that this start is known to have finished; None: no step.
+        state: `state` of run_state.json; "": no process has written one.
     """
 
     code: int
@@ -46,34 +47,38 @@ class Outcome(NamedTuple):
 
 
 def read_outcome(path: Path, start: str = "") -> Outcome | None:
-    """What a run has left in a file; None: nothing that can be read.
+    """Read a run's state file. None: it is missing, unreadable or from another start.
 
     Args:
-        start: value of TITAN_START; what another start has left is nothing. "": any.
+        start: value of TITAN_START; "": any start.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if start and found.get("start") != start:
             return None
         state, step = str(found["state"]), found.get("step")
-        message = "killed, or ended without a word" if state == RUNNING else found.get("message", "")
+        # A run that still says "running" although it has ended could not write its last state.
+        message = "killed, or ended without a message" if state == RUNNING else found.get("message", "")
         return Outcome(int(found["exit_code"]), str(message), step if step is None else int(step), state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _may_go_better(outcome: Outcome) -> bool:
-    """Whether the next start may not end like this: a crash, a hang, or processes that are gone."""
+    """Whether another start may succeed: after a crash, a hang or a lost process, but not after a wrong config."""
     return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands or ended: `run_state.json`.
+    """The content of `run_state.json`.
 
     Attributes:
-        next: what to do about it.
-        step: the last step of which the writer knows that this start has finished it; None: none.
+        state: running, done, crashed, ...; see docs/RUN_FOLDER.md.
+        exit_code: see docs/DESIGN.md.
+        message: the run's own message.
+        next: what the user can do next.
+        step: the last step that the writer knows this start has finished; None: no step.
     """
 
     state: str
@@ -89,10 +94,12 @@ def launcher_is_told() -> bool:
 
 
 def write_run_state(folder: Path | None, state: RunState) -> None:
-    """Into the folder, and into the file that the launcher named: torchrun turns every worker's exit code into 1.
+    """Write the state into the run folder, and into the file that the launcher named.
+
+    The launcher needs the file because torchrun turns every worker's exit code into 1.
 
     Args:
-        folder: None: it is not this run's, and nothing is written there.
+        folder: the run folder; None: the folder does not belong to this run, so nothing is written there.
     """
     paths = [folder / STATE] if folder is not None else []
     if launcher_is_told():
@@ -111,7 +118,7 @@ def _write(path: Path, state: RunState) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        # on a full disk, over what is there: its first block can hold this, whose former content would be wrong
+        # On a full disk a new file is impossible: overwrite the old one in place. Its first block holds a short state.
         with path.open("r+", encoding="utf-8") as file:
             short = dataclasses.replace(state, message=state.message[:300], next=state.next[:300])
             file.write(_as_json(short, restarts[-3:]))
@@ -125,7 +132,7 @@ def _as_json(state: RunState, restarts: list[Any]) -> str:
 
 
 def restarts_of(path: Path) -> list[Any]:
-    """What a run_state.json says of restarts so far."""
+    """The list of restarts in a run_state.json; [] if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["restarts"]
         return found if isinstance(found, list) else []
@@ -134,19 +141,23 @@ def restarts_of(path: Path) -> list[Any]:
 
 
 class Restarts:
-    """Decides whether a run that has ended is started again, and keeps count.
+    """Decides whether a run that has ended is started again, and counts the restarts.
 
-    A start that fails before its first step is tried again, up to so many starts in a row. A run that has trained is
-    started again after a crash, a hang or a lost process, but not after a second failure at the same step.
+    A start that fails before its first step is tried again, up to `starts` in a row. A run that has trained is
+    restarted after a crash, a hang or a lost process, up to `most` times, but not after a second failure at the same
+    step.
     """
 
     def __init__(self, starts: int = 1, most: int = 0) -> None:
-        """Args: starts: in a row that may fail; most: restarts of a run that has trained."""
+        """Args:
+        starts: how many starts in a row may fail before their first step.
+        most: how many restarts a run that has trained gets.
+        """
         self._starts, self._most = starts, most
         self._failed_starts, self._restarts, self._steps = 0, 0, set[int]()
 
     def next(self, outcome: Outcome) -> str:
-        """What comes next, in words for the log; "": nothing, the run has ended."""
+        """Decide about an outcome: a message for the log if the run is started again, "" if not."""
         if not _may_go_better(outcome):
             return ""
         if outcome.step is None:
@@ -165,7 +176,7 @@ class Restarts:
 
 
 def note_restart(folder: Path, outcome: Outcome) -> None:
-    """Add a line about a restart to the run's state, which is kept until the run's next start writes its own."""
+    """Add an entry about a restart to run_state.json. The next start keeps the list of restarts."""
     path = folder / STATE
     restarts = restarts_of(path)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -175,11 +186,11 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
         state = json.loads(path.read_text(encoding="utf-8"))
         replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
     except (OSError, ValueError, TypeError) as error:
-        log.warning(f"{path}: the restart could not be noted: {error}")
+        log.warning(f"{path}: the restart could not be recorded: {error}")
 
 
 def append_to_log(folder: Path, lines: Iterable[str]) -> None:
-    """Add errors to a run's train.log, for what its own processes can no longer say."""
+    """Append errors to a run's train.log that its own processes could not write."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -189,24 +200,27 @@ def append_to_log(folder: Path, lines: Iterable[str]) -> None:
 
 
 def combined(outcomes: Iterable[Outcome]) -> Outcome:
-    """How a job has ended, from what each node's launcher found, the first to end first.
+    """Combine the outcomes of all nodes into that of the job.
 
-    A node that has nothing to say counts with code 0 where all went well, 1 where it did not.
+    Args:
+        outcomes: one per node, in the order in which the nodes ended. A node without a message has code 0 if it
+            succeeded and 1 if not.
     """
     every = list(outcomes)
     step = max((outcome.step for outcome in every if outcome.step is not None), default=None)
     failed = sorted((outcome for outcome in every if outcome.code), key=lambda outcome: outcome.state == HUNG_ELSEWHERE)
-    decided = [outcome for outcome in failed if outcome.code != 1]  # all ranks have agreed on it, or it says more
+    decided = [outcome for outcome in failed if outcome.code != 1]  # a specific code explains more than 1 (crashed)
     causes = [outcome for outcome in failed if outcome.message and outcome.state not in (RUNNING, LOST)]
     spoken = [outcome for outcome in failed if outcome.message]
     return (decided or causes or spoken or failed or [Outcome(0, state="done")])[0]._replace(step=step)
 
 
 def next_move(outcome: Outcome) -> str:
-    """What follows: `end`, `retry` at once (a start that failed before its first step), or `requeue` the job.
+    """The next move of a batch script: `end`, `retry` at once, or `requeue` the job.
 
-    A job is worth another turn when it was stopped from outside or hung, or when processes vanished without a word, as
-    they do with their node. A crash that a process could report would happen again. Limits are the caller's.
+    `retry`: the start failed before its first step. `requeue`: the job was stopped from outside or hung, or processes
+    vanished, as they do when their node fails. `end`: also after a crash with a message, because it would happen again.
+    The caller limits the number of retries.
     """
     if outcome.step is None and _may_go_better(outcome):
         return "retry"
@@ -216,10 +230,10 @@ def next_move(outcome: Outcome) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="run folder of the job")
-    parser.add_argument("--start", default="", help="the start's TITAN_START; what others wrote is left out")
-    parser.add_argument("--srun", type=int, default=1, help="srun's exit code; 2 counts where the run has said nothing")
+    parser.add_argument("--start", default="", help="the start's TITAN_START; states of other starts are ignored")
+    parser.add_argument("--srun", type=int, default=1, help="srun's exit code; 2 is used if the run left no state")
     options = parser.parse_args()
-    silent = Outcome(2 if options.srun == 2 else 1, "no word from the run")
+    silent = Outcome(2 if options.srun == 2 else 1, "the run has left no message")
     outcome = read_outcome(options.folder / STATE, options.start) or silent
     print(outcome.code, next_move(outcome), " ".join(outcome.message.split()))
     return 0

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: `python -m titan_mi100.profile TRACE.json.gz`. Imports no torch."""
+"""Summarise a trace of torch.profiler: `python -m titan_mi100.profile TRACE.json.gz`. Imports no torch."""
 
 import sys
 from collections.abc import Sequence

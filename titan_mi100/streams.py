@@ -1,4 +1,4 @@
-"""The standard streams as a command finds and leaves them: closed, without a reader, on a full disk."""
+"""Makes the standard streams safe: closed at the start, a closed pipe or a full disk at the end."""
 
 import fcntl
 import os
@@ -7,25 +7,33 @@ from contextlib import suppress
 
 
 def open_streams() -> None:
-    """Let closed streams (`>&-`) lead nowhere: their numbers would go to the next files that are opened."""
+    """Connect closed standard streams (`>&-`) to /dev/null.
+
+    Otherwise the next files that are opened would get the numbers 0 to 2, and prints would go into them.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         with suppress(OSError):
             is_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            if not (number and is_read):  # a shell may have its script in the place of a closed output
+            # A shell may have opened its script under the number of a closed output: that is open for reading only.
+            if not (number and is_read):
                 continue
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        os.set_inheritable(number, True)  # where the system gave out the number itself
+        os.set_inheritable(number, True)  # if os.open returned `number` itself, dup2 did nothing
         if getattr(sys, name) is None:
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
 
 
 def flush_output() -> str:
-    """Let go out what was printed; why it cannot, or "". Python's own attempt at its end would be a traceback."""
+    """Flush standard output before Python does at its exit, where an error would print a traceback.
+
+    Returns:
+        The error message; "": no error, or the reader has closed the pipe, as `| head` does.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush then succeeds
+        if not isinstance(error, BrokenPipeError):
             return f"standard output: {error.strerror}"
     return ""

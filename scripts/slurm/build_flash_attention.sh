@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds flash attention for MI250X (gfx90a) as a wheel, on a login node, with the environment active that will use it:
+# Builds flash attention for MI250X (gfx90a) as a wheel on a login node. First activate the environment for it:
 #   scripts/slurm/build_flash_attention.sh FOLDER
 #   pip install FOLDER/flash_attn-*.whl
-# The back end of Composable Kernel; FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE builds the one in Triton. The branch is that
-# of OLCF's page "PyTorch on Frontier" (2026). Never run by us. titan_mi100 needs none of it: its own Triton kernel
-# isolates documents; the attention trial at the start of a run says what works.
+# It builds the Composable Kernel backend; FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE builds the Triton backend. The branch
+# is the one on OLCF's page "PyTorch on Frontier" (2026). Never run by us. titan_mi100 does not need it: it has its own
+# Triton kernel, and the attention trial at the start of a run finds the backends that work.
 set -euo pipefail
 
 if [ $# -ne 1 ] || [[ $1 = -* ]]; then
@@ -26,7 +26,8 @@ trap 'rm -rf "$build"' EXIT
 git clone --depth 1 --branch "$branch" --recurse-submodules --shallow-submodules \
   https://github.com/ROCm/flash-attention "$build/flash-attention"
 cd "$build/flash-attention"
-# one architecture: a login node has no GPU to ask, and all of them take hours (name of the variable: not verified)
+# Build for one architecture: a login node has no GPU to detect, and building for all takes hours. (The variable's name
+# is not verified.)
 export GPU_ARCHS=gfx90a MAX_JOBS=${MAX_JOBS:-16}
 export FLASH_ATTENTION_TRITON_AMD_ENABLE=${FLASH_ATTENTION_TRITON_AMD_ENABLE:-FALSE}
 python3 setup.py bdist_wheel --dist-dir "$wheels"

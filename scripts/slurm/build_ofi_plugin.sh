@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the OFI plugin, with which RCCL uses libfabric (Slingshot), on a login node of Frontier:
+# Builds the OFI plugin on a login node of Frontier. With it RCCL uses libfabric (Slingshot):
 #   scripts/slurm/build_ofi_plugin.sh FOLDER
-# Only where the module rccl-net-plugin does not do, which the guide prefers. Then, in the shell that calls sbatch:
+# Use it only if the module rccl-net-plugin does not work; the guide recommends the module. Afterwards, in the shell
+# that calls sbatch:
 #   export NCCL_NET_PLUGIN=FOLDER/lib/librccl-net.so
-# Versions and options are those of OLCF's page "PyTorch on Frontier" (2026). Never run by us.
+# Versions and options are from OLCF's page "PyTorch on Frontier" (2026). Never run by us.
 set -euo pipefail
 
 if [ $# -ne 1 ] || [[ $1 = -* ]]; then

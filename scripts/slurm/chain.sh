@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Submits N jobs of one run, each of which begins when the one before has ended, however it ended:
+# Submits N jobs of one run. Each job starts when the previous one has ended, with or without success:
 #   scripts/slurm/chain.sh N [sbatch options] scripts/slurm/frontier.sh RUN_FOLDER [trainer's arguments]
-# For queues in which a job may not requeue itself, or loses its age when it does. A job that finds the run done, or
-# ended by something that would happen again, ends at once with the run's exit code.
+# For queues in which a job may not requeue itself, or loses its priority when it does. If the run is done, or has
+# failed with an error that would repeat, the remaining jobs end at once with the run's exit code.
 set -euo pipefail
 
 if [ $# -lt 3 ] || ! [[ $1 =~ ^[1-9][0-9]{0,2}$ ]]; then
@@ -13,6 +13,6 @@ count=$1 job=""
 shift
 for ((number = 1; number <= count; number++)); do
   job=$(TITAN_MAX_REQUEUES=0 TITAN_CHAINED=${job:+1} sbatch --parsable ${job:+--dependency=afterany:"$job"} "$@")
-  job=${job%%;*} # of several clusters, its name follows
+  job=${job%%;*} # with several clusters sbatch prints "job;cluster"
   printf 'job %d of %d: %s\n' "$number" "$count" "$job"
 done

@@ -1,25 +1,26 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2016 # what stands in single quotes is expanded by the shell of each task
-# A training job in SLURM: what generic.sh and frontier.sh share. They source it, then call
+# shellcheck disable=SC2016 # text in single quotes is expanded by the shell of each task
+# The common part of generic.sh and frontier.sh: a training job in SLURM. They source this file, then call
 #   titan_job RUN_FOLDER [trainer's arguments]
-# One task per GPU, no torchrun. A start that fails before the first step is tried again, three times, as a new step
-# with a new port, on the nodes that answer. What trained and was stopped, or lost a process, is put in the queue again.
+# One task per GPU, without torchrun. If a start fails before its first step, it is tried again, up to three times, as a
+# new SLURM step with a new port, on the nodes that answer. A run that has trained is requeued if it was stopped or lost
+# a process.
 #
-#   TITAN_NODES         nodes to train on; default: all that are allocated. Allocate more to have spare ones.
-#   TITAN_TASKS         tasks for each node, one per GPU
+#   TITAN_NODES         nodes to train on; default: all allocated nodes. Allocate more to have spare nodes.
+#   TITAN_TASKS         tasks per node, one per GPU
 #   TITAN_SRUN          array: more options for srun, such as bindings
 #   TITAN_LOCAL         folder on each node for copies and caches; default /tmp/titan-USER-JOB
 #   TITAN_ENV           an environment packed by conda-pack or venv-pack (.tar.gz); it is copied to each node
-#   TITAN_SHOW_ADDRESS  command that prints a node's address for the rendezvous, run there; default: the node's name
-#   TITAN_MAX_REQUEUES  how often one job may be put in the queue again; default 20; 0 in a chain
+#   TITAN_SHOW_ADDRESS  command that is run on the first node and prints its address; default: the node's name is used
+#   TITAN_MAX_REQUEUES  how often a job may be requeued; default 20; 0 in a chain
 # Exit codes are those of docs/DESIGN.md.
 
 titan_say() { printf '%s titan: %s\n' "$(date +%T)" "$*" >&2; }
 
-# Prints those of the given nodes that start a process within two minutes.
+# Prints the given nodes that can start a process within two minutes.
 titan_answering() {
   local answers node
-  # -K0 --no-kill: a node that fails must not end the step of the others
+  # -K0 --no-kill: a failed node must not end the tasks of the other nodes
   answers=$(timeout 120 srun -K0 --no-kill --wait=30 --nodelist="$(titan_list "$@")" --nodes=$# --ntasks-per-node=1 \
     bash -c 'echo "here $SLURMD_NODENAME"' 2>/dev/null) || :
   for node in "$@"; do
@@ -33,7 +34,7 @@ titan_list() (
   printf '%s' "$*"
 )
 
-# Runs a command once on each node that takes part, the spare ones too.
+# Runs a command once on each node that takes part, including the spare nodes.
 titan_on_each() {
   srun --nodelist="$(titan_list "${titan_nodes[@]}")" --nodes="${#titan_nodes[@]}" --ntasks-per-node=1 "$@"
 }
@@ -42,12 +43,13 @@ titan_on_each() {
 titan_unpack_on_each() {
   local file=$1 folder=$2 copy=$TITAN_LOCAL/${1##*/}
   titan_on_each mkdir -p "$folder" || return 1
-  # sbcast reads the file once, but gives up, leaving parts of files, when a single node of the allocation is gone
+  # sbcast reads the file only once. But if one node of the allocation is down, it fails and leaves partial files.
   sbcast --preserve --force "$file" "$copy" || titan_on_each cp "$file" "$copy" || return 1
   titan_on_each tar --overwrite -xf "$copy" -C "$folder"
 }
 
-# Sets PYTHON, and caches on each node: thousands of tasks must not compile, or look for modules, in one shared folder.
+# Sets PYTHON, and puts code and caches on each node: thousands of tasks must not share one folder for compiled kernels
+# and Python modules.
 titan_set_up() {
   if [ -n "${TITAN_ENV:-}" ]; then
     titan_unpack_on_each "$TITAN_ENV" "$TITAN_LOCAL/env" || return 1
@@ -58,35 +60,36 @@ titan_set_up() {
     # shellcheck source=scripts/setup_env.sh
     source "$TITAN_REPO/scripts/setup_env.sh" || return 1
   fi
-  # one megabyte: srun passes its input on to every task
+  # Copy the package, one megabyte: srun forwards its standard input to every task.
   tar -c -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 |
     titan_on_each bash -c 'mkdir -p "$1" && tar --overwrite -xf - -C "$1"' - "$TITAN_LOCAL/code" || return 1
   export PYTHONPATH=$TITAN_LOCAL/code${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
   export TRITON_CACHE_DIR=$TITAN_LOCAL/triton TORCHINDUCTOR_CACHE_DIR=$TITAN_LOCAL/inductor
   export MIOPEN_USER_DB_PATH=$TITAN_LOCAL/miopen MIOPEN_CUSTOM_CACHE_DIR=$TITAN_LOCAL/miopen
-  # what an earlier job of this run has compiled
+  # Restore the kernels that an earlier job of this run has compiled.
   [ ! -e "$1/kernels.tar" ] || titan_unpack_on_each "$1/kernels.tar" "$TITAN_LOCAL" ||
     titan_say "kernels.tar cannot be copied: kernels are compiled again"
 }
 
-# Keeps what the first node has compiled, for the run's next jobs.
+# Saves the kernels that the first node has compiled, for the next jobs of this run.
 titan_keep_kernels() {
   [ ! -e "$1/kernels.tar" ] || return 0
   srun --nodes=1 --ntasks=1 --nodelist="$2" bash -c '
     cd "$1" && found=$(ls -d triton inductor miopen 2>/dev/null) && [ -n "$found" ] || exit 0
     tar -cf "$2/.kernels.tar" $found && mv "$2/.kernels.tar" "$2/kernels.tar"' - "$TITAN_LOCAL" "$1" ||
-    titan_say "the compiled kernels could not be kept"
+    titan_say "the compiled kernels could not be saved"
 }
 
-# One step: the trainer, a task per GPU. Sets `step_code` to srun's exit code, the highest of its tasks.
+# Runs the trainer as one SLURM step, one task per GPU. Sets `step_code` to srun's exit code, the highest of its tasks.
 titan_step() {
   local nodes=$1 folder=$2
   shift 2
   if [ -n "${TITAN_SHOW_ADDRESS:-}" ]; then
     MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="${nodes%%,*}" bash -c "$TITAN_SHOW_ADDRESS") || MASTER_ADDR=""
-    export MASTER_ADDR # empty: the node's name
+    export MASTER_ADDR # empty: the trainer uses the node's name
   fi
-  # -K: when one task fails, the others would wait for it. USR1 is ignored until the trainer listens, and would kill it.
+  # -K: end all tasks when one fails; they would wait for it. `trap "" USR1`: until the trainer handles USR1, the signal
+  # would kill it.
   TITAN_RUN_FOLDER=$folder srun -K --nodelist="$nodes" --nodes="$TITAN_NODES" --ntasks-per-node="$TITAN_TASKS" \
     ${TITAN_SRUN[@]+"${TITAN_SRUN[@]}"} bash -c 'trap "" USR1; exec "$@"' - \
     "$PYTHON" -m titan_mi100.train "$@" &
@@ -96,20 +99,21 @@ titan_step() {
   step_pid=""
 }
 
-# Told to stop: by SLURM before the wall (--signal), by a preemption, by scancel. The tasks save, and end with code 3.
+# Handles a stop signal: from SLURM before the time limit (--signal), a preemption, or scancel. The tasks save and end
+# with code 3.
 titan_stop() {
   titan_stopping=1
-  titan_say "told to stop"
+  titan_say "received a stop signal"
   [ -z "$step_pid" ] || kill -USR1 "$step_pid"
 }
 
 titan_requeue() {
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${TITAN_MAX_REQUEUES:-20}" ]; then
-    titan_say "not put in the queue again: TITAN_MAX_REQUEUES = ${TITAN_MAX_REQUEUES:-20}"
+    titan_say "not requeued: TITAN_MAX_REQUEUES = ${TITAN_MAX_REQUEUES:-20}"
   elif scontrol requeue "$SLURM_JOB_ID"; then
-    titan_say "put in the queue again"
+    titan_say "requeued"
   else
-    titan_say "cannot be put in the queue again; submit it once more to resume"
+    titan_say "the job cannot be requeued; to resume, submit it again"
   fi
 }
 
@@ -145,17 +149,17 @@ titan_job() {
       return "$code"
     fi
   fi
-  # once, before the tasks start: wrong settings end here, and the folder gets its name
+  # Check the config once, before the tasks start. This also chooses the run folder's name.
   set -- --job.run_folder "$run_folder" "$@"
   folder=$(RANK=0 WORLD_SIZE=$((TITAN_NODES * TITAN_TASKS)) MASTER_ADDR="" MASTER_PORT=0 \
     "$PYTHON" -m titan_mi100.config.load "$@") || return $?
 
   for attempt in 1 2 3 4; do
-    if [ -n "$titan_stopping" ]; then # while the nodes were set up
+    if [ -n "$titan_stopping" ]; then # the stop signal came while the nodes were set up
       code=3 move=requeue
       break
     fi
-    # only those that were set up, and still answer
+    # later attempts: only the nodes that were set up and still answer
     [ "$attempt" = 1 ] || mapfile -t titan_nodes < <(titan_answering "${titan_nodes[@]}")
     if [ "${#titan_nodes[@]}" -lt "$TITAN_NODES" ]; then
       titan_say "${#titan_nodes[@]} nodes are left; $TITAN_NODES are needed"
