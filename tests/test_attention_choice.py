@@ -58,7 +58,7 @@ class Faulty(Sdpa):
         ("knows no documents", "wrong: its results differ"),
         ("wrong gradient", "wrong: its results differ"),
         ("not a number", "wrong: its results differ from explicit attention by nan"),
-        ("leaks a little", "wrong: what another document holds changes its results"),
+        ("leaks a little", "wrong: the content of another document changes its results"),
         ("other bits", ""),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_right_passes_in_every_dtype(name: str, dtype: str) -> None:
         ("import os; os.kill(os.getpid(), 11)", "it crashed (signal 11): no message"),
         ("import sys; sys.exit('no device')", "it crashed (exit code 1): no device"),
         ("print('no JSON')", "it crashed (exit code 0): no message"),
-        ("import time; time.sleep(60)", "it hung: no answer in 1 s"),
+        ("import time; time.sleep(60)", "it hung: no answer within 1 s"),
     ],
 )
 def test_a_child_that_crashes_or_hangs_is_a_refusal(
@@ -156,12 +156,13 @@ def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
     chosen, said = choose("auto", SHAPE, CPU, "gfx908:sramecc+:xnack-", tmp_path)
     assert chosen == Choice("triton", chosen.why, "gfx908", TRIED["triton"].launch)
     assert chosen.why == (
-        "fastest of those tried just now, for a layer: triton 2.0 ms, chunked 9.0 ms; nobody has measured gfx908 before"
+        "fastest in a trial before this run, per layer: triton 2.0 ms, chunked 9.0 ms; there is no earlier measurement "
+        "on gfx908"
     )
     assert [line.split(": ", 1)[1] for line in said] == [
         "varlen is refused: needs torch 2.10 or later",
         "flash_attn is refused: the same call gives other bits each time, so a resumed run would differ; name it to "
-        "use it all the same",
+        "use it anyway",
         "flex is refused: it crashed (signal 11): no message",
         f"sdpa is refused: it runs as {NO_KERNEL}",
     ]

@@ -1,4 +1,4 @@
-"""Every attention backend by its name."""
+"""All attention backends by name."""
 
 from collections.abc import Mapping
 
@@ -13,19 +13,20 @@ TRITON = "triton"
 
 
 def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
-    """The backend of this name.
+    """Create the backend with this name.
 
     Args:
+        why: the reason for the choice, for the log.
         arch: "gfx908", "sm90", "cpu"; a key of hardware.GPUS.
-        launch: of triton: how its kernels are launched; "": the likeliest for the architecture.
+        launch: launch settings of the Triton kernels; "": the first candidate of the architecture.
 
     Raises:
-        UserError: what it needs is not there.
+        UserError: a package or kernel that the backend needs is missing.
     """
     if name != TRITON:
         return {**PLAIN, **LIBRARY}[name](why)
     try:
-        from titan_mi100.attention import triton_backend  # it imports triton, which not everybody has
+        from titan_mi100.attention import triton_backend  # imported here: triton may not be installed
     except ImportError as error:
         raise UserError(f"Triton cannot be imported ({error})") from None
     if not launch and arch not in triton_backend.CANDIDATES:

@@ -1,10 +1,10 @@
-"""Causal grouped-query attention inside documents: what a backend is.
+"""The interface of attention backends: causal grouped-query attention that never crosses a document boundary.
 
-A token attends to itself and to the earlier tokens of its own document, in every backend. A kernel that cannot keep
-documents apart must not become a backend. Tensors are (batch, seq, heads, head_dim).
+In every backend a token attends to itself and to the earlier tokens of its own document. A kernel that cannot separate
+documents must not become a backend. Tensors are (batch, seq, heads, head_dim).
 
-`plain.py` has the backends that need PyTorch only, `choice.py` decides which one a run uses. A new kernel is a new file
-with a subclass of Backend and an entry there.
+`plain.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel, add a
+file with a subclass of Backend, and an entry in `backends.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,13 +22,13 @@ NO_KERNEL = "explicit S x S scores (no fused kernel)"
 class Documents:
     """The lengths of the documents in one microbatch, known on the host.
 
-    They are Python integers so that a backend can cut tensors without waiting for the device, and the class is no
-    container to torch (no pytree), so FSDP2's hooks pass it on unchanged.
+    They are Python integers, so that a backend can split tensors without waiting for the device. The class is not a
+    pytree for torch, so FSDP2's hooks pass it on unchanged.
     """
 
     batch: int
     seq: int
-    lengths: tuple[int, ...]  # tokens per document: row after row, left to right; those of a row add up to seq
+    lengths: tuple[int, ...]  # tokens per document, row by row, from left to right; the lengths of a row sum to seq
 
     @classmethod
     def one_per_row(cls, batch: int, seq: int) -> "Documents":
@@ -36,11 +36,11 @@ class Documents:
 
     @classmethod
     def from_ends(cls, ends: Tensor) -> "Documents":
-        """The documents that `document_ends` of a microbatch describes.
+        """Read the documents from `document_ends` of a microbatch.
 
         Args:
-            ends: (batch, seq) integers on the CPU: per row the column behind each document's last token, ascending,
-                then -1 to the right. The last document of a row ends at column seq.
+            ends: (batch, seq) integers on the CPU: for each row the column after each document's last token,
+                ascending, padded with -1 on the right. The last document of a row ends at column seq.
         """
         assert ends.device.type == "cpu", "document ends are read on the host; reading the device would wait for it"
         batch, seq = ends.shape
@@ -53,7 +53,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run asks of attention on each rank."""
+    """The shape of attention on each rank of a run."""
 
     batch: int
     seq: int
@@ -67,10 +67,10 @@ class Backend(ABC):
     """One way to compute attention.
 
     Attributes:
-        name: for the log and the benchmarks.
-        without_kernel: what it computes where no fused kernel runs.
-        is_traceable: takes nothing but tensors from `prepare`, so that torch.compile sees a whole block as one graph.
-        why: why this backend was chosen, for the log.
+        name: its name in configs, logs and benchmarks.
+        without_kernel: description of what it computes if no fused kernel runs.
+        is_traceable: `prepare` returns tensors only, so torch.compile can trace a full block as one graph.
+        why: the reason for the choice, for the log.
     """
 
     name: ClassVar[str]
@@ -82,9 +82,9 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, documents: Documents, device: torch.device) -> Any:
-        """What `__call__` needs to know of a microbatch's documents: made once, used by all layers.
+        """Convert a microbatch's documents to what `__call__` needs. Called once; all layers use the result.
 
-        It must not read values from the device, and a copy to the device must be asynchronous.
+        It must not read values from the device, and must copy to the device asynchronously.
         """
 
     @abstractmethod
@@ -108,7 +108,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def boundaries(documents: Documents) -> np.ndarray:
-    """(2, batch x seq) int32: per token the first of its document, and the one behind its last."""
+    """For each token of the flattened batch: the first token of its document, and the token after its last one.
+
+    Returns:
+        (2, batch x seq) int32.
+    """
     lengths = np.asarray(documents.lengths)
     ends = np.cumsum(lengths)
     return np.repeat(np.stack([ends - lengths, ends]), lengths, axis=1).astype(np.int32)

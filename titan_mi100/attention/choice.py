@@ -1,4 +1,4 @@
-"""Which attention backend a run uses, and why."""
+"""Chooses the attention backend of a run, and gives the reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +14,21 @@ from titan_mi100.errors import UserError
 
 AUTO = "auto"
 NAMES = (AUTO, TRITON, *LIBRARY, *PLAIN)
-# The fastest by architecture (the keys of hardware.GPUS, and "cpu"), measured by scripts/bench/attention.py;
-# docs/PERFORMANCE.md has the figures. Elsewhere the candidates are timed before the run.
+# The fastest backend by architecture (a key of hardware.GPUS, or "cpu"), measured by scripts/bench/attention.py;
+# docs/PERFORMANCE.md has the figures. On other architectures the candidates are timed before the run.
 FASTEST: Mapping[str, str] = {"cpu": Sdpa.name}
 _CANDIDATES = (TRITON, *LIBRARY, Sdpa.name, Chunked.name)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and its reason. It is stored with the run: a resumed one adds numbers in the same order.
+    """A backend and the reason for it. It is stored with the run, so that a resume adds numbers in the same order.
 
     Attributes:
-        launch: of Triton: how the kernels are launched.
-        arch: what it was chosen for.
+        name: of the backend.
+        why: the reason, for the log.
+        arch: the architecture it was chosen for.
+        launch: launch settings of the Triton kernels; "" for other backends.
     """
 
     name: str
@@ -47,19 +49,22 @@ def choose(
     before: Choice | None = None,
     certified: tuple[str, str] = ("", ""),
 ) -> tuple[Choice, list[str]]:
-    """The backend for the config's `attention_backend`. Tries kernels on the device: call it on one rank.
+    """Choose the backend for the config's `attention_backend`. It tries kernels on the device: call it on one rank.
+
+    In this order: the backend that the run used before; the certificate's; the table FASTEST; the fastest in a trial.
 
     Args:
-        arch: as distributed.device_name has it: "gfx908:sramecc+:xnack-", "sm90", "cpu".
-        cache: folder in which verdicts of trials are kept.
-        before: what the run used until now; kept if it is still wanted and works.
-        certified: for "auto": the backend that the machine's certificate found fastest, and why in words; "": none.
+        wanted: the config's value, one of NAMES.
+        arch: as in distributed.device_name: "gfx908:sramecc+:xnack-", "sm90", "cpu".
+        cache: folder that stores the verdicts of trials.
+        before: the choice that the run used until now; kept if it is still wanted and works.
+        certified: for "auto": the backend that is fastest by the machine's certificate, and the reason; "": none.
 
     Returns:
-        The choice, and what there is to say of it: backends that were refused, for the log.
+        The choice, and lines for the log about refused backends.
 
     Raises:
-        UserError: the backend that was named is refused.
+        UserError: the backend that the config names is refused.
     """
     arch = arch.split(":")[0]
     trial = _Trials(shape, device, arch, cache)
@@ -70,7 +75,7 @@ def choose(
             return before, []
         said.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
     name, why = certified if wanted == AUTO else ("", "")
-    if name and (problem := trial.refusal(name)):  # at this run's shape
+    if name and (problem := trial.refusal(name)):  # the certificate may have measured another shape
         said.append(f"attention: {name}, {why}, is refused here: {problem}")
     elif name:
         return Choice(name, why, arch, trial.of(name).launch if name == TRITON else ""), said
@@ -87,13 +92,15 @@ def choose(
 
 
 def without_trial(arch: str) -> Backend:
-    """A backend that needs no trial, for generation: PyTorch's own where it has a kernel."""
-    has_no_kernel = arch.split(":")[0] == "gfx908"
+    """A backend for generation, without a trial: PyTorch's SDPA if it has a kernel for the architecture."""
+    has_no_kernel = arch.split(":")[0] == "gfx908"  # MI100: SDPA would compute explicit S x S scores
     return (Chunked if has_no_kernel else Sdpa)()
 
 
 @dataclass(frozen=True)
 class _Trials:
+    """The trials of backends for one shape on one device."""
+
     shape: Shape
     device: torch.device
     arch: str
@@ -103,21 +110,23 @@ class _Trials:
         return try_backend(name, self.shape, self.device, self.arch, self.cache, launch)
 
     def refusal(self, name: str, launch: str = "") -> str:
-        """Why the backend must not be used here; "": it may. PyTorch's own on a CPU is what CI tests, and the explicit
-        forms are what others are compared with.
+        """Why the backend must not be used here; "": it may be used.
+
+        No trial is needed for the explicit backends, which are the reference of trials, nor for SDPA on a CPU, which
+        the tests cover.
         """
         if name in (Eager.name, Chunked.name) or (name == Sdpa.name and self.device.type == "cpu"):
             return ""
         return self.of(name, launch).refused
 
     def fastest(self) -> tuple[Choice, list[str]]:
-        """Of those that work, need no S x S scores, and give the same bits each time."""
+        """The fastest backend that works, is repeatable, and does not compute S x S scores."""
         verdicts = {name: self.of(name) for name in _CANDIDATES}
         refused = {name: _problem(verdict) for name, verdict in verdicts.items()}
         times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
         name = min(times, key=lambda name: times[name])
         timed = ", ".join(f"{other} {ms:.1f} ms" for other, ms in sorted(times.items(), key=lambda item: item[1]))
-        why = f"fastest of those tried just now, for a layer: {timed}; nobody has measured {self.arch} before"
+        why = f"fastest in a trial before this run, per layer: {timed}; there is no earlier measurement on {self.arch}"
         said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
         return Choice(name, why, self.arch, verdicts[name].launch), said
 
@@ -126,5 +135,5 @@ def _problem(verdict: Verdict) -> str:
     if verdict.refused:
         return verdict.refused
     if not verdict.repeatable:
-        return "the same call gives other bits each time, so a resumed run would differ; name it to use it all the same"
+        return "the same call gives other bits each time, so a resumed run would differ; name it to use it anyway"
     return f"it runs as {NO_KERNEL}" if verdict.kernel == NO_KERNEL else ""

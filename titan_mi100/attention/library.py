@@ -1,6 +1,6 @@
-"""Attention by kernels of installed libraries: PyTorch's varlen and FlexAttention, and the flash_attn package.
+"""Attention by kernels of libraries: PyTorch's varlen attention and FlexAttention, and the flash_attn package.
 
-A constructor raises UserError where its kernel is not there. What is there is tried by trial.py before a run uses it.
+A constructor raises UserError if its kernel is missing. trial.py tries a backend before a run uses it.
 """
 
 import importlib
@@ -16,16 +16,16 @@ from titan_mi100.errors import UserError
 
 
 class Cumulative(NamedTuple):
-    """A flattened batch's documents, as the varlen kernels take them."""
+    """The documents of a flattened batch, in the form of the varlen kernels."""
 
-    ends: Tensor  # (documents + 1,) int32 on the device: 0, then the token behind each document
-    longest: int
+    ends: Tensor  # (documents + 1,) int32 on the device: 0, then the token after each document
+    longest: int  # tokens of the longest document
 
 
 class _Varlen(Backend):
-    """A kernel that takes all tokens in one row, and where each document ends."""
+    """A kernel that takes all tokens as one row, and the ends of the documents."""
 
-    _call: Any  # q, k, v, the ends twice, the longest document's length twice -> the output
+    _call: Any  # (q, k, v, ends of queries, ends of keys, longest query, longest key document) -> the output
 
     def prepare(self, documents: Documents, device: torch.device) -> Cumulative:
         ends = np.cumsum([0, *documents.lengths], dtype=np.int32)
@@ -45,14 +45,14 @@ class TorchVarlen(_Varlen):
     def __init__(self, why: str) -> None:
         super().__init__(why)
         kernel = _function("torch.nn.attention.varlen", "varlen_attn", "needs torch 2.10 or later")
-        options = inspect.signature(kernel).parameters
+        options = inspect.signature(kernel).parameters  # the names changed between versions of torch
         causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
         grouped = {"enable_gqa": True} if "enable_gqa" in options else {}
         self._call = lambda *arguments: kernel(*arguments, **causal, **grouped)
 
 
 class FlashAttention(_Varlen):
-    """The flash_attn package: on CUDA its own kernels, on ROCm those of Composable Kernel."""
+    """The flash_attn package: its own kernels on CUDA, Composable Kernel's on ROCm."""
 
     name = "flash_attn"
 
@@ -63,7 +63,7 @@ class FlashAttention(_Varlen):
 
 
 class Flex(Backend):
-    """FlexAttention, compiled, with a mask of blocks."""
+    """Compiled FlexAttention with a block mask."""
 
     name = "flex"
 
@@ -91,5 +91,5 @@ class Flex(Backend):
 def _function(module: str, name: str, lacking: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that it needs cannot be loaded
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library is missing
         raise UserError(f"{lacking} ({error})") from None

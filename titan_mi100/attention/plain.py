@@ -1,4 +1,4 @@
-"""The attention backends that need PyTorch only, and attention to a cache."""
+"""The attention backends that need only PyTorch, and attention to a KV cache."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def document_mask(documents: Documents, device: torch.device) -> Tensor:
 
 
 class Eager(Backend):
-    """Explicit S x S scores: the reference that every other backend is tested against."""
+    """Explicit S x S scores: the reference for the tests of all other backends."""
 
     name = "eager"
     is_traceable = True
@@ -34,15 +34,16 @@ class Eager(Backend):
         batch, seq, heads, dim = q.shape
         assert prepared.shape == (batch, 1, seq, seq), "the mask is of another microbatch"
         groups = heads // k.shape[2]
-        grouped = q.view(batch, seq, -1, groups, dim)  # query heads beside their key head: nothing is copied
+        grouped = q.view(batch, seq, -1, groups, dim)  # a view: k and v are not repeated per group
         scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k) / math.sqrt(dim)
+        # softmax in fp32: sums of 16-bit numbers would lose too much precision
         scores = _wide(scores).masked_fill(~prepared[:, :, None], -math.inf)
         weights = scores.softmax(dim=-1).to(q.dtype)
         return torch.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(batch, seq, heads, dim)
 
 
 class Sdpa(Backend):
-    """F.scaled_dot_product_attention, one causal call per document and no mask."""
+    """F.scaled_dot_product_attention: one causal call per document, without a mask."""
 
     name = "sdpa"
 
@@ -51,22 +52,23 @@ class Sdpa(Backend):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Documents) -> Tensor:
         assert (prepared.batch, prepared.seq) == q.shape[:2], "the documents are of another microbatch"
-        # One split of the flattened batch. Its backward is one concatenation; the backward of a slice per document
-        # would fill and add a whole row for each of them.
+        # Use one split of the flattened batch: its backward is one concatenation. With one slice per document, backward
+        # would allocate and add a full-size gradient for each document.
         parts = (x.flatten(0, 1)[None].split(prepared.lengths, dim=1) for x in (q, k, v))
         outputs = [_causal(*document) for document in zip(*parts, strict=True)]
         return torch.cat(outputs, dim=1).view(q.shape)
 
 
-# A CPU makes its kernels for 16 bits anew for each length, and keeps the 8 MB that they take: so there are few lengths.
+# Pad lengths to a multiple of this for 16-bit dtypes on a CPU. There torch compiles a kernel for each new length and
+# keeps it (8 MB each), so few different lengths must occur.
 _TILE = 64
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One document, (1, length, heads, head_dim)."""
+    """Attention of one document: (1, length, heads, head_dim)."""
     length = q.shape[1]
     more = -length % _TILE if q.device.type == "cpu" and q.dtype.itemsize == 2 else 0
-    if more:  # behind its last token, where none of its own attends to
+    if more:  # pad after the last token: attention is causal, so no real token attends to the padding
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
     return _sdpa(q, k, v, is_causal=True)[:, :length]
 
@@ -74,8 +76,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
     """F.scaled_dot_product_attention for one row, with the query heads of a group in the batch dimension.
 
-    There K and V are read in place for every group (stride 0). `enable_gqa` would do so too, but not everywhere: on
-    torch 2.8's CPU it leads to explicit S x S scores.
+    K and V are expanded over the groups with stride 0, so they are not copied. `enable_gqa` is no alternative: on a CPU
+    with torch 2.8 it computes explicit S x S scores.
     """
     _, seq, kv_heads, dim = k.shape
     q = q[0].view(seq, kv_heads, -1, dim).permute(2, 1, 0, 3)  # (groups, kv_heads, seq, head_dim)
@@ -84,8 +86,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
 
 
 class Chunked(Backend):
-    """Explicit scores of a few hundred queries at a time, computed again in backward: memory grows with seq, not with
-    its square, and nothing but matrix products is needed. For devices without a fused kernel.
+    """Explicit scores for a few hundred queries at a time, recomputed in backward. For devices without a fused kernel.
+
+    Memory grows linearly with seq, and only matrix products are needed.
     """
 
     name = "chunked"
@@ -102,13 +105,16 @@ class Chunked(Backend):
 
 
 class Chunks(NamedTuple):
-    """A flattened batch's documents, for _ChunkedAttention."""
+    """The documents of a flattened batch, for _ChunkedAttention."""
 
-    limits: np.ndarray  # base.boundaries
-    starts: Tensor  # its first half, on the device
+    limits: np.ndarray  # see base.boundaries
+    starts: Tensor  # (batch x seq,) int32, the first row of `limits`, on the device
 
     def of(self, heads: int) -> Iterator[tuple[int, int, int]]:
-        """(key, first, last): queries first:last, with the keys key:last that they need, few enough for memory."""
+        """Yield chunks (key, first, last): the queries first:last and the keys key:last that they need.
+
+        A chunk has at most _QUERIES queries and _SCORES scores.
+        """
         starts, ends = self.limits
         tokens = len(starts)
         first = 0
@@ -116,22 +122,26 @@ class Chunks(NamedTuple):
             key = int(starts[first])
             size = max(1, min(_QUERIES, _SCORES // (heads * (first - key + _QUERIES))))
             last = min(first + size, tokens)
-            if first - key > size:  # else the queries of the next documents would be masked for many keys
+            # Late in a long document, end the chunk with the document: queries of the next document would compute
+            # scores with all these keys only to mask them.
+            if first - key > size:
                 last = min(last, int(ends[first]))
             yield key, first, last
             first = last
 
 
-_QUERIES, _SCORES = 256, 1 << 24  # of a chunk, at most: queries; scores, which are 64 MiB in fp32
+_QUERIES, _SCORES = 256, 1 << 24  # the most queries and scores of a chunk; these scores take 64 MiB in fp32
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """Shapes: q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim); inside, per key head, (kv_heads,
-    group x queries, head_dim or keys)."""
+    """Arguments: q (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim). Inside, queries and scores are
+    grouped by key head: (kv_heads, group x queries, head_dim or keys).
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        # log-sum-exp of each query's scores: with it backward recomputes the softmax weights of a chunk
         sums = q.new_empty((k.shape[1], q.shape[1] // k.shape[1], len(q)), dtype=_wide(q[:0]).dtype)
         for key, first, last in chunks.of(q.shape[1]):
             scores = _chunk_scores(q, k, chunks.starts, key, first, last)
@@ -155,6 +165,7 @@ class _ChunkedAttention(torch.autograd.Function):
             weights = scores.sub_(sums[:, :, first:last].reshape(*scores.shape[:2], 1)).exp_()
             slope, queries = _per_key_head(grad[first:last], len(k[0])), _per_key_head(q[first:last], len(k[0]))
             grad_v[key:last] += (weights.to(q.dtype).mT @ slope).transpose(0, 1)
+            # gradient of the scores: weights * (grad @ v^T - delta), with delta = sum(out * grad) per query
             delta = _wide(_per_key_head(out[first:last], len(k[0])) * _wide(slope)).sum(-1, keepdim=True)
             weights *= _wide(slope @ _per_key_head(v[key:last]).mT) - delta
             slopes = weights.mul_(scale).to(q.dtype)
@@ -164,14 +175,14 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 def _per_key_head(x: Tensor, kv_heads: int = 0) -> Tensor:
-    """(tokens, heads, head_dim) -> (kv_heads, group x tokens, head_dim); of keys and values there is a group of one."""
+    """(tokens, heads, head_dim) -> (kv_heads, group x tokens, head_dim). Keys and values have groups of one head."""
     tokens, heads, dim = x.shape
     grouped = x.view(tokens, kv_heads or heads, -1, dim).permute(1, 2, 0, 3)
     return grouped.reshape(kv_heads or heads, -1, dim)
 
 
 def _per_query(x: Tensor, like: Tensor) -> Tensor:
-    """The way back: (kv_heads, group x tokens, head_dim) -> (tokens, heads, head_dim)."""
+    """The inverse of _per_key_head: (kv_heads, group x tokens, head_dim) -> (tokens, heads, head_dim)."""
     return x.view(len(x), -1, len(like), x.shape[-1]).permute(2, 0, 1, 3).reshape(like.shape)
 
 
@@ -187,7 +198,7 @@ def _chunk_scores(q: Tensor, k: Tensor, starts: Tensor, key: int, first: int, la
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In fp32, or fp64 where it is that already."""
+    """Cast to fp32; fp64 stays fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -201,7 +212,8 @@ def cached(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     Returns:
         (batch, 1, heads, head_dim).
 
-    The query heads of a group take SDPA's query dimension, so K and V are read in place, once per group.
+    The query heads of a group are put into SDPA's query dimension, so K and V are not copied and are read once per
+    group.
     """
     grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])  # (batch, kv_heads, groups, head_dim)
     mask = visible[:, None, None].expand(-1, -1, grouped.shape[2], -1)

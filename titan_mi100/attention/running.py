@@ -1,4 +1,4 @@
-"""The name of the attention kernel that really runs."""
+"""Finds the name of the attention kernel that really runs."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from titan_mi100.attention.base import Backend, Documents, Shape
 
 
 def running_kernel(backend: Backend, shape: Shape, documents: Documents, device: torch.device) -> str:
-    """The kernel that the run's shape and documents lead to, found by one trial call.
+    """The kernel that a backend uses for this shape and these documents, found by one call.
 
-    PyTorch's SDPA falls back to explicit S x S scores without telling; then it is the backend's `without_kernel`.
+    PyTorch's SDPA falls back to explicit S x S scores silently; then the result is the backend's `without_kernel`.
     """
 
     def zeros(heads: int) -> Tensor:
@@ -27,8 +27,8 @@ def running_kernel(backend: Backend, shape: Shape, documents: Documents, device:
 
 
 class _KernelNames(TorchDispatchMode):
-    """Collects the operators that are kernels of attention: PyTorch's own by their name, and every custom operator,
-    because a backend calls none that is not attention.
+    """Collects the attention kernels among the operators that run: PyTorch's by their name, and every custom operator,
+    because a backend calls no other custom operators.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Does a backend work on this machine? Tried in a process of its own, which may crash or hang.
+"""Tries whether a backend works on this machine, in a child process, which may crash or hang.
 
-The child runs forward and backward at the run's shapes on random documents and compares with explicit attention in
-higher precision (Chunked): the values, that other documents change nothing, and whether the same call gives the same
-bits twice. Of our own kernels it also times how they may be launched. The child reads one JSON object and prints one.
+The child runs forward and backward at the run's shape on random documents. It compares the values with explicit
+attention in higher precision (Chunked), checks that documents do not influence each other, and checks whether equal
+calls give equal bits. For our own kernels it also times the launch settings. It reads one JSON object and prints one.
 """
 
 import hashlib
@@ -32,25 +32,25 @@ from titan_mi100.files.plain import read_checked
 from titan_mi100.logging import log
 from titan_mi100.wording import shortened
 
-# Isolated (-I): no file of the current folder takes the place of a module.
+# Python runs isolated (-I), so that no file of the current folder is imported in place of a module.
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.attention import trial; trial.main()"
 _CHILD = [sys.executable, "-I", "-c", _CODE]
-_PATIENCE = 600  # seconds: compiling a dozen kernels included
-_SLACK = 4.0  # times the error of explicit attention in the run's own dtype
-_ROUNDS = 5
+_PATIENCE = 600  # seconds; it may have to compile a dozen kernels
+_SLACK = 4.0  # the error may be this many times that of explicit attention in the run's dtype
+_ROUNDS = 5  # timed calls
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial showed.
+    """The result of a trial.
 
     Attributes:
-        refused: why the backend must not be used; "": it may.
+        refused: why the backend must not be used; "": it may be used.
         error: the largest difference from attention in higher precision, relative to the largest element.
         repeatable: equal calls give equal bits.
-        kernel: what ran, as running.running_kernel names it.
-        ms: of forward and backward of one layer; the median.
-        launch: of Triton's kernels, the fastest.
+        kernel: the kernel that ran, see running.running_kernel.
+        ms: median of forward and backward of one layer, in milliseconds.
+        launch: the fastest launch settings of the Triton kernels.
     """
 
     refused: str = ""
@@ -62,11 +62,11 @@ class Verdict:
 
 
 def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
-    """The verdict on a backend: tried now, or remembered from an earlier trial of the same on the same machine.
+    """The verdict on a backend: from the cache, or from a trial now.
 
     Args:
-        launch: try no other way to launch Triton's kernels.
-        cache: folder of the verdicts; it need not exist, and may be one that cannot be written to.
+        cache: folder of the verdicts; it may not exist, and may not be writable.
+        launch: launch settings of the Triton kernels to try; "": find the fastest.
     """
     question = {"name": name, "arch": arch, "launch": launch, "device": str(device), **asdict(shape)}
     machine = _machine(device)
@@ -77,21 +77,21 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
 
     with suppress(UserError):
         remembered: Verdict = read_checked(note(launch), Verdict, "")
-        again = f" (so it was when it was tried; remove {note(launch)} to try it again)" if remembered.refused else ""
+        again = f" (result of an earlier trial; remove {note(launch)} to try it again)" if remembered.refused else ""
         return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
-    if torch.OutOfMemoryError.__name__ in verdict.refused:  # another process may hold the memory today
+    if torch.OutOfMemoryError.__name__ in verdict.refused:  # not cached: another process may use the memory now
         return verdict
     with suppress(OSError):
         note(launch).parent.mkdir(parents=True, exist_ok=True)
-        for known in {launch, verdict.launch}:  # a resumed run asks about the launch that was found
+        for known in {launch, verdict.launch}:  # a resumed run asks for the launch that was found
             durable.replace(note(known), json.dumps(asdict(verdict)))
     return verdict
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """What a verdict depends on beside the question: device, driver, versions, and our own code."""
+    """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     for name in ("triton", "pytorch-triton-rocm", "flash_attn"):
         with suppress(PackageNotFoundError):
@@ -117,8 +117,8 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
             timeout=_PATIENCE,
         )
     except subprocess.TimeoutExpired:
-        return Verdict(f"it hung: no answer in {_PATIENCE} s")
-    with suppress(ValueError, IndexError, TypeError):  # it printed something else
+        return Verdict(f"it hung: no answer within {_PATIENCE} s")
+    with suppress(ValueError, IndexError, TypeError):  # it printed something other than a verdict
         return Verdict(**json.loads(ended.stdout.splitlines()[-1]))
     how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
@@ -126,7 +126,7 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
 
 
 def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Verdict:
-    """The child's part: try it here and now."""
+    """The child's part: try the backend in this process."""
     documents = random_documents(shape)
     tensors = inputs(shape, device)
     try:
@@ -138,8 +138,9 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
         again = forward_backward(backend, tensors, documents)
         ms = _median_ms(backend, tensors, documents)
         others = forward_backward(backend, with_another_first_document(tensors, documents), documents)
-    except Exception as error:  # whatever a kernel's compiler or launcher raises
+    except Exception as error:  # compilers and launchers of kernels raise errors of any type
         return Verdict(f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}")
+    # The reference has more precision than the run: fp32 for 16-bit dtypes, fp64 for fp32.
     wide = torch.float32 if tensors[0].itemsize == 2 else torch.float64
     exact = forward_backward(Chunked(), in_dtype(tensors, wide), documents)
     usual = forward_backward(Chunked(), tensors, documents)
@@ -148,18 +149,18 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
     repeatable = all(map(torch.equal, found, again))
     kernel = running_kernel(backend, shape, documents, device)
     verdict = Verdict("", off, repeatable, kernel, ms, launch)
-    if not off <= bar:
+    if not off <= bar:  # `not <=` instead of `>`: a NaN must be refused too
         return Verdict(f"wrong: its results differ from explicit attention by {off:.1e} (at most {bar:.1e})")
     rest = slice(documents.lengths[0], None)
     for ours, theirs in zip(found, others, strict=True):
         a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
         if not (torch.equal(a, b) if repeatable else difference(a, b) <= bar):
-            return Verdict("wrong: what another document holds changes its results")
+            return Verdict("wrong: the content of another document changes its results")
     return verdict
 
 
 def random_documents(shape: Shape, seed: int = 0) -> Documents:
-    """Rows of documents of all lengths from 1 to 1024; the last of several rows is a single one."""
+    """Rows of documents with random lengths from 1 to 1024. If there are several rows, the last is one document."""
     random = np.random.default_rng(seed)
     lengths: list[int] = []
     for row in range(shape.batch):
@@ -173,7 +174,7 @@ def random_documents(shape: Shape, seed: int = 0) -> Documents:
 
 
 def inputs(shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """q, k, v, and the gradient of the output."""
+    """Random q, k, v, and gradient of the output, each (batch, seq, heads or kv_heads, head_dim)."""
     generator = torch.Generator().manual_seed(seed)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     made = [torch.randn(shape.batch, shape.seq, n, shape.head_dim, generator=generator) for n in heads]
@@ -182,11 +183,12 @@ def inputs(shape: Shape, device: torch.device, seed: int = 0) -> list[Tensor]:
 
 
 def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of what `inputs` made."""
+    """Copies of the result of `inputs` in another dtype."""
     return [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in tensors]
 
 
 def with_another_first_document(tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
+    """Copies of the result of `inputs` with other values in the first document."""
     changed = [x.detach().clone() for x in tensors]
     for x in changed:
         x[0, : documents.lengths[0]] *= -3
@@ -194,7 +196,7 @@ def with_another_first_document(tensors: Sequence[Tensor], documents: Documents)
 
 
 def forward_backward(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
-    """The output and the three gradients."""
+    """The output, and the gradients of q, k and v."""
     q, k, v, grad = tensors
     out = backend(q, k, v, backend.prepare(documents, grad.device))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
@@ -206,7 +208,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
-    """Of one forward and backward. Args: tensors: as `inputs` makes them."""
+    """Time one forward and backward, in milliseconds.
+
+    Args:
+        tensors: the result of `inputs`.
+    """
     wait(tensors[0].device)
     started = time.perf_counter()
     forward_backward(backend, tensors, documents)
@@ -220,12 +226,13 @@ def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents
 
 
 def wait(device: torch.device) -> None:
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -> str:
-    """One kernel after the other: the tile with which the whole is fastest."""
+    """Find the fastest launch settings: for one kernel after the other, the tile with the lowest total time."""
     from titan_mi100.attention.triton_backend import CANDIDATES, Triton
 
     best = CANDIDATES[arch].first()
@@ -236,7 +243,7 @@ def fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -
             launch = best._replace(**{kernel: tile})
             try:
                 times[launch] = _median_ms(Triton("", str(launch)), tensors, documents)
-            except Exception as error:  # one that this device has too little shared memory for, say
+            except Exception as error:  # for example too little shared memory on this device
                 problem = error
         if not times:
             raise problem
@@ -245,6 +252,7 @@ def fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -
 
 
 def main() -> None:
+    """The child process: read the question from stdin and print the verdict."""
     question = json.loads(sys.stdin.read())
     name, arch, launch, device = (question.pop(key) for key in ("name", "arch", "launch", "device"))
     print(json.dumps(asdict(judge(name, Shape(**question), torch.device(device), arch, launch))))

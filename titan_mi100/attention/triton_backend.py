@@ -1,4 +1,4 @@
-"""Attention by our Triton kernels (kernels.py), as operators that autograd, torch.compile and FLOP counters know."""
+"""Attention by our Triton kernels (kernels.py), registered for autograd, torch.compile and FLOP counters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
 
 
 class Tile(NamedTuple):
-    """How one kernel is launched. The two blocks decide in which order numbers are added."""
+    """Launch settings of one kernel. The two block sizes decide the order of additions."""
 
     block_q: int
     block_k: int
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How the three kernels are launched. Its text travels through operators, caches and checkpoints."""
+    """Launch settings of the three kernels. Operators, caches and checkpoints hold it as text."""
 
     forward: Tile
     queries: Tile  # the gradient of q
@@ -31,7 +31,11 @@ class Launch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Launch":
-        """From its text; ValueError: it is none."""
+        """Parse the text of a Launch.
+
+        Raises:
+            ValueError: the text is not a Launch.
+        """
         forward, queries, keys = (Tile(*map(int, tile.split("."))) for tile in text.split())
         return cls(forward, queries, keys)
 
@@ -40,8 +44,11 @@ class Launch(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What may be launched on an architecture, the likeliest first; `trial.py` times them. Compiled for gfx908,
-    gfx90a, gfx942, sm_80 and sm_90 by scripts/bench/compile_report.py: none keeps registers in memory."""
+    """The tiles to try on an architecture, the most promising first; `trial.py` times them.
+
+    scripts/bench/compile_report.py has compiled all of them for gfx908, gfx90a, gfx942, sm_80 and sm_90: none spills
+    registers.
+    """
 
     forward: Sequence[Tile]
     queries: Sequence[Tile]
@@ -81,14 +88,13 @@ CANDIDATES: Mapping[str, Candidates] = {  # by the keys of hardware.GPUS; "cpu" 
 
 
 def launch_options(tile: Tile, is_amd: bool) -> dict[str, int]:
-    """What the compiler is told beside the blocks. On AMD: matrix instructions of 16 x 16, and two of them per read of
-    shared memory.
-    """
+    """Options for the compiler. On AMD: matrix instructions of 16 x 16, and two of them per read of shared memory."""
     amd = {"matrix_instr_nonkdim": 16, "kpack": 2} if is_amd else {}
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **amd}
 
 
 def _start(kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any) -> None:
+    """Launch a kernel on a grid of `programs`."""
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
     shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
@@ -98,12 +104,12 @@ def _start(kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, i
 
 
 def _token_stride(x: Tensor) -> int:
-    """Of (batch, seq, heads, head_dim) as one row of tokens; see _flat."""
+    """The stride from token to token of (batch, seq, heads, head_dim), seen as one row of tokens; see _flat."""
     return x.stride(1)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """As the kernels want it: a batch that is one row of tokens, each with its heads side by side."""
+    """The tensor in the kernels' layout, copied if needed: the batch as one row of tokens, heads contiguous."""
     batch, seq, _, dim = x.shape
     fits = x.stride()[2:] == (dim, 1) and (batch == 1 or x.stride(0) == seq * x.stride(1))
     return x if fits else x.contiguous()
@@ -115,12 +121,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
 
     Args:
         q: (batch, seq, heads, head_dim). k, v: (batch, seq, kv_heads, head_dim).
-        boundaries: (2, batch x seq) int32: per token of the flattened batch the first of its document, and the one
-            behind its last.
-        launch: a Launch's text.
+        boundaries: (2, batch x seq) int32, see base.boundaries.
+        launch: the text of a Launch.
 
     Returns:
-        The output, like q, and what backward needs: (heads, batch x seq) fp32.
+        The output, shaped like q, and the log-sum-exp of the scores for backward, (heads, batch x seq) fp32.
     """
     q, k, v = _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
@@ -137,11 +142,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `grad` is that of the output, the rest is as `attention` has it."""
+    """The gradients of q, k and v.
+
+    Args:
+        grad: the gradient of the output. The other arguments are those and the results of `attention`.
+    """
     grad, q, k, v = _flat(grad), _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
     tokens, kv_heads, tiles = batch * seq, k.shape[2], Launch.parse(launch)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
+    # (heads, tokens): sum(out * grad) per query. The first kernel writes it, the second one reads it.
     delta = torch.empty_like(lse)
     strides = [_token_stride(x) for x in (q, k, v)]
     arguments = (q, k, v, out, grad, grad_q, lse, delta, boundaries, dim**-0.5, tokens, *strides)
@@ -149,6 +159,7 @@ def attention_backward(
     more = (_token_stride(out), _token_stride(grad))
     _start(kernels.queries_gradient_kernel, tiles.queries, q, k, programs, *arguments, *more)
     arguments = (q, k, v, grad, grad_k, grad_v, lse, delta, boundaries, dim**-0.5, tokens, *strides)
+    # One program per block of keys and per key head: it sums over its query heads, so no atomics are needed.
     programs = (triton.cdiv(tokens, tiles.keys.block_k), kv_heads)
     more = (_token_stride(grad), _token_stride(grad_k))
     _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *more)
@@ -187,7 +198,7 @@ attention.register_autograd(_gradients, setup_context=_keep)
 
 
 def _pairs(q: Tensor, boundaries: Tensor) -> int:
-    """(query, key) pairs; of tensors without values, as if each row were one document."""
+    """The number of (query, key) pairs. For fake tensors, which have no values, each row counts as one document."""
     batch, seq = q.shape[:2]
     if isinstance(boundaries, torch._subclasses.FakeTensor) or boundaries.is_meta:
         return batch * seq * (seq + 1) // 2
@@ -202,7 +213,7 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, *_: Any, out_val
 
 @register_flop_formula(torch.ops.titan_mi100.attention_backward, get_raw=True)
 def _backward_flops(grad: Tensor, q: Tensor, *others: Any, out_val: Any = None, **__: Any) -> int:
-    return 14 * q.shape[2] * q.shape[3] * _pairs(q, others[4])  # seven: scores and their slopes are computed twice
+    return 14 * q.shape[2] * q.shape[3] * _pairs(q, others[4])  # seven products: two of them are computed twice
 
 
 class Triton(Backend):
@@ -212,7 +223,9 @@ class Triton(Backend):
     is_traceable = True
 
     def __init__(self, why: str, launch: str) -> None:
-        """Args: launch: a Launch's text."""
+        """Args:
+        launch: the text of a Launch.
+        """
         super().__init__(why)
         self.launch = launch
 
