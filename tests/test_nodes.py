@@ -222,9 +222,9 @@ class FakeLauncher:
     def rest(self, seconds: float) -> None:
         time.sleep(min(seconds, 0.01))
 
-    def leave_if_told(self) -> None: ...
+    def exit_if_stopped(self) -> None: ...
 
-    def is_told(self) -> bool:
+    def is_stopped(self) -> bool:
         return False
 
     def restart(self, folder: str, outcome: Outcome, words: str) -> None:

@@ -31,7 +31,7 @@ def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
 def test_the_kernel_leaves_the_bits_of_plain_torch_operations(kind: tuple[str, str]) -> None:
     for plain, ours in zip(trained(kind, None), trained(kind, fused.update), strict=True):
         assert torch.equal(plain, ours)
-    kernel, how = lean.sound_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), CPU)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), CPU)
     assert kernel is fused.update and how == "one Triton kernel"
 
 
@@ -45,6 +45,6 @@ def test_a_kernel_that_differs_by_a_bit_is_not_used(
 
     right = fused.update
     monkeypatch.setattr(fused, "update", wrong)
-    kernel, how = lean.sound_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
     assert kernel is None and how == "plain torch operations"
     assert "gives other bits" in caplog.text

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
-    _refuse_pairs(options)
+    _refuse_ignored_options(options)
     if options.check:
         found = check(options.check)
         print(f"{len(found)} certificate(s): each verdict follows from its numbers")
@@ -62,7 +62,7 @@ def _certify(options: argparse.Namespace) -> int:
     return 0 if all_pass(certificate.verdicts) else 1
 
 
-def _refuse_pairs(options: argparse.Namespace) -> None:
+def _refuse_ignored_options(options: argparse.Namespace) -> None:
     """Refuse options that --check or --table would ignore.
 
     Raises:

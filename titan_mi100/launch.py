@@ -140,9 +140,9 @@ def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
     while True:
         outcome = launcher.attempt(torchrun)
         if not outcome.state:  # the trainer ended before it wrote a state
-            launcher.leave_if_told()
+            launcher.exit_if_stopped()
             outcome = outcome._replace(code=1)
-        if launcher.is_told() or not (words := restarts.next(outcome)):
+        if launcher.is_stopped() or not (words := restarts.next(outcome)):
             return conclude(outcome, folder)
         launcher.restart(folder, outcome, words)
 
@@ -206,7 +206,7 @@ class Launcher:
     def __init__(self) -> None:
         self.trainer: Sequence[str] = ()
         self.processes = 1
-        self._told: signal.Signals | None = None  # the first stop signal
+        self._stop_signal: signal.Signals | None = None  # the first stop signal
         self._outcome, self._under_torchrun = Path(), True
         # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
         heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
@@ -257,7 +257,7 @@ class Launcher:
             What the step printed, if `stdout` is a pipe.
         """
         status, output = self._run(what, command, Process.terminate, environment, stdout)
-        self.leave_if_told()
+        self.exit_if_stopped()
         if status:
             sys.exit(status if status in _MEANING else 1)
         return output
@@ -325,16 +325,16 @@ class Launcher:
         """
         self.trainer = ("--job.config_file", str(Path(folder, "config.toml")))
 
-    def is_told(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a stop signal has come."""
-        return self._told is not None
+        return self._stop_signal is not None
 
     def rest(self, seconds: float) -> None:
         """Wait, and exit after a stop signal."""
         number = signal.sigtimedwait(self._signals, seconds)
         if number is not None and number.si_signo in _STOP:
-            self._told = signal.Signals(number.si_signo)
-        self.leave_if_told()
+            self._stop_signal = signal.Signals(number.si_signo)
+        self.exit_if_stopped()
 
     def say(self, words: object) -> None:
         say(words)
@@ -367,8 +367,8 @@ class Launcher:
             if number is None and is_over is not None and is_over():
                 is_ended, until = True, min(until, time.monotonic() + _KILLED)
                 process.kill()
-            if number in _STOP and self._told is None:
-                self._told = signal.Signals(number)
+            if number in _STOP and self._stop_signal is None:
+                self._stop_signal = signal.Signals(number)
                 say("stopping (Ctrl-C ends it at once) ...")
                 pass_on(process)
             elif number == signal.SIGINT:
@@ -378,7 +378,7 @@ class Launcher:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if status is None:
             status = -signal.SIGKILL
-        if status < 0 and not self._told and not is_ended:
+        if status < 0 and not self._stop_signal and not is_ended:
             remedy = "; most likely memory ran out (dmesg says so)" if status == -signal.SIGKILL else ""
             say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
         return status, process.stdout.read() if process.stdout else b""
@@ -392,7 +392,7 @@ class Launcher:
 
     def _tell_workers(self, process: Process) -> None:
         """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later."""
-        if self._told != signal.SIGINT:
+        if self._stop_signal != signal.SIGINT:
             if self._under_torchrun:
                 self._signal_workers(signal.SIGUSR1, process.pid)
             else:
@@ -416,10 +416,10 @@ class Launcher:
                 if parent in (None, int(state[1])) and mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), number)
 
-    def leave_if_told(self) -> None:
+    def exit_if_stopped(self) -> None:
         """Exit with code 3 after a stop signal."""
-        if self._told:
-            say(f"{self._told.name}: stopped before the run began; nothing was trained; exit code 3")
+        if self._stop_signal:
+            say(f"{self._stop_signal.name}: stopped before the run began; nothing was trained; exit code 3")
             sys.exit(3)
 
 

@@ -38,9 +38,9 @@ class Launcher(Protocol):
     def rest(self, seconds: float) -> None:
         """Wait."""
 
-    def leave_if_told(self) -> None: ...
+    def exit_if_stopped(self) -> None: ...
 
-    def is_told(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
 
     def restart(self, folder: str, outcome: Outcome, words: str) -> None:
         """Log and record a restart. If the run has trained, the next attempt reads the config in its folder."""
@@ -66,8 +66,8 @@ class Leader:
             outcome = combined((self._prepare(folder, is_first) or self._train(folder if trained else "")).values())
             is_first, trained = False, trained or outcome.step is not None
             if outcome.step is None and outcome.code == 1:
-                self._launcher.leave_if_told()
-            if self._launcher.is_told() or not (words := restarts.next(outcome)):
+                self._launcher.exit_if_stopped()
+            if self._launcher.is_stopped() or not (words := restarts.next(outcome)):
                 return outcome
             message = outcome.message or "no process reported the reason"
             self._launcher.restart(folder, outcome._replace(message=message), words)
@@ -209,7 +209,7 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
                 launcher.use_config_of(trained)
             outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
             if outcome.code == 1 and outcome.step is None:
-                launcher.leave_if_told()  # exit here; a report of code 1 would make node 0 try again
+                launcher.exit_if_stopped()  # exit here; a report of code 1 would make node 0 try again
             link.send(**outcome._asdict())
         elif message["do"] == "end":
             return int(message["code"])

@@ -41,7 +41,7 @@ def _report(options: argparse.Namespace) -> None:
     if not options.json:
         _check_output(output)
     runs = [collect(Path(run)) for run in options.runs]
-    _tell_apart(runs)
+    _make_names_unique(runs)
     if options.json:
         print(json.dumps({"runs": runs}, allow_nan=False))
     else:
@@ -71,7 +71,7 @@ def _check_output(path: Path) -> None:
         raise UserError(f"{path}: exists and is not an HTML page; name another file with --output")
 
 
-def _tell_apart(runs: list[dict[str, Any]]) -> None:
+def _make_names_unique(runs: list[dict[str, Any]]) -> None:
     """Make the runs' names unique: add parent folders, or a number if a run is given twice."""
     paths = [Path(os.path.realpath(run["folder"])).parts for run in runs]
     for number, run in enumerate(runs):

@@ -45,13 +45,13 @@ def find(cache: Path, device: torch.device) -> Certificate | None:
     """
     try:
         if others := sorted((cache / "certificates").glob("*.json"), key=lambda path: path.stat().st_mtime):
-            return _of(cache, describe(device, 1, with_commit=False), others[-1])
+            return _read_for(cache, describe(device, 1, with_commit=False), others[-1])
     except OSError as error:
         log.warning(f"{error.filename or cache}: {error.strerror}; this machine's certificate is not used")
     return None
 
 
-def _of(cache: Path, here: Machine, newest: Path) -> Certificate | None:
+def _read_for(cache: Path, here: Machine, newest: Path) -> Certificate | None:
     path = _place(cache, here)
     try:
         certificate = checked(path if path.exists() else newest)

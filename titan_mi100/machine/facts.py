@@ -238,7 +238,7 @@ def _amd_cards(system: System) -> Iterable[Card]:
 
 def _nvidia_cards(system: System) -> Iterable[Card]:
     told = [
-        _colons(system.text(f"proc/driver/nvidia/gpus/{name}/information") or "") | {"address": name}
+        _colon_lines(system.text(f"proc/driver/nvidia/gpus/{name}/information") or "") | {"address": name}
         for name in system.names("proc/driver/nvidia/gpus")
     ]
     for name in system.names("dev"):
@@ -253,7 +253,7 @@ def _card(
     system: System, vendor: str, name: str, arch: str | None, address: str, file: str, atomics: bool | None
 ) -> Card:
     device = f"sys/bus/pci/devices/{address}"
-    way = _way(system, device) if address else []
+    way = _pci_path(system, device) if address else []
     # The narrowest link counts. An MI100 has a PCIe switch on the card; a root complex reports no width.
     widths = [width for part in way if (width := system.number(part / "current_link_width"))]
     speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
@@ -280,7 +280,7 @@ def _card(
     )
 
 
-def _way(system: System, device: str) -> list[Path]:
+def _pci_path(system: System, device: str) -> list[Path]:
     """The sysfs folders of the PCI devices from the card up to the CPU."""
     try:
         folder = (system.root / device).resolve(strict=True)
@@ -305,7 +305,7 @@ def _iommu(system: System, device: str) -> str | None:
 
 def _atomics(system: System, folder: str) -> bool | None:
     """Whether all PCIe links of this node allow atomics; KFD flags links that do not. None: no PCIe link is listed."""
-    links = [_words(system.text(f"{folder}/{name}/properties")) for name in system.names(folder)]
+    links = [_name_value_lines(system.text(f"{folder}/{name}/properties")) for name in system.names(folder)]
     flags = [link["flags"] for link in links if link.get("type") == _PCIE and link.get("flags", "").isdecimal()]
     return not any(int(flag[:18]) & _NO_ATOMICS for flag in flags) if flags else None
 
@@ -337,7 +337,7 @@ def _driver(system: System) -> str:
 
 def _groups(system: System) -> tuple[str, ...]:
     """The names of this process's groups; the number of a group whose name is unknown."""
-    status = _colons(system.text("proc/self/status") or "")
+    status = _colon_lines(system.text("proc/self/status") or "")
     own = status.get("Gid", "").split()[1:2]  # the line has the real, effective, saved and file system group
     numbers = dict.fromkeys([*own, *status.get("Groups", "").split()])
     lines = [line.split(":") for line in (system.text("etc/group") or "").splitlines()]
@@ -360,16 +360,20 @@ def _shm_free(system: System) -> int | None:
 
 
 def _properties(system: System, path: str) -> dict[str, int]:
-    return {name: int(value) for name, value in _words(system.text(path)).items() if re.fullmatch(r"\d{1,18}", value)}
+    return {
+        name: int(value)
+        for name, value in _name_value_lines(system.text(path)).items()
+        if re.fullmatch(r"\d{1,18}", value)
+    }
 
 
-def _words(text: str | None) -> dict[str, str]:
+def _name_value_lines(text: str | None) -> dict[str, str]:
     """Parse lines of the form "name value"."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def _colons(text: str) -> dict[str, str]:
+def _colon_lines(text: str) -> dict[str, str]:
     """Parse lines of the form "Model: NVIDIA H100"."""
     parts = [line.partition(":") for line in text.splitlines()]
     return {name.strip(): value.strip() for name, colon, value in parts if colon}

@@ -281,7 +281,7 @@ class FakeRank:
         config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
         kept, *edges = _step(model, config, inputs(config, self.microbatches), ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
-        more = _receiving(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
+        more = _receive_buffer_bytes(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
         phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
         peak, categories = ledger.peak(edges[0], edges[-1])
         categories[COMMUNICATION] += more
@@ -318,14 +318,16 @@ def as_rank(
             attention = backend or FusedKernel()
             model = build_model(config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu)
             if isinstance(model, ReplicatedModel):
-                no_others.answer_ddp(model.ddp)
+                no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
             ledger.label((parameter for _, parameter in model.named_parameters()), where)
             with (
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", no_others.agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
                 patch.object(distributed, "PIECE", _PIECE),
-                patch.object(Tensor, "to", partialmethod(_moved, ledger)) if where == HOST else nullcontext(),
+                patch.object(Tensor, "to", partialmethod(_copy_between_devices, ledger))
+                if where == HOST
+                else nullcontext(),
             ):
                 yield FakeRank(config, ranks, rank, microbatches, device_memory, model, ledger, mode)
 
@@ -371,7 +373,9 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
     optimizer._update_local(first, 0, parameter.shape[-1], numbers, is_on_host)
 
 
-def _moved(tensor: Tensor, ledger: Ledger, *to: Any, non_blocking: bool | None = None, **others: Any) -> Tensor:
+def _copy_between_devices(
+    tensor: Tensor, ledger: Ledger, *to: Any, non_blocking: bool | None = None, **others: Any
+) -> Tensor:
     """Replace Tensor.to: FSDP2's copies between device and host. Both are CPU tensors here, so a copy is made
     explicitly and labelled by its destination.
     """
@@ -387,7 +391,7 @@ def _add_labelled(host: HostGradients, ledger: Ledger, gradient: Tensor, entry: 
     _ADD(host, gradient, entry)
 
 
-def _receiving(model: ParallelModel, microbatches: int) -> int:
+def _receive_buffer_bytes(model: ParallelModel, microbatches: int) -> int:
     """Bytes of the receive buffers of so many microbatches; 0 without a pipeline."""
     return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
 

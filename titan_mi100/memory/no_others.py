@@ -34,7 +34,7 @@ def agree(_: Any, stages: Sequence[Any], *others: Any) -> None:
         stage._inference_mode = schedules.InferenceMode.STATIC
 
 
-def answer_ddp(ddp: DistributedDataParallel) -> None:
+def patch_ddp(ddp: DistributedDataParallel) -> None:
     """Patch a DDP wrapper so that it works on tensors without values."""
     if not ddp._comm_hooks:  # DDP's built-in reduction needs the collective's result; a hook does not
         ddp.register_comm_hook(ddp.process_group, _reduce)

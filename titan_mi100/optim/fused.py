@@ -10,13 +10,13 @@ from torch import Tensor
 from titan_mi100.optim import kernels
 
 _ELEMENTS, _WARPS = 1024, 4  # per program
-# No fused multiply-add: it rounds once instead of twice, and the result would differ from lean.update_plainly.
+# No fused multiply-add: it rounds once instead of twice, and the result would differ from lean.update_with_torch.
 LAUNCH = {"num_warps": _WARPS, "enable_fp_fusion": False}
 _AS_BITS = {torch.bfloat16: torch.int16}  # the kernel converts bf16 itself, by integer operations
 
 
 def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, master: str) -> None:
-    """Do what lean.update_plainly does, for all rows in one launch.
+    """Do what lean.update_with_torch does, for all rows in one launch.
 
     Args:
         tensors: the weight, its gradient and its state by lean.py's names, (rows, columns) each.
@@ -30,6 +30,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
     rows, columns = weight.shape
     block = 256 if exponents is None else columns // exponents.shape[1]
     blocks = _ELEMENTS // block
+    # A row is divided into blocks of its own; a program updates `blocks` of them, _ELEMENTS elements.
     programs = triton.cdiv(rows * triton.cdiv(columns, block), blocks)
     # Tensors that this configuration does not have are replaced by another pointer; the kernel does not read them.
     pointers = (

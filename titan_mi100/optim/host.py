@@ -9,7 +9,7 @@ from torch import Tensor
 _RESERVED: list[Tensor] = []
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def page_locked_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate zeros in page-locked host memory. They are never freed.
 
     Args:
@@ -51,6 +51,6 @@ def whole_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
-def lend(like: Tensor) -> Tensor:
+def pinned_like(like: Tensor) -> Tensor:
     """An uninitialised host tensor for a copy of `like`, pinned for a GPU. Torch's allocator reuses such buffers."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")

@@ -65,11 +65,12 @@ class LeanAdamW(NamedState):
         self._config, self._seed = config, seed
         self._on_host = on_host or {}
         self._device = torch.get_device_module(device)
+        # The first lane runs on the current stream, for state on the device; the two others alternate, see update.
         self._lanes = [_Lane(), *(_Lane(self._device.Stream()) for _ in range(2 if self._on_host else 0))]
         self._turns = itertools.cycle(self._lanes[1:])
         self._kernel: Kernel | None = None
         if device.type == "cuda":
-            self._kernel, how = sound_kernel(config, device)
+            self._kernel, how = choose_kernel(config, device)
             log.info(f"optimizer: AdamW, state {config.state}, weights {config.master}, {how}")
 
     def _start(self, parameter: nn.Parameter) -> None:
@@ -150,7 +151,7 @@ class LeanAdamW(NamedState):
         if self._kernel is not None:
             self._kernel(part, number, whole, numbers, self._config.master)
         else:
-            update_plainly(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))
+            update_with_torch(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))
 
 
 def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
@@ -163,19 +164,20 @@ def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
     return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
 
 
-def sound_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
+def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
     """Choose the Triton kernel if it works on this device.
 
-    It is tried on random numbers, and must give exactly the bits of `update_plainly`.
+    It is tried on random numbers, and must give exactly the bits of `update_with_torch`.
 
     Returns:
-        The kernel, or None for `update_plainly`; and a description for the log.
+        The kernel, or None for `update_with_torch`; and a description for the log.
     """
     try:
         from titan_mi100.optim import fused
     except ImportError as error:
         return None, f"plain torch operations: {error}"
     results = []
+    # The same seed for both. Three steps, so that the second one reads state that the kernel has written.
     for kernel in (None, fused.update):
         draw = torch.Generator().manual_seed(1)
         weights = torch.randn(8, 1024, generator=draw), torch.randn(1000, generator=draw)
@@ -256,7 +258,7 @@ class _Numbers:
         self.correction = 1 / math.sqrt(1 - self.beta2**step)  # bias correction of the root of exp_avg_sq
 
 
-def update_plainly(
+def update_with_torch(
     tensors: dict[str, Tensor], first_number: int, whole: int, numbers: _Numbers, config: OptimizerConfig, s: _Scratch
 ) -> None:
     """Update some rows of a parameter by plain torch operations.
@@ -279,11 +281,11 @@ def update_plainly(
         )
         draw_noise(s.noise, numbers.key, s.integers)
 
-    gradient = s.gradient.copy_(tensors["gradient"])
+    gradient = s.gradient.copy_(tensors["gradient"])  # fp32 from here on
     if numbers.factor != 1:
         gradient.mul_(numbers.factor)
     second = _load(tensors, "exp_avg_sq", UNSIGNED, s.second, s.integers)
-    if "exp_avg_sq_exponent" in tensors:
+    if "exp_avg_sq_exponent" in tensors:  # codes hold the root: squared, it needs half as many powers of two
         second.mul_(second)
     second.mul_(numbers.beta2)
     second.add_(torch.mul(gradient, gradient, out=s.other).mul_(1 - numbers.beta2))
@@ -292,14 +294,17 @@ def update_plainly(
     first = _load(tensors, "exp_avg", SIGNED, s.first, s.integers)
     first.mul_(numbers.beta1).add_(gradient.mul_(1 - numbers.beta1))
 
+    # s.gradient and s.other are free from here on, and are reused.
     divisor = torch.mul(root, numbers.correction, out=s.gradient).add_(numbers.eps)
     change = torch.div(first, divisor, out=divisor).mul_(numbers.rate)
     wide = _load_weight(tensors, s)
+    # decoupled weight decay first, then the update, as in torch's AdamW
     wide.mul_(numbers.kept).sub_(change)
     _store_weight(tensors, wide, s, config.master)
 
     _store(tensors, "exp_avg", first, SIGNED, 16, s)
     is_coded = "exp_avg_sq_exponent" in tensors
+    # The root's noise comes from other bits than the first moment's, so their rounding errors are independent.
     _store(tensors, "exp_avg_sq", root if is_coded else second, UNSIGNED, 24, s)
 
 
@@ -330,6 +335,7 @@ def _load_weight(tensors: dict[str, Tensor], s: _Scratch) -> Tensor:
     if "residual" not in tensors:
         return s.weight.copy_(tensors["weight"])
     bits = s.weight.view(torch.int32).copy_(tensors["weight"].view(torch.int16))
+    # weight << 16 + residual << 8: the residual is signed, so adding it can borrow from the upper bits
     bits.bitwise_left_shift_(8).add_(tensors["residual"]).bitwise_left_shift_(8)
     return s.weight
 
@@ -375,11 +381,12 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
     size = (*rows, columns // block)
     place = local.device
-    zeros = torch.zeros(size, dtype=dtype, device=place) if stays else host.reserve(size, dtype, place)
+    zeros = torch.zeros(size, dtype=dtype, device=place) if stays else host.page_locked_zeros(size, dtype, place)
     if not isinstance(parameter, DTensor):
         return zeros
     *rows, columns = parameter.shape
     shape = torch.Size((*rows, columns // block))
+    # The global shape is given, because shards can be uneven: it does not follow from the local one.
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
     return DTensor(zeros, spec, requires_grad=False)  # type: ignore[call-arg]

@@ -31,6 +31,7 @@ class LossScale:
             overflowed: the step's loss was finite but its gradients were not. A loss that is not finite does not count:
                 a smaller scale would not help.
         """
+        # A step that overflowed is skipped, so halving costs one step; growth is slow to make that rare.
         self.steps_since = 0 if overflowed else self.steps_since + 1
         if overflowed:
             self.value = max(SMALLEST, self.value / 2)

@@ -22,6 +22,7 @@ class AdamW(NamedState, torch.optim.AdamW):
     def update(self, factor: float) -> None:
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         if factor != 1:
+            # on the local shards: the product is elementwise, so DTensors are not needed
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
         self.step()
 
@@ -91,6 +92,7 @@ def lr_factor(config: LRSchedulerConfig, step: int, steps: int) -> float:
     done = (step - 1 - (steps - decay)) / decay if decay else 0.0  # fraction of the decay before this step, in [0, 1)
     if done <= 0:
         return 1.0
+    # each falls from 1 at done = 0 to 0 at done = 1
     shape = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
     return config.min_lr_factor + (1 - config.min_lr_factor) * shape[config.decay_type]
 

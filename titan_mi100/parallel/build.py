@@ -88,7 +88,7 @@ def build_model(
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
         model = AloneModel(part(), mesh, device, is_gpu or config.memory.offload != "nothing")
-    if config.memory.offload == "optimizer":
+    if config.memory.offload == "optimizer":  # pipelines and DDP, which have returned above, do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model
 

@@ -54,6 +54,7 @@ class ReplicatedModel(ParallelModel):
             self.extra_state_name = "powersgd"
             self._compression = PowerSGD(self.trained_parameters(), group, parallelism)
         self._sent_in = reduce_dtype(training)
+        # DDP reduces in the gradients' dtype; a hook is needed for another dtype, or for PowerSGD.
         gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
         if self._compression is not None or gradients != {self._sent_in}:
             self.ddp.register_comm_hook(group, self._reduce)

@@ -23,7 +23,7 @@ class _Sum:
     """The accumulated gradient of one parameter."""
 
     values: Tensor  # this rank's shard, in host memory
-    is_there: bool = False  # this step's first microbatch was added; before, `values` are those of the last step
+    has_value: bool = False  # this step's first microbatch was added; before, `values` are those of the last step
     is_first: bool = True  # this rank is the first of those that hold the same shard
     squares: Tensor | None = None  # 0-dim fp64, on the device: sum of squares of the sum so far
 
@@ -50,10 +50,10 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
                 shape = tuple(local_part(parameter.detach())[0].shape)
-                self._sums[parameter] = _Sum(host.reserve(shape, parameter.dtype, device))
+                self._sums[parameter] = _Sum(host.page_locked_zeros(shape, parameter.dtype, device))
                 parameter.register_post_accumulate_grad_hook(self._take)
             elif isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(_part_from_others)
+                parameter.register_post_accumulate_grad_hook(_copy_out_of_group_buffer)
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return self._sums[parameter].values
@@ -67,7 +67,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     def clear(self) -> None:
         """Start a new step: the next gradient overwrites the sum."""
         for entry in self._sums.values():
-            entry.is_there = False
+            entry.has_value = False
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
@@ -96,12 +96,12 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         rows = max(1, _PIECE // max(1, gradient.shape[1]))
         squares = []
         for here, there in zip(gradient.split(rows), entry.values.split(rows), strict=True):
-            if entry.is_there:
+            if entry.has_value:
                 before = torch.empty_like(here)
                 here.add_(before.copy_(there, non_blocking=True))
             there.copy_(here, non_blocking=True)
             squares.append(sum_of_squares(here))
-        entry.is_there, entry.squares = True, torch.stack(squares).sum()
+        entry.has_value, entry.squares = True, torch.stack(squares).sum()
 
     def measure(self, others: Gradients, copies: Collection[nn.Parameter]) -> Gradients:
         """Combine these gradients with those on the device. Later operations of the device wait for the sums.
@@ -116,7 +116,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         every: list[Tensor] = []
         counted = [others.squares]
         for parameter, entry in self._sums.items():
-            assert entry.is_there and entry.squares is not None, "a parameter has no gradient"
+            assert entry.has_value and entry.squares is not None, "a parameter has no gradient"
             every.append(entry.squares)
             if entry.is_first and id(parameter) not in counted_elsewhere:
                 counted.append(entry.squares)
@@ -124,7 +124,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         return Gradients(torch.stack(counted).sum(), finite)
 
 
-def _part_from_others(parameter: nn.Parameter) -> None:
+def _copy_out_of_group_buffer(parameter: nn.Parameter) -> None:
     """Copy a vector's gradient: FSDP2 makes it a view of its group's buffer, and the view keeps that buffer alive."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.clone()
@@ -144,7 +144,7 @@ def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
     # Not the rotary tables: all blocks share them. Not the empty placeholder that torch 2.8 saves.
     if not tensor.requires_grad or not tensor.numel():
         return tensor
-    return tensor.device, host.lend(tensor).copy_(tensor.detach(), non_blocking=True)
+    return tensor.device, host.pinned_like(tensor).copy_(tensor.detach(), non_blocking=True)
 
 
 def _from_host(kept: tuple[torch.device, Tensor] | Tensor) -> Tensor:

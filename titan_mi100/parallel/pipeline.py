@@ -53,7 +53,7 @@ class PipelinedModel(ParallelModel):
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)
         self.parts = [part(cuts[index]) for index in self._mine]
         self._tied = tied
-        self._ends = self._make_ends(mesh) if tied else None
+        self._tied_ranks_group = self._tied_group(mesh) if tied else None
 
         # Shapes and dtypes of what the stages receive and return; see _stage.
         self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
@@ -66,7 +66,7 @@ class PipelinedModel(ParallelModel):
         self._schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
             n_microbatches=max(microbatches, self._stages) if schedule == "GPipe" else microbatches,
-            loss_fn=self._weigh,
+            loss_fn=self._weighted_loss,
             scale_grads=False,  # torch would divide by the number of microbatches; the loss is weighted already
         )
         # The constructor of torch 2.8 demands as many microbatches as stages for GPipe too; the step needs fewer.
@@ -100,7 +100,7 @@ class PipelinedModel(ParallelModel):
         pp = self._pp.size()
         return min(stage, self._stages - 1 - stage) if self._v_shaped else stage % pp
 
-    def _make_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    def _tied_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         """The group of the two ranks that hold the tied weight, with this rank's data- and tensor-parallel position.
 
         None: this rank holds none of it, or both copies are on one rank. A collective.
@@ -117,7 +117,7 @@ class PipelinedModel(ParallelModel):
                 mine = group
         return mine
 
-    def _weigh(self, loss: Tensor, target: Tensor) -> Tensor:
+    def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
         self._losses.append(loss.detach().double())
         return loss.sum() * self._weight
@@ -128,7 +128,7 @@ class PipelinedModel(ParallelModel):
         whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
         ids = whole.pop("input_ids")
         inputs = (ids,) if 0 in self._mine else ()
-        # _weigh ignores the target, but torch demands one on the last stage.
+        # _weighted_loss ignores the target, but torch demands one on the last stage.
         self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **whole)
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
@@ -146,7 +146,7 @@ class PipelinedModel(ParallelModel):
             local[0] += local[1]
             local[1].copy_(local[0])
         elif local:
-            dist.all_reduce(local[0], group=self._ends)
+            dist.all_reduce(local[0], group=self._tied_ranks_group)
 
     def copies(self) -> list[nn.Parameter]:
         """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""

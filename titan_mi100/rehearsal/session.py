@@ -87,7 +87,7 @@ def _second_step(
     with as_rank(config, ranks, rank, microbatches, device_memory, attention, spec) as fake:
         memory = fake.count_step()
         tally = Tally(config.layout(ranks))
-        gather = functools.partial(_everyone_alike, tally)
+        gather = functools.partial(_gather_same_values, tally)
         with unset_fake_temporarily(), patch.object(trainer, "gather_values", gather):
             step = _trainer_of(fake).step
             attention.flops = 0
@@ -130,7 +130,7 @@ def _no_gradient() -> Gradients:
     return Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
 
 
-def _everyone_alike(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:
+def _gather_same_values(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:
     """Replace gather_values: every rank has the same values as this one."""
     tally.is_beside_mesh = True
     ranks = len(gather_values(mine, device))
