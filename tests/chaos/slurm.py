@@ -173,7 +173,7 @@ def killed_in_training(folder: Path) -> Outcome:
     wait_until(lambda: job.said(r"step +25/"), PATIENCE)
     os.kill(job.tasks()[1], signal.SIGKILL)
     seconds = wait_until(lambda: job.said("attempt 1: exit code 1"), PATIENCE)
-    outcome = job.end("attempt 1: exit code 1 .* requeue", "in the queue again", "attempt 1: exit code 0")
+    outcome = job.end("attempt 1: exit code 1 .* requeue", "titan: requeued", "attempt 1: exit code 0")
     resumed = job.said("resum")
     wrong = [*outcome.wrong, *([] if seconds <= 60 else [f"the step took {seconds:.0f} s to end"])]
     wrong += [] if job.said("step +21/") and len(job.said(r"step +1/")) == 1 else [f"not resumed: {resumed}"]
