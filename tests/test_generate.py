@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import runpy
+import select
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from titan_mi100.generation.answers import read_rows
 from titan_mi100.model import decode
 from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.wording import printable
@@ -588,20 +590,46 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
         inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)
 
 
-def test_a_chat_streams_on_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_end_of_input", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_chat_streams_on_a_terminal_with_line_editing_history_and_commands(
+    is_end_of_input: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--model", str(folder), "--prompt", "2 + 2", "--max_new_tokens", "10", "--device", "cpu"]
     assert generate.main(arguments) == 0
-    expected = capsys.readouterr().out
+    expected = capsys.readouterr().out.replace("\n", "\r\n")
     mine, terminal = pty.openpty()
+    # without taking the terminal, Ctrl-C on it would be no signal
+    code = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    code += "runpy.run_module('titan_mi100.generate', run_name='__main__')"
+    words = [sys.executable, "-c", code, "--model", str(folder), "--max_new_tokens", "10"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    chat = subprocess.Popen(words, **streams, env=environment, start_new_session=True)
     try:
-        os.write(mine, b"2 + 2\n\n2 + 2\n\x04")
-        done = command("generate", "--model", folder, "--max_new_tokens", 10, stdin=terminal)
+
+        def said(typed: bytes) -> str:
+            """What is printed up to the next prompt."""
+            os.write(mine, typed)
+            text = b""
+            while not text.endswith(b"\n> "):
+                assert select.select([mine], [], [], 60)[0], text
+                text += os.read(mine, 1 << 16)
+            return text.decode()
+
+        assert "/reset or an empty line starts a new conversation" in said(b"")
+        assert expected in said(b"2 + 2\n")
+        said(b"/reset\n")
+        assert expected in said(b"\x1b[A\x1b[A\n")  # from the history; the conversation is a new one
+        said(b"\n")
+        said(b"half a line\x03")
+        assert expected in said(b"3 + 2\x1b[D\x1b[D\x1b[D\x1b[D\x08" + b"2\n")  # edited to 2 + 2
+        os.write(mine, b"\x04" if is_end_of_input else b"/exit\n")
+        assert chat.wait(30) == 0
     finally:
+        chat.kill()
+        chat.wait()
         os.close(mine)
         os.close(terminal)
-    assert done.returncode == 0, done.stderr
-    # The empty line between the two starts a new conversation, so both answers are the same.
-    assert done.stdout.count(expected) == 2
 
 
 def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
@@ -636,6 +664,27 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
     assert len([piece for piece in pieces if piece]) > 8  # not all at once
     assert "second" in heard[1] and "né 日本 🙂!" in heard[1]  # the conversation so far
     assert seeds == ["42/0", "42/1"]  # the same question twice need not have the same answer
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, heard = iter(["stopped", "second", "/exit", "never read"]), list[str]()
+    tokenizer = load_tokenizer(folder)
+
+    def say(_: Any, prompts: list[list[int]], *options: Any) -> list[Generated]:
+        heard.append(tokenizer.decode(prompts[0]))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+        return [Generated([5], True)]
+
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    monkeypatch.setattr(inference, "generate", say)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    assert generate.main(["--model", str(folder)]) == 0
+    assert "the conversation continues without this question" in capsys.readouterr().err
+    assert len(heard) == 2 and "second" in heard[1] and "stopped" not in heard[1]
+    assert next(lines) == "never read"
 
 
 def test_a_prompt_as_long_as_the_model_can_only_be_shortened() -> None:

@@ -75,9 +75,12 @@ def exact_norm(norm: Qwen3RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
-def in_peft(spec: ModelSpec, lora: LoRAConfig = LORA) -> peft.PeftModel:
+def in_peft(spec: ModelSpec, lora: LoRAConfig = LORA, targets: str | None = None) -> peft.PeftModel:
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=int(lora.alpha), target_modules=list(lora.target_modules), task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=targets or list(lora.target_modules),
+        task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(exact_reference(spec), config, autocast_adapter_dtype=False)
     values = adapter_values(spec, lora)
@@ -136,6 +139,13 @@ def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> No
     some = LoRAConfig(**SOME["lora"])
     case["weights"] |= adapter_values(MODELS[name], some)
     assert_equals_peft(run_split(world, case, {**half, **SOME}), peft_reference(MODELS[name], some), "some modules")
+
+
+def test_all_linear_has_the_gradients_that_peft_has_with_it(world: World) -> None:
+    case, every = make_case("tied"), {**FP64["lora"], "target_modules": ("all-linear",)}
+    expected = peft_reference(MODELS["tied"], model=in_peft(MODELS["tied"], targets="all-linear"))
+    split = {**FP64, "lora": every, "local_batch_size": 4, "accumulation": 2}
+    assert_equals_peft(run_split(world, case, split), expected, "all-linear")
 
 
 def run_processes(processes: int, options: list[dict], runs: dict[str, dict], folder: Path) -> list[dict]:
@@ -628,6 +638,14 @@ def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
 
     assert said() == said(rank=8, target_modules=("q_proj",)) == []
     assert "did you mean q_proj?" in said(rank=8, target_modules=("q_prj",))[0]
+    assert "did you mean all-linear?" in said(rank=8, target_modules=("all_linear",))[0]
+    assert said(rank=8, target_modules=("all-linear", "q_proj")) == [
+        '[lora] target_modules names "all-linear" beside others; it stands alone, for all of them'
+    ]
+    assert said(rank=8, target_modules=("all-linear",)) == []
+    assert lora_identity(LoRAConfig(target_modules=("all-linear",))) == lora_identity(
+        LoRAConfig(target_modules=LINEARS)
+    )
     assert said(rank=8, target_modules=()) == [
         "[lora] target_modules is empty, but rank = 8; name some, or set rank to 0"
     ]

@@ -163,7 +163,7 @@ def test_interval_arithmetic_agrees_with_counting_points() -> None:
         )
         for found, expected in (
             (communication.union(a), points(a)),
-            (communication.without(a, b), points(a) - points(b)),
+            (communication.subtract(a, b), points(a) - points(b)),
         ):
             assert points(found) == expected, (a, b)
             assert all(before[1] < after[0] for before, after in pairwise(found)), "not disjoint"
@@ -172,9 +172,9 @@ def test_interval_arithmetic_agrees_with_counting_points() -> None:
 
 def test_interval_arithmetic_of_nested_and_touching_intervals() -> None:
     assert communication.union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
-    assert communication.without([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
-    assert communication.without([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
-    assert communication.without([(0, 4)], []) == [(0, 4)] and communication.without([], [(0, 4)]) == []
+    assert communication.subtract([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
+    assert communication.subtract([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
+    assert communication.subtract([(0, 4)], []) == [(0, 4)] and communication.subtract([], [(0, 4)]) == []
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, **others: Any) -> SimpleNamespace:
@@ -198,7 +198,7 @@ def test_exposed_on_a_gpu_is_what_no_kernel_of_any_stream_runs_beside() -> None:
         event("aten::mm", 100, 200),  # the host runs ahead
         event("gloo:all_reduce", 100, 200, thread=2),
     ]
-    assert communication.times(events, on_device=True) == (20 + 40, 5 + 25)
+    assert communication.collective_times(events, on_device=True) == (20 + 40, 5 + 25)
 
 
 def test_exposed_on_cpu_is_what_the_computing_thread_spends_outside_operations() -> None:
@@ -214,7 +214,7 @@ def test_exposed_on_cpu_is_what_the_computing_thread_spends_outside_operations()
         event("c10d::allreduce_", 10, 11),
         event("FSDP::post_backward_reduce", 0, 100),
     ]
-    assert communication.times(events, on_device=False) == (30 + 50, 20 + 27 + 20)
+    assert communication.collective_times(events, on_device=False) == (30 + 50, 20 + 27 + 20)
 
 
 # what became of a row

@@ -1,4 +1,4 @@
-"""Generate text: `python -m titan_mi100.generate --model PATH` with --prompt, with --input, or as a chat.
+"""Generate text: `python -m titan_mi100.generate --model PATH` with --prompt or --input; without both it is a chat.
 
 Invalid options and prompts are reported before any weights are loaded.
 """
@@ -9,6 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -25,6 +26,10 @@ from titan_mi100.text.base import Tokenizer
 from titan_mi100.wording import printable, with_level
 
 _PROMPT_KEYS = ("messages", "prompt", "question")
+_CHAT_HELP = (
+    "/reset or an empty line starts a new conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat.\n"
+    "Everything else is sent to the model, /think and /no_think too."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("generate", __doc__.splitlines()[0], "No --prompt and no --input, on a terminal: a chat.")
+    parser = command_parser("generate", __doc__.splitlines()[0], f"In a chat: {_CHAT_HELP}")
     prompts, add = parser.add_mutually_exclusive_group(), parser.add_argument
     prompts.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
     prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with prompt, question or messages")
@@ -95,7 +100,9 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
 def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -> None:
     """Read a line, print the answer as it is generated, until the input ends."""
     answer_batch = load()
-    print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr)
+    with suppress(ImportError):  # some builds of Python lack it
+        import readline  # noqa: F401  # gives input() line editing and a history
+    print(_CHAT_HELP, file=sys.stderr)
     messages: list[Message] = []
     for turn in count():
         try:
@@ -103,8 +110,14 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
         except EOFError:
             print(file=sys.stderr)
             return
-        if not text:
+        except KeyboardInterrupt:
+            print(f"\n{_CHAT_HELP}", file=sys.stderr)
+            continue
+        if text == "/exit":
+            return
+        if text in ("", "/reset"):
             messages = []
+            print("(a new conversation)", file=sys.stderr)
             continue
         asked = [*messages, {"role": "user", "content": text}]
         characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
@@ -112,7 +125,10 @@ def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -
             prompt = build("the conversation", text if build.template is None else asked)
             [answer] = answer_batch([prompt.ids], [turn], partial(_show, tokenizer, characters))
         except UserError as error:  # the conversation has grown too long, or its template refuses it
-            print(with_level("ERROR", f"{error} An empty line starts a new conversation."), file=sys.stderr)
+            print(with_level("ERROR", f"{error}; /reset starts a new conversation"), file=sys.stderr)
+            continue
+        except KeyboardInterrupt:
+            print("\n(stopped; the conversation continues without this question and answer)", file=sys.stderr)
             continue
         print(characters.decode(b"", final=True))
         if not answer.stopped:

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_mi100 import cli
-from titan_mi100.config.assets import enable_thinking, read_assets
+from titan_mi100.config.assets import prompt_settings, read_assets
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
 
-_CHAT = "--apply_chat_template"
+_CHAT, _SYSTEM = "--apply_chat_template", "--system_instruction"  # options of lm_eval
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
@@ -68,6 +68,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise UserError("lm_eval is not installed; pip install 'titan_mi100[eval]'")
     model = _hf_folder(checkpoint)
     model_args = ",".join([f"pretrained={model}", *given.model_args, *_as_trained(model, given)])
+    rest += _system_as_trained(model, rest)
     command = ["--model", "hf", "--model_args", model_args, "--tasks", tasks, "--output_path", str(results), *rest]
     return _evaluate(command, results, folder)
 
@@ -121,7 +122,7 @@ def _as_trained(model: Path, given: _Split) -> list[str]:
     """The prompts that the model was trained with, unless the arguments say otherwise."""
     if _CHAT not in given.rest or any("enable_thinking" in argument for argument in given.model_args):
         return []
-    thinking = enable_thinking(read_assets(model), model)
+    thinking = prompt_settings(read_assets(model), model).enable_thinking
     if thinking is None:
         return []
     _say(
@@ -129,6 +130,15 @@ def _as_trained(model: Path, given: _Split) -> list[str]:
         "--model_args enable_thinking=... overrides"
     )
     return [f"enable_thinking={thinking}"]
+
+
+def _system_as_trained(model: Path, rest: Sequence[str]) -> list[str]:
+    """lm_eval's option for the system message of training, unless the arguments hold one."""
+    prompt = prompt_settings(read_assets(model), model).system_prompt
+    if _CHAT not in rest or not prompt or any(argument.startswith(_SYSTEM) for argument in rest):
+        return []
+    _say(f"system message {prompt!r}, as the model was trained (titan_mi100.json); {_SYSTEM} TEXT overrides")
+    return [_SYSTEM, prompt]
 
 
 def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> int:

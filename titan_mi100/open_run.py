@@ -1,15 +1,19 @@
-"""A run, opened: everything between a checked config and the first step. The trainer, the benches and the tests of
-several processes all begin here.
+"""Opens a run: everything between a checked config and the first step. Used by the trainer, the benches and the tests
+with several processes.
 """
 
+import platform
+import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Shape
@@ -17,6 +21,7 @@ from titan_mi100.attention.choice import AUTO, Choice, choose
 from titan_mi100.certificate.form import Certificate
 from titan_mi100.certificate.known import attention_of, dtype_advice_of
 from titan_mi100.certificate.known import find as find_certificate
+from titan_mi100.certificate.machine import describe
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
@@ -70,16 +75,16 @@ class StepObserver(Protocol):
 
 @dataclass
 class Run:
-    """What the loop works with. Each rank has one, and all go through the same calls in the same order.
+    """An open run, as the training loop uses it. Every rank has one and makes the same calls in the same order.
 
     Attributes:
         about: layout, data and fingerprints of the run, for the manifests of its checkpoints.
         steps: number of the run's last step.
-        forecast: the plan of its memory and time.
-        observers: are shown each step's result.
+        forecast: planned memory and time.
+        observers: called with each step's result.
         wants_to_stop: whether this process was told to stop.
-        sampler: answers held-out prompts at each validation; None: there are none to answer.
-        profiler: traces some steps; None: it was not asked for.
+        sampler: answers held-out prompts at each validation; None: disabled.
+        profiler: traces some steps; None: disabled.
     """
 
     config: Config
@@ -117,7 +122,7 @@ class Run:
                 self.heartbeat.begin(SAVE, f"trace of step {number}")
         self.heartbeat.note("what follows a step")
         self.progress.after_step(result)
-        if not result.skipped:  # its loss is that of the weights before its update: those that were saved last
+        if not result.skipped:  # the loss is that of the weights before the update, which may just have been saved
             self.checkpointer.judge(self.progress.suspicion)
         began = time.perf_counter()
         for observer in self.observers:
@@ -126,12 +131,23 @@ class Run:
             self.stragglers.after_step(number, result, time.perf_counter() - began)
         return result
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step was taken, or the run stops early. The same on all ranks: they share each loss."""
+        stops_early = self.progress.has_stopped_improving(self.config.validation.patience)
+        return self.progress.step >= self.steps or stops_early
+
+    @property
+    def keeps_best(self) -> bool:
+        """Early stopping is of use only with the checkpoint of the lowest validation loss."""
+        return self.config.checkpoint.keep_best or self.config.validation.patience > 0
+
     def is_due(self, every: int) -> bool:
         """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
         return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
 
     def validation_losses(self) -> list[float] | None:
-        """Of all sources together, then of each; None: given up, because a process was told to stop."""
+        """Validation loss of all sources together, then of each; None: interrupted, as a process was told to stop."""
 
         def is_told_to_stop() -> bool:
             return any_rank(self.wants_to_stop(), self.world.device)
@@ -142,14 +158,14 @@ class Run:
         return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
 
     def validate(self) -> bool:
-        """Validate and report, if there is something to validate on; whether the loss is the lowest so far."""
+        """Validate and report, if the run has validation data; whether the loss is the lowest so far."""
         if not self.data.validation:
             return False
         losses = self.validation_losses()
         answered: list[dict[str, Any]] | None = []
         if losses and self.sampler is not None:
 
-            def is_told_to_stop() -> bool:  # asked with each token
+            def is_told_to_stop() -> bool:  # called for each token
                 self.heartbeat.begin(VALIDATION, "samples")
                 return self.wants_to_stop()
 
@@ -167,13 +183,15 @@ class Run:
 
     def save(self) -> None:
         assert self.folder is not None
-        best = self.progress.best_step if self.config.checkpoint.keep_best else None
+        best = self.progress.best_step if self.keeps_best else None
         suspicion = self.progress.suspicion
         self.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)
         self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best, suspicion)
 
     def judge_last_save(self) -> None:
-        """After the last step no other shows whether its update was sound: try one that updates nothing."""
+        """Check the last checkpoint's weights: compute the loss and gradients of one more step without an update.
+        (Other checkpoints are checked by the loss of the step that follows.)
+        """
         self.heartbeat.begin_step(self.progress.step + 1)
         result = self.trainer.step(update=False)
         is_broken = result.skipped and not result.overflowed
@@ -186,7 +204,7 @@ class Run:
             self.checkpointer.wait()
         finally:
             if self.reporter is not None:
-                self.reporter.close()
+                self.reporter.close(stopped_early=self.is_finished)
 
 
 def open_run(
@@ -200,17 +218,17 @@ def open_run(
     heartbeat: Heartbeat | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Everything that the first step needs, in the order in which one thing follows from another. A collective.
+    """Build everything that the first step needs. A collective.
 
     Args:
-        folder: the run's; None: nothing is recorded or saved.
-        spec: the model's shape; None: what the config names.
-        data: None: what the config names.
-        checkpoint: to resume from; None: the newest in the folder, if there is one.
-        heartbeat: this process's record; None: nobody watches it.
+        folder: the run folder; None: nothing is recorded or saved.
+        spec: the model's shape; None: the one that the config names.
+        data: prepared data; None: those that the config names.
+        checkpoint: to resume from; None: the newest one in the folder, if there is one.
+        heartbeat: this process's record for the watcher; None: not watched.
 
     Raises:
-        UserError: on all ranks: files that do not fit each other or the config.
+        UserError: on all ranks: files do not fit each other or the config.
     """
     heartbeat = heartbeat or Heartbeat(config.watchdog)
     distributed.seed_everything(config.training.seed)
@@ -255,7 +273,7 @@ def open_run(
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     if folder is not None:
-        reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
+        reporter = open_record(folder, config, world, spec, model, rows, progress, steps, _code_and_machine(world))
         observers += [reporter] if reporter else []
         with raise_together():
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
@@ -298,7 +316,7 @@ def _open_trainer(
 
 
 def _find_certificate(world: World) -> Certificate | None:
-    """This machine's, on rank 0, which decides for all; None on the others. It is in the default cache folder."""
+    """This machine's certificate, from the default cache folder, on rank 0, which decides for all; None on others."""
     if world.rank != 0:
         return None
     with suppress(UserError):  # no home folder: nothing can be kept in it
@@ -306,8 +324,25 @@ def _find_certificate(world: World) -> Certificate | None:
     return None
 
 
+def _code_and_machine(world: World) -> dict[str, Any]:
+    """What environment.json holds about the code and this node; empty on all ranks but the first."""
+    if world.rank != 0:
+        return {}
+    cards = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    found = describe(world.device, cards)
+    return {
+        "version": import_module("titan_mi100").__version__,
+        "commit": found.commit,
+        "host": socket.gethostname(),
+        "os": platform.platform(),
+        "gpus": [torch.cuda.get_device_name(card) for card in range(cards)],
+        "driver": found.driver,
+        "triton": found.triton,
+    }
+
+
 def _log_machine(config: Config, world: World, certificate: Certificate | None) -> None:
-    """What a reader of the log wants to know first."""
+    """Log notes of the config, the device, and advice on the dtype and torch.compile."""
     for line in config.notes:
         log.info(line)
     words, arch, units = distributed.device_name(world.device)
@@ -355,8 +390,8 @@ def _choose(
     found: Found | None,
     certificate: Certificate | None,
 ) -> tuple[Choice, HeadMemory]:
-    """What decides in which order numbers are added: rank 0's choice for its device, or what the run had before on the
-    same kind of device. A collective.
+    """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
+    resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
 
     Args:
         certificate: rank 0's.
@@ -398,7 +433,8 @@ def _open_checkpointer(
         base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
         named = base, tokenizer, config.model.chat_template
         has_assets = world.rank == 0 and folder is not None
-        assets = run_assets(spec, *named, data.facts.enable_thinking) if has_assets else {}
+        prompts = data.facts.enable_thinking, data.facts.system_prompt
+        assets = run_assets(spec, *named, *prompts) if has_assets else {}
     return Checkpointer(
         (folder or Path()) / "checkpoint",
         config.checkpoint.keep_latest_k,

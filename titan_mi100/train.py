@@ -1,6 +1,7 @@
 """The trainer: `python -m titan_mi100.train --job.config_file X.toml`, under torchrun or alone.
 
-`main` ends with an exit code, `train` is the loop; open_run.py is what comes before it, trainer.py one step of it.
+`train` is the training loop; `main` runs it and exits with a code of docs/DESIGN.md. open_run.py builds everything that
+the loop needs, and trainer.py runs one step.
 """
 
 from titan_mi100.config.load import config_from_command_line
@@ -8,8 +9,8 @@ from titan_mi100.run.heartbeat import ENDED, SAVE, Heartbeat
 from titan_mi100.run.preemption import Preemption
 
 if __name__ == "__main__":
-    preemption = Preemption()  # first of all: a run may be told to stop while torch is imported
-    config = config_from_command_line()  # before torch is imported: --help and mistakes answer at once
+    preemption = Preemption()  # first: a signal to stop may arrive while torch is imported
+    config = config_from_command_line()  # before torch is imported: --help and config errors are printed at once
     heartbeat = Heartbeat.of_process(config.watchdog)
 
 import os
@@ -30,13 +31,14 @@ from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.metrics import peak_memory_gib
-from titan_mi100.run.record import log_where_everything_is
+from titan_mi100.run.next_commands import to_resume
+from titan_mi100.run.record import log_where_everything_is, step_to_use
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level
 
 
 class Preempted(Exception):
-    """The run was told to stop, and has saved; the message says where."""
+    """The run received a signal to stop, and has saved a checkpoint; the message names it."""
 
 
 def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
@@ -44,18 +46,19 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
     run: Run | None = None
-    again, together = "start again", True  # together: every rank ends in the same way
+    again, all_ranks = "start again", True  # all_ranks: every rank ends for the same reason
     setup_logging(rank)
     try:
         heartbeat.note("meeting the other ranks")
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
         heartbeat.is_in(folder.path)
-        again = f"to resume, start again with job.run_folder = {folder.path}, without checkpoint.fresh and load_step"
+        started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        again = to_resume(*started)
         run = open_run(config, world, folder.path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason))
+        again = to_resume(*started)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
-        train(run, preemption)
-        ended = RunState("done", 0, "", "to train on, raise training.steps or epochs")
+        ended = RunState("done", 0, *train(run, preemption))
     except UserError as error:
         ended = RunState("bad_input", 2, str(error), "fix the problem above and start again")
     except Preempted as error:
@@ -65,9 +68,9 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     except SaveError as error:
         ended = RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
-        ended, together = RunState("interrupted", 1, "interrupted", again), False
+        ended, all_ranks = RunState("interrupted", 1, "interrupted", again), False
     except Exception as error:
-        together, where = False, _where(rank, folder)
+        all_ranks, where = False, _where(rank, folder)
         if is_out_of_memory(error):
             if run is not None and run.profiler is not None:
                 run.profiler.at_out_of_memory(folder.step if folder else None)
@@ -79,27 +82,29 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         log.error(ended.message)
     if folder is not None:
         ended = replace(ended, step=folder.step)
-    if together and (rank == 0 or ended.exit_code == 1):
+    if all_ranks and ended.exit_code and (rank == 0 or ended.exit_code == 1):
         for line in ended.message.splitlines():
             (log.warning if ended.exit_code == 3 else log.error)(line)
-    if together and rank == 0:
+        log.info(ended.next)
+    if all_ranks and rank == 0:
         write_run_state(folder.path if folder else None, ended)
-    elif not together and folder is not None and folder.note_crash(ended) and rank:
-        print(with_level("ERROR", ended.message), file=sys.stderr, flush=True)  # its log goes to a file
+    elif not all_ranks and folder is not None and folder.note_crash(ended):
+        message = with_level("ERROR", ended.message) + "\n" if rank else ""  # ranks but 0 log only to a file
+        print(f"{message}{ended.next}", file=sys.stderr, flush=True)
     heartbeat.note(ENDED)
-    # A launcher that reads the code from its file gets no page about failed workers from torchrun.
-    distributed.leave(0 if together and launcher_is_told() else ended.exit_code, together)
+    # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers.
+    distributed.leave(0 if all_ranks and launcher_is_told() else ended.exit_code, all_ranks)
 
 
 def _where(rank: int, folder: RunFolder | None) -> str:
-    """The process, in a message about its end."""
+    """Which process failed and when, for the error message."""
     step = folder.step if folder else None
     when = "before the first step" if step is None else f"after step {step}"
     return f"rank {rank} on {socket.gethostname()}, {when}"
 
 
 def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
-    """The message when memory has run out."""
+    """The error message for out of memory: what was planned, and what uses less memory."""
     planned = "while the run was opened"
     if run is not None:
         planned = f"{run.forecast.describe(peak_memory_gib(run.world.device))}; {remedy(run.forecast.plan)}"
@@ -115,49 +120,59 @@ def _way_back(folder: RunFolder | None) -> str:
     return f"{remedy}the run resumes from {found[-1].name}, with --checkpoint.load_step N from an earlier one; "
 
 
-def train(run: Run, preemption: Preemption) -> None:
-    """From the first step to the last checkpoint. All ranks take the same way through it.
+def train(run: Run, preemption: Preemption) -> tuple[str, str]:
+    """From the first step to the last checkpoint and the export. All ranks take the same way through it.
+
+    Returns:
+        Why the run has ended before its last step ("": it has not), and how to train on.
 
     Raises:
         Preempted, NumericalError, SaveError: on all ranks; everything that could be saved was.
     """
     progress, settings = run.progress, run.config.checkpoint
     saved = progress.step
-    if progress.validation_due and run.validate() and settings.keep_best:
+    if progress.validation_due and run.validate() and run.keeps_best:
         run.checkpointer.mark_best(progress.step)
     stopping = any_rank(preemption.reason, run.world.device)
     try:
-        while progress.step < run.steps and not stopping:
+        while not (run.is_finished or stopping):
             result = run.step()
-            is_best = run.is_due(run.config.validation.freq) and run.validate() and settings.keep_best
+            is_best = run.is_due(run.config.validation.freq) and run.validate() and run.keeps_best
             if SAVE_FAILED in result.flags:
                 run.checkpointer.wait()  # raises what went wrong
             stopping = STOP in result.flags or progress.validation_due
-            # A skipped step has shown that something is wrong, maybe the weights.
-            is_due = run.is_due(settings.interval) and (not result.skipped or progress.step == run.steps)
+            # After a skipped step the weights may be bad, so they are not saved now.
+            is_due = run.is_finished or (run.is_due(settings.interval) and not result.skipped)
             if stopping or is_best or is_due:
                 run.save()
                 saved = progress.step
-        if saved == progress.step == run.steps and not stopping:
+        if saved == progress.step and run.is_finished and not stopping:
             run.judge_last_save()
     except NumericalError:
-        run.checkpointer.judge(NO_FINITE_STEP)  # unless a step since the last save was finite
+        run.checkpointer.judge(NO_FINITE_STEP)  # has no effect if a step since the last save was finite
         run.close()
         raise
     except SaveError:
         run.close()
         raise
     run.close()
-    if stopping and (progress.step < run.steps or progress.validation_due):
+    if stopping and (not run.is_finished or progress.validation_due):
         why = preemption.reason or "another process was told to stop"
         where = f"step-{saved} holds every step" if saved else "nothing was trained yet"
         raise Preempted(f"{why}: stopped after step {progress.step} of {run.steps}; {where}")
     assert run.folder is not None
+    message, remedy = "", "to train on, raise training.steps or epochs"
+    if progress.step < run.steps:
+        message = progress.describe_early_stop(run.steps)
+        remedy = "to train on, raise validation.patience, or set it to 0"
+        log.info(message)
+    step = step_to_use(run.folder, run.config, progress)
     run.heartbeat.begin(SAVE, "export")
     if settings.export_hf:
-        export(run.folder, progress.step, settings.export_dtype, run.config.lora.rank > 0, run.world.rank)
+        export(run.folder, step, settings.export_dtype, run.config.lora.rank > 0, run.world.rank)
     if run.world.rank == 0:
-        log_where_everything_is(run.folder, run.config, progress)
+        log_where_everything_is(run.folder, run.config, progress, step)
+    return message, remedy
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Flags = Mapping[str, Callable[[], bool]]
 
 
 class Trainer:
-    """Takes the run's steps. Everything that the ranks must agree on in a step travels in one collective."""
+    """Runs optimizer steps. All values that the ranks must agree on are exchanged in one collective per step."""
 
     def __init__(
         self,
@@ -40,13 +40,14 @@ class Trainer:
 
         Args:
             max_norm: clip the gradient's global norm to this; 0: off.
-            first_row: number of the row that the first step begins with.
-            flags: name -> whether it holds on this rank; read once in every step, true if it holds on any rank.
-            loss_scale: of fp16; moved by every step.
-            note: is told what part of a step begins.
-            own_values: of this rank; all ranks' are part of the step's result.
-            spike_above: the loss that is too far above the steps before; the same on all ranks.
-            skip_spikes: update nothing in a step with such a loss.
+            first_row: number of the first step's first row.
+            flags: name -> function that returns this rank's value, called once per step. In the result a flag is set if
+                any rank has it set.
+            loss_scale: for fp16; every step updates it.
+            note: called with the name of each part of a step when it begins.
+            own_values: returns values of this rank; the step's result holds those of all ranks.
+            spike_above: returns the loss above which a step is a spike; the same on all ranks.
+            skip_spikes: do not update the weights in a step that is a spike.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
         self._flags, self._loss_scale, self._note = flags or {}, loss_scale, note
@@ -54,21 +55,23 @@ class Trainer:
         self._own_values, self._spike_above, self._skip_spikes = own_values, spike_above, skip_spikes
         self._microbatches = stream.step(first_row)
         self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
-        # later steps' counts travel with the step before
+        # The counts of every later step are exchanged in the collective of the step before it.
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
     def step(self, update: bool = True) -> StepResult:
-        """Forward and backward of the step's microbatches, then the update: skipped on all ranks, leaving weights and
-        optimizer as they are, if a loss or a gradient is not finite on any.
+        """Run forward and backward for all microbatches, then update the weights.
+
+        If a loss or a gradient is not finite on any rank, all ranks skip the update; weights and optimizer state do not
+        change.
 
         Args:
-            update: or only try how the step would go.
+            update: false: compute loss and gradients only, change nothing.
         """
         started = time.perf_counter()
         model, first_row, microbatches = self._model, self._row, self._microbatches
         tokens, supervised, pairs = map(round, self._counts)
-        # The loss is divided by the supervised tokens of the whole step, over all ranks, before the first backward:
-        # the same gradient for every split of the rows over ranks and microbatches, and nothing to rescale later.
+        # Divide the loss by the supervised tokens of the whole step, over all ranks, before the first backward. Then
+        # the gradient is the same for every split of the rows over ranks and microbatches, and needs no rescaling.
         weight = 1 / supervised if supervised else 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
         losses = model.forward_backward(microbatches, weight * scale)
@@ -77,7 +80,8 @@ class Trainer:
         self._note("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
-        # All ranks decide from the same numbers: 3 of the device, 3 counts, peak memory, flags, then each rank's own.
+        # Every rank decides from the same gathered values. Columns: 3 from the device (squared gradient norm, not
+        # finite, loss), 3 counts of the next step, peak memory, flags, then the rank's own values.
         flags = [float(raised()) for raised in self._flags.values()]
         own = [*flags, waited, *self._own_values()]
         on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *own], dtype=torch.float64)
@@ -125,14 +129,14 @@ class Trainer:
         )
 
     def _worst(self, losses: Tensor, microbatches: list[Microbatch]) -> list[int]:
-        """The microbatch with the highest mean loss; none where another rank knows the losses."""
+        """The microbatch with the highest mean loss; empty on a pipeline stage that does not compute the loss."""
         if not self._model.counts_loss:
             return []
         supervised = torch.stack([(microbatch["labels"] != IGNORE).sum() for microbatch in microbatches])
         return [int((losses.cpu() / supervised.cpu().clamp(min=1)).argmax())]
 
     def _read_ahead(self) -> float:
-        """Take the next step's rows, which were read while the device worked; returns the seconds that took."""
+        """Fetch the next step's rows, which a thread has read during this step; the seconds waited for them."""
         started = time.perf_counter()
         self._row += self._stream.batch.global_batch_size
         if self._next_step is None:  # the threads begin with the third step: the first does not wait for their start

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
 
 # C0, DEL and C1 control characters, line separators, and characters that change the direction of text
@@ -70,3 +71,9 @@ def duration_in_words(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+def utc_now() -> str:
+    """The time as ISO 8601, UTC: "2026-01-31T18:34:39.123Z"."""
+    now = time.time()
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03}Z"

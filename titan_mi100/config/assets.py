@@ -6,6 +6,7 @@ A checkpoint holds the same files: it is a complete model, with its weights in a
 import glob
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 CORPUS, PLAN = "corpus.json", "plan.json"  # in a folder of prepare_corpus: complete; begun
-PROMPTS = "titan_mi100.json"  # our file: the values of the chat template's variables
+PROMPTS = "titan_mi100.json"  # our file: how to prompt the model as it was trained
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
     *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json"),
@@ -88,32 +89,56 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
 
 
 def run_assets(
-    spec: ModelSpec, base: str, tokenizer: str, chat_template: str, enable_thinking: bool | None = None
+    spec: ModelSpec,
+    base: str,
+    tokenizer: str,
+    chat_template: str,
+    enable_thinking: bool | None = None,
+    system_prompt: str | None = None,
 ) -> Assets:
     """The files of the model that a run trains.
 
     Args:
         base: folder or file of the initial weights; empty: random weights.
         tokenizer, chat_template: as the config names them.
-        enable_thinking: the template's variable in the run's data; None: as in the base.
+        enable_thinking, system_prompt: as in the run's data; None: as in the base's titan_mi100.json. "": no system
+            prompt.
     """
     own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
-    if enable_thinking is not None:
-        assets[PROMPTS] = _json({"enable_thinking": enable_thinking})
-    return assets
+    in_data = {"enable_thinking": enable_thinking, "system_prompt": system_prompt}
+    prompts = asdict(prompt_settings(own, folder_of(base)))
+    prompts |= {key: value for key, value in in_data.items() if value is not None}
+    prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
+    assets.pop(PROMPTS, None)
+    return assets | ({PROMPTS: _json(prompts)} if prompts else {})
 
 
-def enable_thinking(assets: Assets, folder: Path) -> bool | None:
-    """The value of the template's variable enable_thinking; None: not specified. Raises UserError, about `folder`."""
+@dataclass(frozen=True)
+class PromptSettings:
+    """How to prompt a model as it was trained: the content of titan_mi100.json. None: as the chat template does.
+
+    Attributes:
+        enable_thinking: the template's variable.
+        system_prompt: system message of conversations that have none.
+    """
+
+    enable_thinking: bool | None = None
+    system_prompt: str | None = None
+
+
+def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
+    """Read titan_mi100.json. Raises UserError: it is not valid; the message names `folder`."""
     if PROMPTS not in assets:
-        return None
+        return PromptSettings()
     given = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
-    if list(given) != ["enable_thinking"] or type(given["enable_thinking"]) is not bool:
-        raise UserError(f"{folder / PROMPTS}: must hold enable_thinking, true or false, and nothing else; {_REMEDY}")
-    return given["enable_thinking"]
+    kinds = {"enable_thinking": bool, "system_prompt": str}
+    if not given or any(type(value) is not kinds.get(key) for key, value in given.items()):
+        what = "must hold enable_thinking (true or false), system_prompt (a text), or both, and nothing else"
+        raise UserError(f"{folder / PROMPTS}: {what}; {_REMEDY}")
+    return PromptSettings(**given)
 
 
 def config_dtype(assets: Assets) -> str | None:

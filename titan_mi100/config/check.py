@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
 from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
-from titan_mi100.config.model_spec import LINEARS, ModelSpec
+from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import matching_files
@@ -65,10 +65,12 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     errors += _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing = {"[validation] freq": validation.freq, "[checkpoint] keep_best": best}
-    needing["[validation] prompts"] = validation.prompts
+    needing |= {"[validation] prompts": validation.prompts, "[validation] patience": validation.patience}
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
             errors.append(f"{key} = {value!r} needs [data] validation_path or validation_fraction")
+    if validation.patience and not validation.freq:
+        errors.append(f"[validation] patience = {validation.patience} needs freq, the steps between validations")
     known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
     known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
@@ -282,10 +284,14 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("a single source", "data", ("weights_in", "on_exhausted")))
     elif not any(source.weight for source in data.sources):
         idle.append(("no weights", "data", ("weights_in",)))
-    if not any(is_corpus(path) for source in data.sources for path in source.path):
+    corpora = [is_corpus(path) for source in data.sources for path in source.path]
+    if not any(corpora):
         idle.append(("no source that prepare_corpus has made", "data", ("concatenate",)))
+    if corpora and all(corpora) and not data.validation_path:
+        idle.append(("corpora only, which are plain text", "data", ("system_prompt",)))
     if data.format in ("text", "tokens"):
-        idle.append((f"format = {data.format!r}", "data", ("loss", "empty_think", "earlier_thinking")))
+        of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt")
+        idle.append((f"format = {data.format!r}", "data", of_conversations))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f"format = {data.format!r} or prompt_column", "data", ("text_column",)))
     found = []
@@ -334,11 +340,12 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list
 
 
 def _check_lora(lora: LoRAConfig) -> list[str]:
-    errors = [
-        f"[lora] target_modules names {name!r}, which is none of {', '.join(LINEARS)}{did_you_mean(name, LINEARS)}"
-        for name in lora.target_modules
-        if name not in LINEARS
-    ]
+    known, errors = (*LINEARS, ALL_LINEAR), []
+    if ALL_LINEAR in lora.target_modules:
+        errors.append(f'[lora] target_modules names "{ALL_LINEAR}" beside others; it stands alone, for all of them')
+    elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
+        what = f"is none of {', '.join(known)}"
+        errors += [f"[lora] target_modules names {name!r}, which {what}{did_you_mean(name, known)}" for name in wrong]
     if lora.rank and not lora.target_modules:
         errors.append(f"[lora] target_modules is empty, but rank = {lora.rank}; name some, or set rank to 0")
     if lora.rank and not lora.alpha:

@@ -222,6 +222,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 # The linear layers of a block, in the order of the computation: those that LoRA can adapt.
+ALL_LINEAR = "all-linear"  # peft's word for all of these
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -59,10 +59,8 @@ class SourceConfig:
     )
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
-    epochs: float = _key(1.0, "how often it is read; then data.on_exhausted applies")
-    format: str = _key(
-        "auto", "what a row looks like, as data.format; a folder of prepare_corpus: auto", choices=_FORMATS
-    )
+    epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
+    format: str = _key("auto", "as data.format; auto for a folder of prepare_corpus", choices=_FORMATS)
 
     @property
     def stem(self) -> str:
@@ -96,6 +94,9 @@ class DataConfig:
     prompt_column: str = _key("", "column with the user's text, for format columns")
     response_column: str = _key("", "column with the assistant's text, for format columns")
     system_column: str = _key("", "column with the system message, for format columns; empty: none")
+    system_prompt: str = _key(
+        "", "system message added to conversations that have none, in training and at inference; empty: none"
+    )
     text_column: str = _key("text", "column with the text, for format text")
     loss: str = _key(
         "assistant",
@@ -118,15 +119,11 @@ class DataConfig:
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
         choices=("drop", "truncate", "split", "error"),
     )
-    max_lost_share: float = _key(
-        0.5, "largest share of a path's rows that may be left out for their length; more stop the run; 1: any"
-    )
+    max_lost_share: float = _key(0.5, "stop if overlong rows are more than this share of a path's rows; 1: never")
     ignored_keys: tuple[str, ...] = _key(
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )
-    duplicates: str = _key(
-        "keep", "rows with the content of an earlier row: train on them, or leave them out", choices=("keep", "drop")
-    )
+    duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
     max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")
     validation_path: tuple[str, ...] = _key((), "files or globs to validate on", path=True)
@@ -182,14 +179,13 @@ class TrainingConfig:
         "float16 scales the loss",
         choices=("bfloat16", "float16", "float32", "float64"),
     )
-    mixed_precision_reduce: str = _key(
-        "float32", "dtype in which gradients are reduced", choices=("float32", "bfloat16")
-    )
+    mixed_precision_reduce: str = _key("float32", "dtype of the gradient reduction", choices=("float32", "bfloat16"))
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
     freq: int = _key(0, "optimizer steps between validations; 0: only after the last step")
+    patience: int = _key(0, "stop after this many validations in a row without a lower loss (early stopping); 0: never")
     prompts: int = _key(0, "number of held-out prompts that the model answers at each validation", high=1024)
     prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)
 
@@ -228,9 +224,7 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    data_parallel_shard_degree: int = _key(
-        -1, "FSDP2 ranks that share weights; -1: all processes that the others leave", low=-1
-    )
+    data_parallel_shard_degree: int = _key(-1, "FSDP2 ranks that share weights; -1: all remaining processes", low=-1)
     data_parallel_replicate_degree: int = _key(
         1, "replicas (HSDP), each of data_parallel_shard_degree ranks; with shard degree 1: DDP", low=1
     )
@@ -292,13 +286,19 @@ class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
     dropout: float = _key(0.0, "dropout of the adapters' inputs")
-    target_modules: tuple[str, ...] = _key(model_spec.LINEARS, "linear layers of each block that get an adapter")
+    target_modules: tuple[str, ...] = _key(
+        model_spec.LINEARS, "linear layers of each block that get an adapter; all-linear: all of them"
+    )
     base: str = _key(
         "whole",
         "format of the frozen weights: whole: the dtype of the computation; nf4: 4 bits (QLoRA)",
         choices=("whole", "nf4"),
     )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
+
+    def __post_init__(self) -> None:
+        if self.target_modules == (model_spec.ALL_LINEAR,):  # everything else sees the names of the layers
+            object.__setattr__(self, "target_modules", model_spec.LINEARS)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,13 @@ def answered(messages: list[Message]) -> list[Message]:
     return messages
 
 
+def with_system_prompt(messages: list[Message], prompt: str) -> list[Message]:
+    """The messages behind a system message with this text ("": none), unless they have a system message."""
+    if not prompt or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": prompt}, *messages]
+
+
 def in_order(messages: list[Message]) -> list[Message]:
     """The messages, if their order may be. Only what is surely wrong is refused."""
     first = next((message["role"] for message in messages if message["role"] != "system"), "")

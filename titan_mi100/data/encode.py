@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.conversation import with_system_prompt
 from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, content_hash, parse_record
 from titan_mi100.errors import UserError
@@ -146,6 +147,7 @@ class Encoder:
         assert self._template is not None
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
+        messages = with_system_prompt(messages, config.system_prompt)
         how = (config.loss, config.empty_think == "supervised", config.earlier_thinking)
         try:
             supervised = supervise(self._template, messages, *how, **variables)

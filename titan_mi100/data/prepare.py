@@ -45,7 +45,7 @@ from titan_mi100.logging import ByteProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
-from titan_mi100.wording import some
+from titan_mi100.wording import shortened, some
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
@@ -231,7 +231,8 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
         for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True))
         for file in files
     ]
-    encoder = Encoder(tokenizer, _load_template(request, sources, tokenizer), config, request.seq_len)
+    template = _load_template(request, sources, tokenizer)
+    encoder = Encoder(tokenizer, template, config, request.seq_len)
     ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
     records, sets = ledger.records, choose_sets(ledger, config)
 
@@ -255,9 +256,10 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             files=[source.path for source in sources],
             made_of=inputs.made_of,
             sets=counts,
-            summary=[*_read_as(sources), *ledger.summary(), *in_sets, *said_of_thinking],
+            summary=[*_read_as(sources, config), *ledger.summary(), *in_sets, *said_of_thinking],
             warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings()],
             enable_thinking=enable_thinking,
+            system_prompt=None if template is None else config.system_prompt,
         )
     ledger.write(folder / "ledger.csv")
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
@@ -295,6 +297,8 @@ def _pack_sets(
 def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template; None where no file holds conversations."""
     if all(source.format.name in ("text", "tokens") for source in sources):
+        if request.config.system_prompt:
+            raise UserError("[data] system_prompt is for conversations, and no data file holds any; leave it out")
         return None
     template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
     if template.is_dated:
@@ -410,12 +414,13 @@ def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
     return np.add.reduceat(sizes, starts) if len(starts) else sizes
 
 
-def _read_as(sources: Sequence[Source]) -> list[str]:
-    """Which format each file has, a line for each format."""
+def _read_as(sources: Sequence[Source], config: DataConfig) -> list[str]:
+    """Which format each file has, a line for each format; and the system prompt that is added."""
     by_format: dict[str, list[str]] = {}
     for source in sources:
         by_format.setdefault(f"{source.format.name} ({source.format.description})", []).append(source.path)
-    return [f"{some(files, 1)}: format {form}" for form, files in by_format.items()]
+    added = [f"system message added: {shortened(repr(config.system_prompt), 200)}"] if config.system_prompt else []
+    return [f"{some(files, 1)}: format {form}" for form, files in by_format.items()] + added
 
 
 def _describe(count: SetFacts, seq_len: int) -> str:

@@ -167,6 +167,7 @@ class Facts:
     summary: list[str]  # lines for the log
     warnings: list[str]
     enable_thinking: bool | None = None  # as prompts are to set the template's variable; None: nothing tells
+    system_prompt: str | None = None  # added to conversations without one; "": none; None: no conversations here
 
 
 @dataclass(frozen=True)

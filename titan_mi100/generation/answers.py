@@ -1,4 +1,4 @@
-"""What the commands that generate share: their options, and prompts answered in batches, rows in and rows out."""
+"""Shared by the commands that generate: their options, reading rows, answering in batches, writing rows."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from titan_mi100.weights.base import dtype_name
 from titan_mi100.wording import some
 
 _ROW_BEGINS = b'{"prompt": "'
-_ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # what every row has, besides settings
-_FINISH = ("length", "stop")  # why an answer ended; the second: with a stop token
+_ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # keys of every row, besides settings
+_FINISH = ("length", "stop")  # why an answer ended: too long, or with a stop token
 T = TypeVar("T")
 Row = dict[str, Any]
 Judge = Callable[[int, str], Row]
@@ -39,7 +39,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
     add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
-    add("--system", metavar="TEXT", help="system message for conversations that have none")
+    add("--system", metavar="TEXT", help="system message for conversations that have none; default: as trained")
     thinking.add_argument("--enable_thinking", action="store_true", help="set enable_thinking to true ...")
     thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")
     parser.set_defaults(enable_thinking=None)
@@ -93,9 +93,9 @@ def answer_all(
     """Answer the requests in batches. With --output, append each batch to the file, and keep the rows already there.
 
     Args:
-        load: loads the weights; not called when every row is there already.
-        settings: what the rows depend on besides the prompts and the model; stored in each row.
-        judge: index and output of a request -> further keys of its row.
+        load: loads the weights; not called if the output file already has every row.
+        settings: values besides prompts and model that the rows depend on; stored in each row.
+        judge: (index, output) of a request -> further keys of its row.
 
     Returns:
         All rows, in the order of the requests: prompt, output, tokens, finish ("stop" or "length"), the keys from
@@ -115,7 +115,7 @@ def answer_all(
         settings = {**found, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
         if os.path.lexists(options.output):
             rows = _finished_rows(options.output, requests, settings, judge)
-        _append(options.output, [])  # what is wrong with the path is reported now
+        _append(options.output, [])  # report a path that cannot be written before any work is done
     if len(rows) == len(requests):
         return rows
     answer_batch = load()

@@ -1,4 +1,4 @@
-"""A model ready to answer: its network, tokenizer, chat template and stop tokens, opened from a path."""
+"""A model for generation: network, tokenizer, chat template and stop tokens, opened from a path."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_mi100.attention.choice import without_trial
-from titan_mi100.config.assets import GENERATION, PROMPTS, enable_thinking, folder_of, stop_ids
+from titan_mi100.config.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
 from titan_mi100.config.model_spec import parameter_shapes
-from titan_mi100.data.conversation import Message
+from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object
 from titan_mi100.files.templates import template_files
@@ -26,9 +26,9 @@ from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
-from titan_mi100.wording import some, with_level
+from titan_mi100.wording import printable, shortened, some, with_level
 
-# Keys of a generation_config.json that are applied here, or by options, or change no text.
+# Keys of generation_config.json that are applied here, set by options, or without effect on the text.
 _KNOWN = frozenset(
     """
     eos_token_id bos_token_id pad_token_id do_sample temperature top_k top_p max_length max_new_tokens use_cache
@@ -39,7 +39,7 @@ _KNOWN = frozenset(
 
 
 class Request(NamedTuple):
-    """A prompt as the model reads it."""
+    """A prompt, rendered and tokenised."""
 
     where: str  # file:line, or "prompt 1"
     text: str
@@ -51,7 +51,7 @@ AnswerBatch = Callable[[Sequence[list[int]], Sequence[int]], list[Generated]]
 
 
 class Model:
-    """A model in any supported form (HF folder, DCP folder, torch file); all of it is read and checked but the weights.
+    """A model in any supported form (HF folder, DCP folder, torch file). All but its weights is read and checked.
 
     Args:
         path: of the model.
@@ -83,7 +83,7 @@ class Model:
         if unknown := [key for key in given if key not in _KNOWN and given[key] not in (None, False, 0, 1, [], {})]:
             text = f"{source.assets_folder / GENERATION}: not applied here: {some(sorted(unknown))}"
             print(with_level("WARNING", text), file=sys.stderr)
-        self.enable_thinking = enable_thinking(source.assets, source.assets_folder)
+        self.prompts = prompt_settings(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
         if settings.get("chat_template") or template_files(config.parent):
@@ -107,17 +107,30 @@ class Model:
 
 
 class PromptBuilder:
-    """Builds what the model reads from a text or a conversation."""
+    """Builds requests from texts or conversations."""
 
     def __init__(self, model: Model, system: str | None, enable_thinking: bool | None, raw: bool = False) -> None:
-        """Raises UserError: an option needs a chat template, and none is used."""
+        """What is not given is as in training, from the model's titan_mi100.json.
+
+        Args:
+            system: message for conversations that have none; "": none.
+            raw: use no chat template.
+
+        Raises:
+            UserError: an option needs a chat template, and none is used.
+        """
         self._tokenizer, self.template = model.tokenizer, None if raw else model.template
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-        if enable_thinking is None and self.template is not None and model.enable_thinking is not None:
-            enable_thinking = model.enable_thinking
+        trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
+        if enable_thinking is None and self.template is not None and trained.enable_thinking is not None:
+            enable_thinking = trained.enable_thinking
             option = "--no_thinking" if enable_thinking else "--enable_thinking"
             setting = f"enable_thinking = {str(enable_thinking).lower()}"
-            print(f"{setting}, as the model was trained ({PROMPTS}); {option} overrides", file=sys.stderr)
+            print(f"{setting}, {as_trained}; {option} overrides", file=sys.stderr)
+        if system is None and self.template is not None and trained.system_prompt:
+            system = trained.system_prompt
+            setting = f"system message {printable(shortened(repr(system), 100))}"
+            print(f"{setting}, {as_trained}; --system TEXT overrides, --system '' leaves it out", file=sys.stderr)
+        self._system = system or ""
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if self.template is None and (self._system or self._variables):
             why = "--raw uses no chat template" if raw else "the tokenizer has no chat template"
@@ -134,9 +147,8 @@ class PromptBuilder:
         """
         if self.template is not None:
             messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            if messages[0]["role"] != "system":
-                messages = self._system + messages
             try:
+                messages = with_system_prompt(messages, self._system)
                 given = self.template.render_prompt(messages, tools=tools, **self._variables)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -158,7 +170,7 @@ def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int
 
 @contextmanager
 def full_memory_is_an_error() -> Iterator[None]:
-    """Replace torch's error about full GPU memory by one that names the options to lower."""
+    """Turn torch's out-of-memory error into a UserError that names the options to lower."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -9,7 +9,7 @@ from titan_mi100.data.prepared import RowSet, SetFacts
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import sum_over_ranks
 
-_STOPS_AFTER = 8  # microbatches between two looks at whether to stop: all ranks look, and a pipeline waits for that
+_STOPS_AFTER = 8  # microbatches between two checks whether to stop: each is a collective, which delays a pipeline
 
 
 def validation_losses(
@@ -20,15 +20,14 @@ def validation_losses(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> list[float] | None:
-    """Mean cross-entropy per supervised token: of all sets together, then of each, the same on every rank.
-    A collective.
+    """Mean cross-entropy per supervised token: over all sets, then for each set. The same on every rank. A collective.
 
     Args:
-        stop: says whether to give up; the same on every rank.
-        beat: called with each microbatch.
+        stop: whether to interrupt the validation; the same on every rank.
+        beat: called for each microbatch.
 
     Returns:
-        None: given up. NaN where nothing is supervised.
+        None: interrupted. NaN for a set without supervised tokens.
     """
     sums, stopped, seen, supervised = list[float](), False, 0, 0
 
@@ -56,15 +55,17 @@ def validation_losses(
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:
-    """What the supervised text costs under the model, whatever the tokenizer: the tokens' summed loss in bits over the
-    UTF-8 bytes that they spell. Tokens that end a turn or a text have a loss and no bytes.
+    """Bits per byte: the summed loss of the supervised tokens, in bits, over the UTF-8 bytes of their text.
+
+    It compares models with different tokenizers. End-of-turn and end-of-text tokens count with their loss, but have no
+    bytes.
 
     Args:
-        loss: mean per supervised token of a whole set.
+        loss: mean loss per supervised token of a whole set, in nats.
         counted: the set's counts.
 
     Returns:
-        None: they spell nothing.
+        None: the supervised tokens have no text.
     """
     if not counted.supervised_bytes:
         return None

@@ -1,6 +1,4 @@
-"""Steps whose loss or gradients are not finite, or whose loss is far above the steps before: counted, recorded, traced
-to the rows of input.
-"""
+"""Steps whose loss or gradients are not finite, and loss spikes: counted, and logged with their input rows."""
 
 import csv
 import io
@@ -21,10 +19,10 @@ _SHOWN = 10  # rows in a message
 
 
 class FaultWatch:
-    """Records the steps that were skipped, with their input, and ends the run after too many in a row."""
+    """Logs skipped steps and spikes with their input rows. Ends the run after too many steps that are not finite."""
 
     def __init__(self, stream: RowStream, folder: Path, world: World, progress: Progress, most_in_a_row: int) -> None:
-        """Begin; what an earlier start of the run noted after its last checkpoint is taken out."""
+        """Remove what an earlier start wrote to the CSV files after its last checkpoint."""
         self._stream, self._folder, self._world = stream, folder, world
         self._progress, self._most_in_a_row = progress, most_in_a_row
         self._rows: list[str] = []  # of the skipped steps in a row
@@ -33,10 +31,10 @@ class FaultWatch:
                 _drop_after(file, progress.step)
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Log a step that was skipped, with the input it saw. A collective for a skipped step.
+        """Log a skipped step or a spike with its input rows; for such a step a collective.
 
         Raises:
-            NumericalError: on all ranks; there were too many of them in a row.
+            NumericalError: on all ranks: too many steps in a row were not finite.
         """
         if result.spike_above is not None:
             self._after_spike(step, result, result.spike_above)
@@ -74,7 +72,7 @@ class FaultWatch:
             log.warning(f"step {step}: {what}; rows of the highest loss: {some(places, _SHOWN)}")
 
     def _places(self, first_row: int, microbatches: Iterable[int]) -> list[str]:
-        """file:line of what these microbatches of each rank held. A collective."""
+        """The input rows (file:line) in these microbatches, of all ranks. A collective."""
         found = gather(self._stream.row_numbers(first_row, microbatches))
         numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
         return list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
@@ -88,7 +86,7 @@ class FaultWatch:
 
 
 def _drop_after(path: Path, last_step: int) -> None:
-    """Take out what will be done again. Raises UserError: it is not what a run wrote."""
+    """Remove the rows of steps that will be repeated. Raises UserError: the file was not written by a run."""
     try:
         with io.TextIOWrapper(open_plain(path), encoding="utf-8", newline="") as file:
             kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]

@@ -1,4 +1,4 @@
-"""The run's folder: taken for this run alone; and how the run stands or ended, for people and launchers."""
+"""The run folder: locked for one run at a time. It holds run_state.json, which says how the run stands or ended."""
 
 import json
 import os
@@ -19,19 +19,19 @@ _LOG = "logs/rank-{:05}.log"  # of every rank but 0
 
 
 class RunFolder:
-    """The run's folder, for as long as this object lives.
+    """The run folder, locked as long as this object lives.
 
     Attributes:
-        step: the last step that this start has finished; None: none.
+        step: the last step finished since this start; None: none.
     """
 
     step: int | None = None
 
     def __init__(self, config: Config, world: World) -> None:
-        """Make, lock and try it. A collective.
+        """Create the folder, lock it, and check that it can be written. A collective.
 
         Raises:
-            UserError: another run has it, or it cannot be written to.
+            UserError: another run uses it, or it cannot be written.
         """
         path, nonce = from_rank_zero(lambda: self._take(config))
         self.path, self._rank = Path(path), world.rank
@@ -42,30 +42,31 @@ class RunFolder:
                 _check_shared(self.path, nonce, world.rank)
 
     def own_log(self) -> Path:
-        """This rank's log, to be written to."""
+        """The path of this rank's log; its folder is created."""
         path = self.path / (_LOG.format(self._rank) if self._rank else "train.log")
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
         return path
 
     def after_step(self, step: int, _: object) -> None:
-        """Note it; the first is written down at once: launchers try a start again that has not come so far."""
+        """Remember the step. Write the first one to run_state.json: launchers retry a start that fails before it."""
         is_first, self.step = self.step is None, step
-        if is_first and self._rank == 0 and self._is_running():  # else another rank has failed meanwhile, and said why
+        if is_first and self._rank == 0 and self._is_running():  # else another rank has failed and has written why
             self._write_running()
 
     def note_crash(self, state: RunState) -> bool:
-        """A rank has failed on its own. The first one to say so knows why; what the others say follows from it.
+        """Write the state of a rank that failed alone. Only the first such rank writes: it has the cause, while the
+        errors of the others follow from it.
 
         Returns:
-            Whether this is the first one.
+            Whether this rank was the first.
         """
         if is_first := self._is_running():
             write_run_state(self.path, state)
         return is_first
 
     def _is_running(self) -> bool:
-        """Whether that is what the state says. A state that cannot be read is one that the writer should replace."""
+        """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
         try:
             return json.loads((self.path / STATE).read_text(encoding="utf-8"))["state"] == RUNNING
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -74,7 +75,7 @@ class RunFolder:
 
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"
-        message = f"still running if the process is there that {LOCK} names; else killed, or this could not be written"
+        message = f"running if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
         write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
 
     def _take(self, config: Config) -> tuple[str, str]:
@@ -101,7 +102,7 @@ class RunFolder:
 
 
 def _check_shared(path: Path, nonce: str, rank: int) -> None:
-    """Each node must see the folder that rank 0 has taken, and be able to write there."""
+    """Check that this node sees the folder that rank 0 has locked, and can write to it. Raises UserError: it cannot."""
     is_same = False
     with suppress(OSError):
         is_same = nonce in (path / LOCK).read_text(encoding="utf-8")

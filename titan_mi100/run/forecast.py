@@ -1,4 +1,4 @@
-"""The plan of a run beside what it then measures: refused before the start, compared after the first steps."""
+"""The planned memory and time of a step: refuses a run that does not fit; later compares the plan with a real step."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from titan_mi100.parallel.distributed import World, device_name, raise_together
 from titan_mi100.run.metrics import StepResult, peak_memory_gib
 
 FILE = "plan.json"
-_COMPARED = 3  # the step after which: the first ones also make the optimizer's state and choose kernels
+_COMPARED = 3  # number of the step to compare with: the first two also allocate optimizer state and choose kernels
 
 
 class Forecast:
-    """What is planned for a run, and after some steps how far off that was."""
+    """The plan of a run's memory and time, and its comparison with a measured step. An observer of steps."""
 
     def __init__(self, config: Config, world: World, spec: ModelSpec, folder: Path | None) -> None:
-        """Plan. A limit on memory that the config names is set here. A collective.
+        """Make the plan, and set the config's memory limit for the device. A collective.
 
         Args:
-            folder: where rank 0 writes it; None: nowhere.
+            folder: where rank 0 writes plan.json; None: nowhere.
 
         Raises:
             UserError: a step does not fit the device, on all ranks.
@@ -55,7 +55,7 @@ class Forecast:
                 self._check(config)
 
     def _check_host(self) -> None:
-        """What is kept in the host's memory instead of the device's must be there."""
+        """Check that the host has enough memory for what is offloaded to it."""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, has = processes * self.plan.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > has:
@@ -117,5 +117,5 @@ class Forecast:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Of a device, or of the host, whose allocator in torch raises nothing more special."""
+    """Whether device or host memory ran out. torch's host allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

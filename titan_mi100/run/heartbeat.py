@@ -1,10 +1,10 @@
-"""What a training process is doing, told to a watcher outside of it: through memory that is also a file.
+"""Each training process records what it is doing in a memory-mapped file, for a watcher in another process.
 
-Each process has a record: its step, its phase, and how long that phase may last. Writing it takes some microseconds, no
-system call and no other process. `run/watchdog.py` reads the records of a node. A signal makes the process write the
-Python stacks of its threads; `faulthandler` does that below the interpreter, also while a thread holds the GIL.
+The record holds the step, the phase, and a time limit for the phase. Writing it takes a few microseconds and no system
+call. `run/watchdog.py` reads the records of a node. On a signal the process writes the Python stacks of its threads;
+`faulthandler` does that below the interpreter, so it works even while a thread holds the GIL.
 
-Imports no torch: it must be there before torch is imported.
+Imports no torch: the record must exist before torch is imported.
 """
 
 import faulthandler
@@ -26,14 +26,14 @@ from typing import NamedTuple
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.wording import with_level
 
-WATCHED = "TITAN_WATCH"  # variable: the folder of the records of this node, made by who watches it
+WATCHED = "TITAN_WATCH"  # environment variable: folder for this node's records, made by the launcher that watches
 WRITE_STACKS = signal.SIGUSR2
 FOLDER_FILE = "run_folder"  # in the folder: the run's folder, for a watcher that was not told it
-ENDED = "ended"  # what a process is doing that has said how it ends
+ENDED = "ended"  # in the record of a process that has reported how it ends
 START, COMPILE, STEP, SAVE, VALIDATION = "start", "first steps", "step", "save", "validation"
-_COMPILING = 2  # first steps of a start, in which kernels are compiled and chosen
-_TIMES_MEDIAN = 10
-_REMEMBERED = 64  # steps that the median is taken of
+_COMPILING = 2  # the first steps of a start, which compile and choose kernels
+_TIMES_MEDIAN = 10  # a step may always take this many times the median of recent steps
+_REMEMBERED = 64  # steps in that median
 # pid, rank, step, beats, events, main thread, limit in seconds, phase, what exactly
 _RECORD = struct.Struct("<6qd32s160s")
 
@@ -42,12 +42,12 @@ class Beat(NamedTuple):
     """A process's record.
 
     Attributes:
-        step: the last one that this start is known to have finished; -1: none.
-        beats: how often it has said that it goes on: with each phase, and within some.
-        events: beats and notes so far. All ranks come to the same ones in the same order.
+        step: the last step finished since this start; -1: none.
+        beats: number of signs of progress: one at the begin of each phase, more within some.
+        events: number of beats and notes. All ranks have the same ones in the same order.
         thread: identifier of the main thread.
-        limit: seconds after which a beat must have come; 0: none.
-        doing: within the phase.
+        limit: seconds within which the next beat must come; 0: no limit.
+        doing: what it does within the phase.
     """
 
     pid: int
@@ -65,10 +65,10 @@ class Heartbeat:
     """This process's record."""
 
     def __init__(self, config: WatchdogConfig, folder: Path | None = None, rank: int = 0) -> None:
-        """Begin the start's phase.
+        """Begin the phase `start`.
 
         Args:
-            folder: of the records; None: nobody watches.
+            folder: folder of the records; None: not watched.
 
         Raises:
             OSError: the folder is gone, or cannot be written to.
@@ -94,8 +94,8 @@ class Heartbeat:
 
     @classmethod
     def of_process(cls, config: WatchdogConfig) -> "Heartbeat":
-        """The record that this process's launcher asks for. Without one of ours, the node's first process starts a
-        watcher, which ends with the processes. Where no record can be made, the run goes on unwatched, and says so.
+        """The record of this process. If our launcher did not start it, the node's first process starts a watcher,
+        which ends with the processes. If no record can be made, the run continues unwatched, with a warning.
         """
         rank = int(os.environ.get("RANK", "0"))
         try:
@@ -120,10 +120,10 @@ class Heartbeat:
         return heartbeat
 
     def begin(self, phase: str, doing: str = "", step: int | None = None) -> None:
-        """A phase begins, or goes on in one that beats as it works.
+        """Begin a phase, or give a sign of progress within one.
 
         Args:
-            step: the last finished one, where it is known.
+            step: the last finished step, if it is known.
         """
         now = time.monotonic()
         if self._phase == STEP:
@@ -141,7 +141,7 @@ class Heartbeat:
         self.begin(COMPILE if self._steps <= _COMPILING else STEP, "forward and backward", finished)
 
     def note(self, doing: str) -> None:
-        """What it does now within the phase; the phase's time goes on."""
+        """Say what the process does now. The time limit of the phase does not start again."""
         in_step = self._phase in (COMPILE, STEP)
         self._doing, self._events = f"step {self._number}, {doing}" if in_step else doing, self._events + 1
         _RECORD.pack_into(
@@ -150,25 +150,25 @@ class Heartbeat:
         )  # fmt: skip
 
     def allow(self, times: float) -> None:
-        """Give the phase that has begun so many times its seconds."""
+        """Multiply the time limit of the current phase."""
         assert self._phase == START
         self._limit *= times
         self.note(self._doing)
 
     def is_in(self, folder: Path) -> None:
-        """Tell a watcher that does not know it the run's folder."""
+        """Write the run folder's path for a watcher that was started without it."""
         if self._folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             with suppress(OSError):
                 (self._folder / FOLDER_FILE).write_text(str(folder), encoding="utf-8", errors="surrogateescape")
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The records that are there, by rank."""
+    """All records in the folder, sorted by rank."""
     found = []
     for path in sorted(folder.glob("*.beat")):
-        with suppress(OSError, struct.error):  # just being made
+        with suppress(OSError, struct.error):  # the file is being created
             content = b""
-            while content != (content := path.read_bytes()):  # not one that is half old
+            while content != (content := path.read_bytes()):  # read until equal twice: it may be written meanwhile
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
             if numbers[0]:
@@ -190,7 +190,7 @@ def _path(folder: Path, rank: int, kind: str) -> Path:
 
 
 def _shared_folder(processes: str) -> Path:
-    """A folder on this node that its processes of one job find without a word between them."""
+    """A folder on this node that all processes of one job derive from their environment, without communication."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     job = "-".join(os.environ.get(name, "") for name in names).replace("/", "_") if processes != "1" else os.getpid()
     folder = Path(tempfile.gettempdir(), f"titan-watch-{os.getuid()}-{job}")

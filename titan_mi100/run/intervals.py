@@ -1,4 +1,4 @@
-"""Intervals of time: what several cover together, and what of them others leave. Imports no torch."""
+"""Union and difference of time intervals. Imports no torch."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals in order, touching ones joined."""
+    """The union as sorted disjoint intervals; touching ones are merged."""
     found: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if found and start <= found[-1][1]:
@@ -16,15 +16,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def without(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """What of the intervals' union lies in none of the others, in order."""
+def subtract(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """The difference: the union of `intervals` minus the union of `others`, sorted."""
     found, taken, place = [], union(others), 0
     for start, end in union(intervals):
         while place < len(taken) and taken[place][0] < end:
             if start < taken[place][0]:
                 found.append((start, taken[place][0]))
             start = max(start, taken[place][1])
-            if taken[place][1] > end:  # it reaches into what comes next
+            if taken[place][1] > end:  # it also overlaps the next interval
                 break
             place += 1
         if start < end:

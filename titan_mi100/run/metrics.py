@@ -1,4 +1,4 @@
-"""What a run tells about itself: a line a step, `metrics.jsonl`, the progress bar, and what sinks.py sends on."""
+"""A run's metrics: printed lines, `metrics.jsonl`, the progress bar, and the sinks (TensorBoard, W&B) of sinks.py."""
 
 import json
 import math
@@ -22,21 +22,22 @@ from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import checked, if_finite
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
-from titan_mi100.wording import shortened
+from titan_mi100.wording import shortened, utc_now
 
 SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 _LONGEST_SAMPLE = 1 << 24  # bytes of a line of samples.jsonl, which holds a document
+_LARGEST_EXPONENT = 700  # exp of 710 is more than a float holds
 _SHOWN = 200  # characters of a prompt or an answer in the log
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)  # as Qwen3's chat template writes it
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the trainer counted in one optimizer step: sums over all ranks, and this rank's times in seconds."""
+    """Result of one optimizer step. Counts are sums over all ranks; times are this rank's, in seconds."""
 
-    first_row: int  # number of the row that the step began with
-    next_row: int  # that the next step begins with
+    first_row: int  # number of the step's first row
+    next_row: int  # number of the next step's first row
     lr: float  # of the first parameter group
     loss: float  # mean over supervised tokens
     grad_norm: float  # before clipping
@@ -44,16 +45,16 @@ class StepResult:
     supervised: int
     attention_pairs: int  # (query, key) inside documents, key <= query
     seconds: float  # the whole step: data, forward, backward, update
-    waited: float  # of these, for rows
-    peak_memory_gib: float  # so far, of the rank that has held most; see peak_memory_gib
-    gradient_bytes: int | None = None  # that this rank gave to collectives; None: not counted
-    skipped: bool = False  # loss or gradients were not finite: nothing was updated
-    nonfinite_microbatches: Sequence[int] = ()  # of this rank, by their loss
-    loss_scale: float | None = None  # that the step used; None: not fp16
-    overflowed: bool = False  # skipped, but only because the loss scale is too large still
-    flags: frozenset[str] = frozenset()  # of Trainer's, that are up on any rank
-    spike_above: float | None = None  # the loss is finite but above this; None: it is not
-    worst_microbatches: Sequence[int] = ()  # of this rank, of a spike: the one with the highest loss
+    waited: float  # part of `seconds` spent waiting for rows
+    peak_memory_gib: float  # most memory so far on any rank; see the function peak_memory_gib
+    gradient_bytes: int | None = None  # gradient bytes that this rank passed to collectives; None: not counted
+    skipped: bool = False  # the weights were not updated: loss or gradients not finite, or a skipped spike
+    nonfinite_microbatches: Sequence[int] = ()  # this rank's microbatches whose loss is not finite
+    loss_scale: float | None = None  # loss scale used in the step; None: not fp16
+    overflowed: bool = False  # skipped only because the fp16 loss scale is still too large
+    flags: frozenset[str] = frozenset()  # the Trainer's flags that are set on any rank
+    spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
+    worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
     ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
 
 
@@ -62,7 +63,7 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: reserved by the allocator on a GPU, resident in the process on CPU."""
+    """Peak memory so far: reserved by the allocator on a GPU, resident set size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
@@ -80,7 +81,7 @@ def sample_line(number: int, entry: dict[str, Any]) -> str:
 
 
 class Reporter:
-    """Rank 0's record of the run: `metrics.jsonl`, the sinks, the printed lines and, on a terminal, the bar."""
+    """Reports the run's metrics, on rank 0: `metrics.jsonl`, sinks, printed lines, and a bar on a terminal."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Reporter:
         validation_due: bool = False,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        """Open the record; what an earlier start of the run wrote after its last checkpoint is taken out.
+        """Open the files. Lines that an earlier start wrote after its last checkpoint are removed.
 
         Args:
             steps: the run's last step.
@@ -104,8 +105,8 @@ class Reporter:
             peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
             dtype: the compute dtype, for the printed line.
             last_step: of the checkpoint that the run resumes from; 0: none.
-            validation_due: its validation is still to come.
-            sinks: get the same values.
+            validation_due: the validation of that step is still to be done.
+            sinks: receive the same values.
         """
         self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
         self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
@@ -121,8 +122,9 @@ class Reporter:
 
     def after_step(self, step: int, result: StepResult) -> None:
         seconds, flops = result.seconds, self._flops(result.tokens, result.supervised, result.attention_pairs)
-        record = {
+        record: dict[str, Any] = {
             "step": step,
+            "time": utc_now(),
             "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
             "loss": if_finite(result.loss),
             "grad_norm": if_finite(result.grad_norm),
@@ -154,24 +156,31 @@ class Reporter:
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None, sources: dict[str, float]) -> None:
         """Args: bits_per_byte: None: unknown, or the tokens spell nothing; sources: the loss of each of several."""
-        found = {"step": step, "validation_loss": if_finite(loss), "bits_per_byte": if_finite(bits_per_byte)}
-        found |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
+        perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
+        found = {
+            "step": step,
+            "time": utc_now(),
+            "validation_loss": if_finite(loss),
+            "perplexity": if_finite(perplexity),
+            "bits_per_byte": if_finite(bits_per_byte),
+            **{f"validation_loss/{name}": if_finite(own) for name, own in sources.items()},
+        }
         self._write(step, found, prefix="validation/")
         bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
         each = "".join(f"  {name} {own:.4f}" for name, own in sources.items())
-        words = f"validation loss {loss:.4f}  perplexity {math.exp(min(loss, 700)):.3f}  bits/byte {bits}"
+        words = f"validation loss {loss:.4f}  perplexity {perplexity:.3f}  bits/byte {bits}"
         log.info(f"step {step}  {words}{each}")
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""
         lines = [json.dumps({"step": step, **entry}, ensure_ascii=False) + "\n" for entry in answered]
-        with self._disk(self._samples), self._samples.open("a", encoding="utf-8") as file:
+        with self._warn_once_on_disk_error(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
         for number, entry in enumerate(answered, 1):
             log.info(f"step {step}  {sample_line(number, entry)}")
             prompt = entry["prompt"][-1]["content"]
             parts = {"prompt": prompt, "reference": entry["reference"], "answer": entry["answer"]}
-            with self._disk("tensorboard"):  # an indented block is shown as it is
+            with self._warn_once_on_disk_error("tensorboard"):  # an indented block is shown as it is
                 text = "\n\n".join(f"{name}\n\n{indent(part, '    ')}" for name, part in parts.items())
                 for sink in self._sinks:
                     sink.text(f"samples/{number}", text, step)
@@ -179,17 +188,18 @@ class Reporter:
         log.info(f"step {step}  {equal} of {len(answered)} held-out prompts are answered exactly as expected")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
-        with self._disk(self._file.name):
+        with self._warn_once_on_disk_error(self._file.name):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
             named = {prefix + name.removeprefix("validation_"): value for name, value in values.items()}
-            shown = {tag: float(value) for tag, value in named.items() if value is not None and tag != f"{prefix}step"}
+            shown = {tag: float(value) for tag, value in named.items() if isinstance(value, bool | int | float)}
+            del shown[f"{prefix}step"]  # the axis of every curve
             for sink in self._sinks:
                 sink.scalars(shown, step)
 
     @contextmanager
-    def _disk(self, path: Path | str) -> Iterator[None]:
-        """A full disk is said once: the next save will end the run, all ranks together."""
+    def _warn_once_on_disk_error(self, path: Path | str) -> Iterator[None]:
+        """Warn once about a full disk, and continue. The next save fails and ends the run on all ranks together."""
         try:
             yield
         except OSError as error:
@@ -197,21 +207,22 @@ class Reporter:
                 log.warning(f"{path}: cannot be written to: {error.strerror}")
             self._writes = False
 
-    def close(self) -> None:
+    def close(self, stopped_early: bool = False) -> None:
+        """Args: stopped_early: the run is done before its last step."""
         self._bar.close()
         self._file.close()
         for sink in self._sinks:
-            sink.close(is_done=self._step == self._steps)
+            sink.close(is_done=stopped_early or self._step == self._steps)
 
 
 def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> None:
-    """Rewrite the file without what will be done again, and without a line that a kill cut off.
+    """Remove the lines of steps that will be repeated, and an incomplete last line that a kill left.
 
     Args:
         longest: bytes of a line.
 
     Raises:
-        UserError: it is no regular file, or a line of it is none of ours.
+        UserError: it is no regular file, or a line was not written by us.
     """
     if not os.path.lexists(path):
         return

@@ -1,4 +1,4 @@
-"""The first things that a run opens: its data, the checkpoint it continues from, the rows of a step."""
+"""First stages of opening a run: its data, the checkpoint to resume from, the batch size, the first log lines."""
 
 import os
 import time
@@ -24,7 +24,7 @@ _PATIENCE = 24  # times watchdog.start_seconds
 
 
 def find_start(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:
-    """What to resume from; None: nothing. A collective."""
+    """The checkpoint to resume from; None: the run starts from the beginning. A collective."""
     if checkpoint is None:
         return None if folder is None else find_checkpoint(folder / "checkpoint", world, step)
     with raise_together():
@@ -32,9 +32,11 @@ def find_start(checkpoint: Path | None, folder: Path | None, world: World, step:
 
 
 def load_data(config: Config, world: World, folder: Path | None, heartbeat: Heartbeat) -> Prepared:
-    """The prepared data, made by one process of each node; the ledger goes into the run folder. A collective."""
+    """The prepared data. One process of each node prepares it if needed; rank 0 copies the ledger into the run folder.
+    A collective.
+    """
     heartbeat.begin(START, "preparing data")
-    if RUN_FOLDER not in os.environ:  # no launcher has prepared them; that takes as long as it takes
+    if RUN_FOLDER not in os.environ:  # no launcher has prepared the data yet, which may take hours
         heartbeat.allow(_PATIENCE)
     started = time.perf_counter()
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -55,10 +57,10 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
 
 
 def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
-    """The config with the accumulation that keeps the run's rows per step, where the layout has changed.
+    """Adjust gradient_accumulation_steps so that a resumed run in another layout keeps its rows per step.
 
     Raises:
-        UserError: there is none.
+        UserError: no number of accumulation steps gives the same rows per step.
     """
     rows = manifest["fingerprints"]["global_batch_size"]
     batch = config.batch(world.size)
@@ -87,7 +89,7 @@ def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
         f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
         f"{tokens:,} tokens"
     )
-    if 0 < 1.5 * target < tokens:  # rounding alone does not lead there
+    if 0 < 1.5 * target < tokens:  # more than rounding can explain
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
     if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")

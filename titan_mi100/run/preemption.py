@@ -1,6 +1,6 @@
-"""Being told to stop: SIGTERM and SIGUSR1 (a scheduler's wall limit, a preemption), or the launcher is gone.
+"""Requests to stop: SIGTERM or SIGUSR1 (a scheduler's time limit, a preemption), or the launcher has ended.
 
-Imports no torch: it must listen before torch is imported, which takes seconds.
+Imports no torch: the signal handlers must be set before torch is imported, which takes seconds.
 """
 
 import os
@@ -12,19 +12,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_GRACE = 30  # seconds in which a run may save once its launcher is gone; torchrun gives its workers as many
-_POLL = 0.5
+_GRACE = 30  # seconds for a last checkpoint after the launcher has ended; torchrun gives its workers the same
+_POLL = 0.5  # seconds
 
 
 class Preemption:
-    """Remembers that this process was told to stop; the run stops at its next step boundary.
+    """Remembers a request to stop. The run stops after its current step.
 
     Attributes:
-        reason: why, in words; "" while it may go on.
+        reason: why the run is to stop; "": it is not.
     """
 
     def __init__(self) -> None:
-        """Listen, from the main thread."""
+        """Set the signal handlers; to be called in the main thread."""
         self.reason = ""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._told)
@@ -39,7 +39,7 @@ class Preemption:
         self.reason = self.reason or signal.Signals(number).name
 
     def _watch(self, launchers: set[int]) -> None:
-        """Workers do not outlive what started them, not even when they hang."""
+        """End this process after its launcher has ended, even if it hangs."""
         while all(_is_there(process) for process in launchers):
             time.sleep(_POLL)
         _remove_outcome()  # first: the process may end as soon as it has a reason
@@ -52,7 +52,7 @@ class Preemption:
 
 
 def _remove_outcome() -> None:
-    """Remove the file for the outcome if run_train.sh's process is gone, which would have read and removed it."""
+    """Remove the outcome file if our launcher, which would have read and removed it, is gone."""
     if not _is_there(int(os.environ.get("TITAN_LAUNCHER_PID", os.getpid()))):
         outcome = os.environ.pop("TITAN_OUTCOME", "")
         with suppress(OSError):

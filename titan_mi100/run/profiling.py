@@ -32,10 +32,10 @@ def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int
 
 
 class Profiler:
-    """Of one rank. Steps that were not chosen run without a profiler. An observer of steps."""
+    """The profiler of one rank. Steps that are not to be traced run without it. An observer of steps."""
 
     def __init__(self, folder: Path, config: ProfilingConfig, world: World, last: int) -> None:
-        """Begin to remember allocations, if snapshots are wanted. Args: last: the run's last step."""
+        """Start recording allocations, if snapshots are enabled. Args: last: the run's last step."""
         self._folder, self._config, self._world, self._last = folder, config, world, last
         self._is_chosen_rank = world.rank in config.profile_ranks
         self._warm: profile | None = None
@@ -54,8 +54,8 @@ class Profiler:
                 yield from self._traced(step)
             else:
                 yield
-            # All ranks meet, else the other ranks' next step would hold the time that writing a trace takes. Not in
-            # wait_for_all, whose ranks sleep for up to two seconds; the default group has a long time-out.
+            # Synchronise all ranks, or the time for writing the trace would be part of the other ranks' next step.
+            # wait_for_all is not used, as its ranks sleep for up to two seconds. The default group has a long time-out.
             any_rank(False, self._world.device)
             ranks = ", ".join(map(str, self._config.profile_ranks))
             log.info(f"step {step}: traces of rank {ranks} and summaries: {self._trace_folder(step)}")
@@ -90,7 +90,7 @@ class Profiler:
                 self.write_snapshot(f"step-{step or 0}-out-of-memory")
 
     def write_snapshot(self, name: str) -> None:
-        """Write what is allocated, and what was of late, for pytorch.org/memory_viz."""
+        """Write current and recent allocations, for pytorch.org/memory_viz."""
         path = self._folder / self._config.save_memory_snapshot_folder / name / f"rank-{self._world.rank}.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Profiler:
         return profile(activities=activities, acc_events=True, **options)
 
     def _traced(self, step: int) -> Iterator[None]:
-        self._synchronise()  # what the step before has left to the device is not this one's
+        self._synchronise()  # kernels of the step before must not appear in this one's trace
         tracer, self._warm = self._warm, None
         if tracer is not None:
             tracer.step()
@@ -133,7 +133,7 @@ class Profiler:
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, step: int, tracer: profile) -> None:
-        """The trace and its summary. A disk that is full does not end the run."""
+        """Write the trace and its summary. A full disk does not end the run."""
         started, rank = time.perf_counter(), self._world.rank
         path = self._trace_folder(step) / f"rank-{rank}.json.gz"
         try:

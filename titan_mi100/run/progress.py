@@ -1,4 +1,4 @@
-"""How far a run has come, and how a checkpoint's trainer.json says it."""
+"""The progress of a run, as saved in a checkpoint's trainer.json."""
 
 import math
 import statistics
@@ -13,52 +13,55 @@ from titan_mi100.files.schema import checked
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.run.metrics import StepResult
 
-_REMEMBERED = 128  # losses of steps that a new one is compared with
-_SUSPECT = 3  # times their median
-_LEAST_SPIKE = 0.01  # of the mean: losses that hardly differ have no spikes
+_REMEMBERED = 128  # recent losses that a new one is compared with
+_SUSPECT = 3  # a loss above this many times their median makes the weights suspect
+_LEAST_SPIKE = 0.01  # a spike is at least this share above the mean, also where the losses hardly vary
 
 
 @dataclass
 class Progress:
-    """Changes with every step and validation; a resume continues from it."""
+    """Everything that changes with each step or validation, besides weights, optimizer and random state. A checkpoint
+    saves it, and a resumed run restores it.
+    """
 
     step: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best_step: int | None = None  # of the lowest validation loss
     best_loss: float | None = None
-    validation_due: bool = False  # the step's validation was given up: a resume begins with it
-    plan: str = ""  # fingerprint of the rows to train and to validate on: losses on other rows are not comparable
+    validations_since_best: int = 0  # for early stopping
+    validation_due: bool = False  # the step's validation was interrupted: a resumed run repeats it first
+    plan: str = ""  # fingerprint of the training and validation rows: losses on other rows are not comparable
     recent_losses: list[float] = field(default_factory=list)  # of the last steps with a finite loss and gradient
-    suspicion: str = ""  # why the weights that the last step began with may be ruined; empty: no reason
-    loss_scale: LossScale = field(default_factory=LossScale)  # of fp16; the trainer moves it
-    segments: list[Segment] = field(default_factory=list)  # of a mixture, the last one now
-    rows_consumed: int = 0  # over all ranks; the whole state of the data
+    suspicion: str = ""  # why the weights before the last step may be ruined; empty: no reason
+    loss_scale: LossScale = field(default_factory=LossScale)  # for fp16; the trainer updates it
+    segments: list[Segment] = field(default_factory=list)  # of a mixture; the last one is in use
+    rows_consumed: int = 0  # over all ranks; this is the whole state of the data loader
 
     def after_step(self, result: StepResult) -> None:
         self.step += 1
         self.rows_consumed = result.next_row
         self.skipped_steps += result.skipped
         is_finite = not result.skipped or result.spike_above is not None
-        if not result.overflowed:  # that is no fault: the next step has a smaller loss scale
+        if not result.overflowed:  # an fp16 overflow is normal: the next step has a smaller loss scale
             self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         if not result.skipped:
             self.suspicion = self.suspect(result.loss)
-        if is_finite:  # spikes too: where the loss stays high, they soon are none
+        if is_finite:  # spikes count too: if the loss stays high, the limit rises and they stop being spikes
             self.recent_losses = [*self.recent_losses, result.loss][-_REMEMBERED:]
 
     def suspect(self, loss: float) -> str:
-        """Why weights with this loss may be ruined; empty: no reason."""
+        """Why weights with this loss may be ruined (it is far above the recent median); empty: it is not."""
         usual = statistics.median(self.recent_losses or [loss])
         if loss <= _SUSPECT * usual:
             return ""
         return f"their loss is {loss:.4g}, the median of the {len(self.recent_losses)} steps before is {usual:.4g}"
 
     def spike_above(self, sigmas: float) -> float:
-        """The loss from which a step is a spike: so many standard deviations above the mean of the last steps.
+        """The loss above which a step is a spike: `sigmas` standard deviations above the mean of recent steps.
 
         Args:
-            sigmas: 0: none is.
+            sigmas: 0: no step is a spike.
 
         The window and 6 deviations are those of OLMo's SkipStepOptimizer.
         """
@@ -70,12 +73,28 @@ class Progress:
         return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
     def after_validation(self, loss: float | None) -> bool:
-        """Whether this is the lowest loss so far. Args: loss: None: the validation was given up."""
+        """Record a validation; whether its loss is the lowest so far. Args: loss: None: it was interrupted."""
         self.validation_due = loss is None
-        is_best = loss is not None and math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        if loss is None:
+            return False
+        is_best = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         if is_best:
-            self.best_step, self.best_loss = self.step, loss
+            self.best_step, self.best_loss, self.validations_since_best = self.step, loss, 0
+        else:
+            self.validations_since_best += 1
         return is_best
+
+    def has_stopped_improving(self, patience: int) -> bool:
+        """Whether to stop early: the last `patience` validations brought no lower loss. 0: never."""
+        return 0 < patience <= self.validations_since_best
+
+    def describe_early_stop(self, steps: int) -> str:
+        """Args: steps: of the whole run."""
+        found = "no validation loss was finite"
+        if self.best_step is not None:
+            found = f"step {self.best_step} has the lowest validation loss, {self.best_loss:.4f}"
+        what = f"stopped early after step {self.step:,} of {steps:,}: {found}"
+        return f"{what}; {self.validations_since_best} validations in a row were not lower"
 
     def trainer_state(self) -> dict[str, Any]:
         """What trainer.json holds."""

@@ -1,8 +1,7 @@
-"""What a run leaves in its folder for its reader: the resolved config, what really ran, and where everything is."""
+"""Files that describe a run to its reader (config.toml, environment.json), and the closing summary in the log."""
 
 import json
 import platform
-import shlex
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE
 from titan_mi100.run.metrics import SAMPLES, Reporter
+from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 
@@ -41,11 +41,14 @@ def open_record(
     rows: RowSource,
     progress: Progress,
     steps: int,
+    code_and_machine: dict[str, Any],
 ) -> Reporter | None:
-    """Log what runs, and open rank 0's record of the run; None on the others. A collective.
+    """Log the attention kernel, write the describing files, and open rank 0's Reporter; None on other ranks. A
+    collective.
 
     Args:
         steps: the run's last step.
+        code_and_machine: more keys of environment.json, on rank 0.
     """
     device_words, arch, compute_units = distributed.device_name(world.device)
     dtype = _SHORT[config.training.mixed_precision_param]
@@ -65,7 +68,7 @@ def open_record(
             layout = config.layout(world.size).describe()
             ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
             ran["compute_dtype"] = dtype
-            about = _write_explanation(folder, config, progress.step, ran)
+            about = _write_explanation(folder, config, progress.step, ran | code_and_machine)
             about = replace(about, settings=_flat(config, world.size), chosen=_chosen(config, world.size))
             flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
             sinks = open_sinks(folder, *flags, about, progress.step)
@@ -85,12 +88,13 @@ def open_record(
 
 
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> Explanation:
-    """What a reader of the folder needs to know: the resolved config, versions, hardware, what really runs.
+    """Write config.toml (resolved) and environment.json (versions, hardware, what really runs).
 
-    Settings that an earlier start of the run had and this one changes are kept as `config-until-step-N.toml`; of
-    several starts at a step those of the first, which made it. So is a config.toml that is not the run's.
+    If the settings have changed since an earlier start, its config.toml is kept as `config-until-step-N.toml`. If
+    several starts failed at the same step, the file of the first one is kept: it made the run's steps so far. A
+    config.toml that the user put there is kept in the same way.
     """
-    of_every_start = replace(config.checkpoint, fresh=False, load_step=-1)  # who starts with the file goes on
+    of_every_start = replace(config.checkpoint, fresh=False, load_step=-1)  # a start with this file resumes the run
     path, environment = folder / "config.toml", folder / "environment.json"
     text = to_toml(replace(config, checkpoint=of_every_start))
     aside = folder / f"config-until-step-{last_step}.toml"
@@ -113,7 +117,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
 
 
 def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
-    """Config and layout by "section.key"; what is no number is text."""
+    """Config and layout, by "section.key". Values that are no numbers become text."""
     groups = {name: asdict(getattr(config, name)) for name, _ in sections()}
     groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
     values = {f"{group}.{key}": value for group, own in groups.items() for key, value in own.items()}
@@ -121,27 +125,42 @@ def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str
 
 
 def _chosen(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
-    """The part of it that tells runs apart: what is not the default, and the layout in one text."""
+    """The settings that tell runs apart: those that differ from the default, and the layout in one text."""
     usual, left_out = _flat(Config(), 1), ("job.", "metrics.", "layout.")
     flat = _flat(config, world_size).items()
     changed = {name: value for name, value in flat if value != usual[name] and not name.startswith(left_out)}
     return {**changed, "layout": config.layout(world_size).describe()}
 
 
-def log_where_everything_is(folder: Path, config: Config, progress: Progress) -> None:
-    """The closing summary."""
+def step_to_use(folder: Path, config: Config, progress: Progress) -> int:
+    """The step whose checkpoint is exported and named at the end: with early stopping the best one, else the last."""
+    best = progress.best_step
+    if not config.validation.patience or best in (None, progress.step):
+        return progress.step
+    assert best is not None
+    if folder / "checkpoint" / f"step-{best}" in list_checkpoints(folder / "checkpoint"):
+        log.info(f"the best checkpoint is step-{best}, validation loss {progress.best_loss:.4f}: it is the one to use")
+        return best
+    log.warning(f"the best checkpoint, step-{best}, is not there any more or suspect: step-{progress.step} is used")
+    return progress.step
+
+
+def log_where_everything_is(folder: Path, config: Config, progress: Progress, step: int) -> None:
+    """The closing summary, and commands to go on with. Args: step: of the export."""
     checkpoints = list_checkpoints(folder / "checkpoint")
     if progress.skipped_steps:
         log.warning(f"{progress.skipped_steps} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
-    log.info(f"done. Everything is in {folder}:")
+    log.info(f"done. Everything is in {shown_path(folder)}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.checkpoint.export_hf:
         what = "adapter, for peft and titan-mi100 convert merge-lora" if config.lora.rank else "for transformers, vLLM"
-        log.info(f"  hf-step-{progress.step}/   {what}")
+        log.info(f"  hf-step-{step}/   {what}")
     if config.metrics.enable_tensorboard:
-        log.info(f"  tensorboard/  tensorboard --logdir {folder / 'tensorboard'}")
+        log.info("  tensorboard/")
     ledger = "ledger.csv (every row of the data), " if (folder / "ledger.csv").exists() else ""
     samples = f", {SAMPLES}" if (folder / SAMPLES).exists() else ""
     log.info(f"  {ledger}metrics.jsonl{samples}, train.log")
-    log.info("  config.toml (resolved), environment.json, run_state.json")
-    log.info(f"  report        python -m titan_mi100.report {shlex.quote(str(folder))}")
+    log.info("  config.toml (resolved), environment.json, run_state.json (docs/RUN_FOLDER.md)")
+    log.info("next:")
+    for purpose, command in after_run(folder, config, step):
+        log.info(f"  {purpose:<10} {command}")

@@ -1,4 +1,4 @@
-"""The rows of a run: one source epoch by epoch, or a mixture; where a resumed run continues, where the data end."""
+"""The rows of a run: one source, shuffled each epoch, or a mixture. Where a resumed run continues; the last step."""
 
 from titan_mi100.checkpoint.resume import Found
 from titan_mi100.config.layout import Batch
@@ -28,7 +28,7 @@ def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) 
 
 
 def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:
-    """Change the progress to that with these rows.
+    """Adapt the progress of a resumed run to its rows, which may have changed since the checkpoint.
 
     Args:
         plan: fingerprint of the rows to train and to validate on.
@@ -48,10 +48,11 @@ def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs |
         if progress.best_step is not None:
             log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
         progress.plan, progress.best_step, progress.best_loss = plan, None, None
+        progress.validations_since_best = 0
 
 
 def last_step(config: Config, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch) -> int:
-    """The number of the run's last step. Logs how often each source of a mixture is read until then."""
+    """The number of the run's last step. Logs how often each source of a mixture will have been read by then."""
     steps, ends = config.training.steps, isinstance(rows, Mixture) and config.data.on_exhausted != "repeat"
     if not steps or ends:
         last = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))

@@ -1,4 +1,4 @@
-"""Samples during training: held-out prompts, answered by the model as it is sharded, in every layout."""
+"""Sample answers during training: the sharded model answers held-out prompts, in every layout."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,11 +30,11 @@ class Sampler:
     """The same prompts, answered at each validation.
 
     Attributes:
-        tokenizer: None: this rank only takes part in the answers.
+        tokenizer: None on all ranks but the first, which only take part in the forwards.
         stop_ids: tokens that end an answer.
-        vocabulary: only ids below it are chosen, for a tokenizer that has fewer than the model.
-        most: tokens of an answer.
-        seq_len: most tokens of a prompt and its answer together.
+        vocabulary: only token ids below this are chosen; the tokenizer may have fewer ids than the model.
+        most: maximum number of tokens of an answer.
+        seq_len: maximum number of tokens of a prompt and its answer together.
     """
 
     prompts: Sequence[Prompt]
@@ -53,8 +53,8 @@ class Sampler:
             stop: whether this process was told to stop.
 
         Returns:
-            Entries of samples.jsonl without their step; empty where there is no tokenizer. None, on all ranks: given
-            up, because a process was told to stop.
+            Entries of samples.jsonl without their step; empty where there is no tokenizer. None, on all ranks:
+            interrupted, because a process was told to stop.
         """
         prompts = [prompt.ids for prompt in self.prompts]
         limits = [min(self.most, self.seq_len - len(prompt)) for prompt in prompts]
@@ -63,7 +63,7 @@ class Sampler:
             return None if answers is None else []
         return [
             {
-                # a template's text cannot be cut into messages again, so it is one
+                # rendered text cannot be split into messages again, so it is recorded as one
                 "prompt": [{"role": "prompt", "content": self.tokenizer.decode(prompt.ids)}],
                 "reference": self.tokenizer.decode(until_stop(prompt.reference, self.stop_ids)),
                 "answer": self.tokenizer.decode(answer),
@@ -76,7 +76,7 @@ def open_sampler(config: Config, data: Prepared) -> Sampler | None:
     """The sampler that the config asks for. A collective.
 
     Raises:
-        UserError: on all ranks: there is nothing to ask, or the tokenizer cannot be read.
+        UserError: on all ranks: there is no usable prompt, or the tokenizer cannot be read.
     """
     wanted, tokenizer = config.validation.prompts, None
     if not wanted:
@@ -117,14 +117,14 @@ def answer_greedily(
 ) -> list[list[int]] | None:
     """Continue each prompt with the most probable tokens, the same result on every rank. A collective.
 
-    A token costs a forward of the whole row: a cache of keys and values would need its own code in every layout. The
-    prompts are dealt to the data-parallel ranks, at most local_batch_size at a time, so that a forward takes no more
-    memory than a step's.
+    Each token costs a forward of the whole row: a KV cache would need code of its own in every layout. The prompts are
+    distributed over the data-parallel ranks, at most local_batch_size at a time, so that a forward needs no more memory
+    than in training.
 
     Args:
-        limits: most new tokens of each prompt.
-        stop_ids: tokens that end a continuation; it is returned without them.
-        vocabulary: only ids below it are chosen; None: all.
+        limits: maximum number of new tokens for each prompt.
+        stop_ids: tokens that end an answer; they are not returned.
+        vocabulary: only token ids below this are chosen; None: all.
         stop: whether this process was told to stop.
 
     Returns:
@@ -138,8 +138,9 @@ def answer_greedily(
             while open_:
                 mine = [number for number in open_ if number % batch.dp_degree == dp_rank]
                 rows = [prompts[number] + answers[number] for number in mine]
-                logits = model.logits(_microbatch(rows or [[0]], model))  # without rows: for the others' collectives
-                # What a rank has chosen is one above its token; the others add 0, and all learn who is to stop.
+                logits = model.logits(_microbatch(rows or [[0]], model))  # without rows: to join the collectives
+                # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
+                # element counts the ranks that were told to stop.
                 chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
                 if logits is not None and model.counts_loss and mine:
                     chosen[torch.tensor(mine, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
@@ -159,8 +160,8 @@ def answer_greedily(
 
 
 def _microbatch(rows: Sequence[list[int]], model: ParallelModel) -> Microbatch:
-    """Rows of one length, a document each, and the column of each one's last token. What fills a row up comes after
-    that token, which therefore does not see it.
+    """Rows of equal length with one document each, and the column of each one's last token. Padding comes after that
+    token, and attention is causal, so it has no influence.
     """
     multiple = _ROUNDED_TO * model.tp_degree
     length = -(-max(map(len, rows)) // multiple) * multiple
@@ -176,10 +177,10 @@ def _microbatch(rows: Sequence[list[int]], model: ParallelModel) -> Microbatch:
 
 @contextmanager
 def _not_compiled() -> Iterator[None]:
-    """Run what torch.compile has compiled, or will, as it is written: a row's other lengths must not change which
-    kernels the next step runs, and with them its rounding.
+    """Run compiled modules eagerly. Rows of other lengths would trigger a recompilation with dynamic shapes; the next
+    training step would then run other kernels, which round differently.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is; and importing it takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing dynamo takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):

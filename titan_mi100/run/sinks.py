@@ -1,7 +1,7 @@
-"""Where a run's values go besides metrics.jsonl: TensorBoard and Weights & Biases, under the same tags.
+"""Sinks for a run's values besides metrics.jsonl: TensorBoard and Weights & Biases, under the same tags.
 
-Only rank 0 has them. A step that is done again after a restart replaces the earlier one in TensorBoard. W&B cannot take
-anything back: there it appears twice at the same `step`, and the later value is the run's.
+Only rank 0 has sinks. When a resumed run repeats a step, TensorBoard drops the earlier values. W&B cannot delete
+values: the step appears twice, and the later value is the valid one.
 """
 
 import os
@@ -26,13 +26,13 @@ Settings = Mapping[str, bool | int | float | str]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a reader of the values needs to know.
+    """Context for a reader of the values: settings, layout, environment.
 
     Attributes:
         settings: config and layout, "section.key" to a value that TensorBoard and W&B can hold.
-        chosen: those of them that are not the default, and the layout: a table of all has a hundred columns.
-        texts: name to content: the config as TOML, the layout, versions and hardware.
-        is_known: an earlier start of the run had the same texts.
+        chosen: only the settings that differ from the default, and the layout. (All would be a hundred columns.)
+        texts: name -> content: the config as TOML, the layout, versions and hardware.
+        is_known: an earlier start of the run has written the same texts.
     """
 
     settings: Settings
@@ -88,11 +88,11 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, which a resumed run continues: its id is kept in the run folder.
+    """A run in Weights & Biases. Its id is kept in the run folder, so that a resumed run continues it.
 
-    wandb sends from a process of its own, so a slow network does not slow the run. A network that fails when the run
-    starts leaves an offline run; later, wandb itself keeps what it could not send. Its own variables hold
-    (WANDB_PROJECT, WANDB_NAME, WANDB_DIR, WANDB_MODE ...).
+    wandb sends from a process of its own, so a slow network does not slow down training. Without a network at the start
+    the W&B run is offline; if the network fails later, wandb keeps the values itself. wandb's environment variables
+    are respected (WANDB_PROJECT, WANDB_NAME, WANDB_DIR, WANDB_MODE ...).
     """
 
     def __init__(self, folder: Path, about: Explanation) -> None:
@@ -136,7 +136,7 @@ class WandB:
         """Not sent: W&B shows no texts beside its curves."""
 
     def close(self, is_done: bool) -> None:
-        """Wait for what is still to be sent, but not longer than a minute."""
+        """Wait until wandb has sent everything, for a minute at most."""
         finish = partial(self._run.finish, exit_code=0 if is_done else 1)  # 1: "failed", until the run is resumed
         thread = threading.Thread(target=self._try, args=(finish,), daemon=True)
         thread.start()
@@ -145,7 +145,7 @@ class WandB:
             log.warning(f"W&B has not taken everything within {_FINISH_SECONDS:.0f} s; wandb sync sends the rest")
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Nothing that goes wrong here may end the run; it is reported once."""
+        """Call it. An error does not end the run; a warning is logged once."""
         try:
             call()
         except Exception as error:
@@ -155,7 +155,7 @@ class WandB:
 
 
 def _run_id(folder: Path) -> str:
-    """The id that the folder's run has had from its first start on."""
+    """The W&B run id of this run folder; created at the first start."""
     path = folder / _WANDB_ID
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
@@ -168,6 +168,6 @@ def _run_id(folder: Path) -> str:
 def open_sinks(
     folder: Path, enable_tensorboard: bool, enable_wandb: bool, about: Explanation, last_step: int
 ) -> Sequence[Sink]:
-    """What the config asks for. W&B first: it may refuse, and must not leave events behind."""
+    """The sinks that the config enables. W&B is opened first: if it fails, no TensorBoard events are left behind."""
     sinks: list[Sink] = [WandB(folder, about)] if enable_wandb else []
     return [*sinks, TensorBoard(folder / "tensorboard", about, last_step)] if enable_tensorboard else sinks

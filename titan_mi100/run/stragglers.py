@@ -1,7 +1,8 @@
-"""Ranks that are slower than the others by themselves, not because they wait: named with their host and device.
+"""Finds slow ranks, and logs their host and device.
 
-Compared is what a rank does outside of collectives: waiting for rows, the host's work after a step, and a small matrix
-product of the same size on every rank. These numbers travel in the step's one collective.
+In a collective all ranks wait for the slowest, so step times do not show which one it is. Compared are times outside of
+collectives: waiting for rows, the host's work after a step, and a probe, a small matrix product of the same size on
+every rank. These values are exchanged in the step's one collective.
 """
 
 import os
@@ -20,22 +21,22 @@ from titan_mi100.machine.health import amd_health, nvidia_health
 from titan_mi100.parallel.distributed import World, from_rank_zero
 from titan_mi100.run.metrics import StepResult
 
-_SLOW = 1.33  # times the median
-_SHARE = 0.05  # of a step's seconds that rows or the host must cost more than the median's
-_PROBE = 0.02  # seconds
-_RARE = 2000  # a probe is made again after so many times what it took
-_REMEMBERED = 3  # probes of a rank; the fastest counts, since anything may disturb one
-_LEAST_STEPS = 20  # that the means are taken of: one step may be disturbed by anything
-_AGAIN = 1000  # steps until the same ranks are named again
-_SHOWN = 3
-_SIDE = {"cuda": 4096, "cpu": 256}  # of the probe's square matrices
+_SLOW = 1.33  # slow: more than this many times the median
+_SHARE = 0.05  # and, for rows and host work, slower than the median by more than this share of a step
+_PROBE = 0.02  # seconds that a probe takes
+_RARE = 2000  # time between probes, in multiples of a probe's duration
+_REMEMBERED = 3  # probes kept per rank; the fastest counts, since other work may disturb one
+_LEAST_STEPS = 20  # steps to average over, at least
+_AGAIN = 1000  # steps until a warning about the same ranks is repeated
+_SHOWN = 3  # ranks described in full in a warning
+_SIDE = {"cuda": 4096, "cpu": 256}  # side of the probe's square matrices
 
 
 class Stragglers:
     """Looks for slow ranks on the steps that are logged."""
 
     def __init__(self, world: World, log_freq: int) -> None:
-        """A collective: rank 0 says how long the probe is."""
+        """A collective: rank 0 measures how many products make a probe, for all."""
         self._world, self._log_freq = world, log_freq
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         self._matrix = torch.full((_SIDE[world.device.type],) * 2, 1e-3, dtype=dtype, device=world.device)
@@ -46,7 +47,7 @@ class Stragglers:
         self._named: tuple[list[int], int] = [], 0
 
     def own_values(self) -> list[float]:
-        """Of this rank, in seconds: the host's work after the last step, that step, and the last probe; 0: none yet."""
+        """Seconds on this rank: host work after the last step, the last step, the last probe; 0: not measured yet."""
         return [self._host, self._step, self._probe]
 
     def after_step(self, step: int, result: StepResult, host_seconds: float) -> None:
@@ -56,7 +57,7 @@ class Stragglers:
             host_seconds: of this rank, for what followed the step.
         """
         self._host, self._step = host_seconds, result.seconds
-        # Every rank must come to the same answer, so it may look at nothing but the gathered values.
+        # Every rank must reach the same result, so only the gathered values are used.
         self._sums += result.ranks[:, :3]
         self._steps += 1
         if step % self._log_freq or self._steps < _LEAST_STEPS:
@@ -85,8 +86,8 @@ class Stragglers:
             log.warning(f"step {step}: {len(found) - _SHOWN} other ranks are slow, too: {sorted(found)[_SHOWN:]}")
 
     def _count_products(self) -> int:
-        """How many products take about the probe's time."""
-        self._time(2)  # the first ones load and choose kernels
+        """How many products take about as long as a probe should."""
+        self._time(2)  # warm-up: the first ones load and choose kernels
         return max(1, round(8 * _PROBE / self._time(8)))
 
     def _time(self, products: int) -> float:
@@ -125,7 +126,7 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
 
 
 def device_health(device: torch.device) -> str:
-    """What the device tells of clock, power, temperature and memory errors, in words; of a CPU the system's load."""
+    """Clock, power, temperature and memory errors of the device, in words; for a CPU the system load."""
     if device.type != "cuda":
         return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What a step spent its time on: pure functions of the events of a Chrome trace that torch.profiler has written.
+"""Where a step's time went: pure functions over the events of a Chrome trace written by torch.profiler.
 
 Times of events are microseconds. Categories: "kernel", "gpu_memcpy" and "gpu_memset" run on a GPU, "cuda_runtime" (on
 ROCm too, with HIP's names) are the host's calls of the driver, "cpu_op" torch's operators on the host,
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
-from titan_mi100.run.intervals import Interval, union, without
+from titan_mi100.run.intervals import Interval, subtract, union
 from titan_mi100.wording import shortened
 
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
@@ -157,9 +157,9 @@ def summarise(events: Iterable[Any]) -> Summary:
         seconds=(stop - start) / 1e6,
         compute=_length(compute),
         communication=_length(communication),
-        exposed=_length(without(communication, compute)),
+        exposed=_length(subtract(communication, compute)),
         copies=_length(copying),
-        idle=_length(without([(start, stop)], [*compute, *communication, *copying])),
+        idle=_length(subtract([(start, stop)], [*compute, *communication, *copying])),
         top=top,
         collectives=_by_name((span.name, span.stop - span.start) for span in collectives),
         waits=waits,
@@ -183,10 +183,10 @@ def _is_on_host(span: Span) -> bool:
 
 
 def _operators(spans: Sequence[Span]) -> tuple[list[Span], list[tuple[str, float]]]:
-    """Operators that compute, and (name, microseconds of its own) of each.
+    """The operators that compute, and (name, self time in microseconds) of each.
 
-    An operator that starts a collective may wait for it, and one inside a collective belongs to it: neither counts as
-    computing, but what else is inside the former does.
+    An operator that starts a collective may wait for it, so it does not count as computing, but other operators inside
+    it do. Operators inside a collective belong to the collective.
     """
     computing: list[Span] = []
     own_times: list[tuple[str, float]] = []
@@ -224,7 +224,7 @@ def _waits(spans: Sequence[Span]) -> tuple[Entry, ...]:
 
 
 def _trees(spans: Iterable[Span]) -> list[list[tuple[Span, int | None]]]:
-    """The spans of each thread in the order of their start, each with the place of the one that it is directly in."""
+    """The spans of each thread, sorted by start, each with the index of its parent span."""
     threads: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         threads[span.thread].append(span)
@@ -258,5 +258,5 @@ def _union(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Of disjoint intervals, in seconds."""
+    """Total length of disjoint intervals in microseconds, in seconds."""
     return sum(stop - start for start, stop in intervals) / 1e6

@@ -1,10 +1,10 @@
 """Watches the training processes of one node from outside: `python -m titan_mi100.run.watchdog FOLDER PROCESSES`, or
 inside of run_train.sh's launcher.
 
-A hang is a process whose record (run/heartbeat.py) has not gone on for longer than it said it may. Then each process
-is made to write its Python stacks; of one that cannot, what /proc tells is noted. The rank that the others wait for is
-named, and all are ended. Time is counted by the watcher's own looks, so a job that was suspended as a whole, or a
-laptop that slept, is not taken for a hang. Imports no torch.
+A process hangs if its record (run/heartbeat.py) has not changed for longer than the time limit in the record. Then
+the watcher makes each process write its Python stacks; for one that cannot, it notes what /proc shows. It names the
+rank that the others wait for, and ends all processes. It counts time only between its own looks, so a suspended job or
+a sleeping laptop is not taken for a hang. Imports no torch.
 """
 
 import os
@@ -24,8 +24,8 @@ from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, RunState, write_r
 from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
 
 LOOK = 0.5  # seconds between two looks
-_LONGEST_LOOK = 2.0  # seconds that count between two: if it was longer, the watcher itself was stopped
-_FIRST_SIGN = 1800.0  # seconds for a process to begin: thousands may read Python from one file system
+_LONGEST_LOOK = 2.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
+_FIRST_SIGN = 1800.0  # seconds until each process must have started: thousands may load Python from one file system
 _DUMP = 3.0  # seconds to write stacks
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a call that the kernel does not end"}
 _INNER = 6  # innermost frames of a stack that may show a collective
@@ -38,9 +38,9 @@ class Seen(NamedTuple):
     """A process at the time of a hang.
 
     Attributes:
-        state: letter of /proc, R running, S sleeping, T stopped, D in the kernel; "": it is gone.
-        waits_in: the kernel's function; "": unknown.
-        stacks: what it wrote, each thread's innermost call first; "": it could not.
+        state: letter in /proc: R running, S sleeping, T stopped, D in the kernel; "": the process is gone.
+        waits_in: kernel function that it waits in; "": unknown.
+        stacks: Python stacks of its threads, innermost call first; "": it could not write them.
     """
 
     beat: Beat
@@ -56,12 +56,12 @@ class Seen(NamedTuple):
         return [line.strip() for line in found.splitlines()[1:] if line.strip().startswith("File")]
 
     def waits_for_others(self) -> bool:
-        """Whether a thread of it is in a collective."""
+        """Whether one of its threads is in a collective."""
         threads = self.stacks.split("\n\n")
         return any(_WAITS.search(line) for thread in threads for line in thread.splitlines()[1 : 1 + _INNER])
 
     def doing(self) -> str:
-        """By its record, in words."""
+        """What its record says that it is doing, in words."""
         phase, doing, step = self.beat.phase, self.beat.doing, self.beat.step
         words = ", ".join(part for part in (phase + f" after step {step}" * (step >= 0), doing) if part)
         return "in " + (doing if doing.startswith("step ") else words)
@@ -83,10 +83,11 @@ class Seen(NamedTuple):
 
 
 def behind(processes: Sequence[Seen]) -> list[Seen]:
-    """Those that the others wait for; none: all wait, for a rank that is elsewhere or for each other.
+    """The processes that the others wait for; empty: all wait, for a rank on another node or for each other.
 
-    Those that are gone or stopped; else those that have come least far, by the notes that all ranks come to in one
-    order; of several, those that are in no collective.
+    These are the processes that are gone or stopped. If there are none: the ones with the fewest events in their
+    record, since all ranks pass the same events in the same order. If all have equally many: those that are in no
+    collective.
     """
     if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED]:
         return ill
@@ -120,7 +121,7 @@ class Watch:
         self._vanished = list[Beat]()  # the first ones, in one look
 
     def look(self) -> bool:
-        """Whether the run hangs; if so, what can be known of each process was written down."""
+        """Check all processes; whether the run hangs. If so, `outcome` is set and the stacks are written."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         beats = read_beats(self._folder)
@@ -131,7 +132,7 @@ class Watch:
             before, waited = self._seen.get(beat.rank, (-1, 0.0))
             waited = waited + passed if before == beat.beats else 0.0
             self._seen[beat.rank] = beat.beats, waited
-            if 0 < beat.limit < waited and _state(beat.pid)[0]:  # what follows when it has ended is its launcher's
+            if 0 < beat.limit < waited and _state(beat.pid)[0]:  # a process that has ended is the launcher's concern
                 late.append((waited, beat))
         if not late and self._missing <= self._first_sign:
             return False
@@ -145,12 +146,12 @@ class Watch:
         return True
 
     def _look_for_vanished(self, beats: Sequence[Beat]) -> None:
-        """What ends later, torchrun and the others' errors have ended."""
+        """Remember the first processes that are gone. Later ones were ended by torchrun or by errors that follow."""
         if not self._vanished:
             self._vanished = [beat for beat in beats if not beat.doing.endswith(ENDED) and not _state(beat.pid)[0]]
 
     def vanished(self) -> list[str]:
-        """The processes that were the first to be gone without having said why, in words."""
+        """A line for each process that was the first to end without an error message."""
         self._look_for_vanished(read_beats(self._folder))
         host = socket.gethostname()
         return [
@@ -160,7 +161,7 @@ class Watch:
         ]
 
     def last_step(self) -> int | None:
-        """The last step that a process is known to have finished; None: none."""
+        """The last step that any process has finished, by the records; None: none."""
         return max((beat.step for beat in read_beats(self._folder) if beat.step >= 0), default=None)
 
     def run_folder(self) -> Path | None:
@@ -192,7 +193,7 @@ class Watch:
 
 
 def _examine(folder: Path, beats: Sequence[Beat]) -> list[Seen]:
-    """Have each process write its stacks, and look at it from outside."""
+    """Make each process write its stacks, and read its state from /proc."""
     sizes, files = {}, {beat.rank: stacks_file(folder, beat.rank) for beat in beats}
     for beat in beats:
         with suppress(OSError):  # it is gone
@@ -225,7 +226,7 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def main(folder: Path, processes: int) -> None:
-    """Watch the processes whose launcher is not one of ours, until they have ended."""
+    """Watch processes that torchrun or srun has started, until they have ended."""
     watch, first_has_ended = Watch(folder, processes), False
     try:
         while not watch.look():
@@ -233,7 +234,7 @@ def main(folder: Path, processes: int) -> None:
                 if not any(_state(beat.pid)[0] for beat in read_beats(folder)):
                     return
                 time.sleep(LOOK)
-            else:  # it holds the other end of the pipe
+            else:  # the pipe is readable once the first process, which holds its other end, has ended
                 first_has_ended = bool(select.select([sys.stdin], [], [], LOOK)[0])
         _end_all(watch)
     finally:

@@ -1,0 +1,251 @@
+"""A run leaves in its folder what docs/RUN_FOLDER.md says; at its end it names commands that work; early stopping."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ASSETS, REPO
+
+from titan_mi100 import exact_match, generate, inspect_data, launch, open_run, report
+from titan_mi100.config.load import load_config
+from titan_mi100.convert import dcp_to_hf
+from titan_mi100.outcome import RunState, write_run_state
+from titan_mi100.pages.verdict import _STATES
+from titan_mi100.parallel.distributed import World
+from titan_mi100.run import record
+from titan_mi100.run.folder import RunFolder
+from titan_mi100.run.next_commands import after_run, shown_path, to_resume
+from titan_mi100.train import Preempted, train
+
+PLACEHOLDERS = re.compile(r"\b(N|R|HOST|NAME)\b")  # of the tables
+NEVER = SimpleNamespace(reason="")  # a run that is not told to stop
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """Rows of the table under a heading of RUN_FOLDER.md: each name in the first cell -> the other cells."""
+    text = (REPO / "docs" / "RUN_FOLDER.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")][2:]
+    found = {name: [cell.strip() for cell in row[1:]] for row in rows for name in re.findall("`([^`]+)`", row[0])}
+    assert len(found) > 4
+    return found
+
+
+def strings(pattern: str) -> str:
+    """Source code, with `*` for the fields of its formatted texts."""
+    text = "\n".join(path.read_text() for path in sorted((REPO / "titan_mi100").glob(pattern)))
+    return re.sub(r"\{[\w.:]*\}", "*", text)
+
+
+def any_name(name: str) -> str:
+    return PLACEHOLDERS.sub("*", name.strip("/"))
+
+
+class Recorder:
+    """A sink that remembers tags."""
+
+    def __init__(self) -> None:
+        self.tags: set[str] = set()
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.tags |= values.keys()
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        pass
+
+    def close(self, is_done: bool) -> None:
+        assert is_done
+
+
+def settings(folder: Path, **more: object) -> list[str]:
+    given: dict[str, object] = {
+        "model.flavor": "debug", "model.tokenizer_path": ASSETS / "tokenizer", "data.path": ASSETS / "arithmetic.jsonl",
+        "data.validation_fraction": 0.02, "job.run_folder": folder, "training.seq_len": 256, "training.steps": 3,
+        "training.gradient_accumulation_steps": 1, "training.mixed_precision_param": "float32", "validation.freq": 1,
+        **more,
+    }  # fmt: skip
+    return [word for key, value in given.items() for word in (f"--{key}", str(value))]
+
+
+def run_to_its_end(world: World, folder: Path, **more: object) -> tuple[str, str]:
+    folder.mkdir(exist_ok=True)
+    return train(open_run.open_run(load_config(settings(folder, **more), 1), world, folder), NEVER)  # type: ignore[arg-type]
+
+
+def steps(folder: Path, key: str = "loss") -> list[int]:
+    entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [entry["step"] for entry in entries if key in entry]
+
+
+def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_exist(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Recorder()
+    monkeypatch.setattr(record, "open_sinks", lambda *_: [sink])
+    folder = tmp_path / "run"
+    config = load_config(
+        settings(folder, **{"validation.prompts": 1, "validation.prompt_tokens": 2, "checkpoint.keep_best": True}), 1
+    )
+    taken = RunFolder(config, world)
+    run = open_run.open_run(config, world, folder)
+    run.observers.append(taken)
+    write_run_state(folder, RunState("done", 0, *train(run, NEVER), taken.step))  # type: ignore[arg-type]
+    report.main([str(folder)])
+
+    files = table("Files")
+    documented = {any_name(name) for name in files}
+    written = {any_name(re.sub("[0-9]+", "N", path.name)) for path in folder.iterdir()} - {"checkpoint"}
+    written |= {any_name(re.sub("[0-9]+", "N", f"checkpoint/{path.name}")) for path in folder.glob("checkpoint/*")}
+    assert {"checkpoint/best", "checkpoint/step-*", "samples.jsonl", "plan.json", ".lock"} <= written <= documented
+    code = strings("**/*.py")
+    assert [name for name in documented if f'{name.rpartition("/")[2]}"' not in code] == []
+
+    keys, code = table("metrics.jsonl and TensorBoard"), strings("run/metrics.py")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {key for line in lines for key in line} <= keys.keys()
+    assert [key for key in keys if f'"{any_name(key)}"' not in code] == []
+    tags = {key: re.findall("`([^`]+)`", row[0]) for key, row in keys.items()}
+    for key, row in keys.items():
+        prefix = {"step": "train/", "validation": "validation/"}.get(row[3].split(",")[0])
+        assert tags[key] == ([prefix + key.removeprefix("validation_")] if prefix else [])
+        in_steps, in_validations = ("loss" in line for line in lines if key in line), row[3].startswith("validation")
+        assert row[3] == "all" or not any(is_step == in_validations for is_step in in_steps), key
+    assert {"train/loss", "validation/perplexity"} <= sink.tags <= {tag for found in tags.values() for tag in found}
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (
+        list(environment.keys() - table("environment.json"))
+        == []
+        == list(table("environment.json") - environment.keys())
+    )
+    state = table("run_state.json")
+    assert json.loads((folder / "run_state.json").read_text()).keys() <= state.keys()
+    assert [
+        key for key in state if f'"{key}"' not in strings("outcome.py") and f"    {key}: " not in strings("outcome.py")
+    ] == []
+    assert set(re.findall("`([^`]+)`", state["state"][0])) == _STATES.keys()
+
+
+def test_code_and_machine_are_told_without_git(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    found = open_run._code_and_machine(world)
+    assert found["host"] and found["version"] and found["gpus"] == []
+    if (REPO / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", found["commit"])
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert open_run._code_and_machine(world) == {**found, "commit": ""}
+
+
+def test_the_commands_at_the_end_of_a_run_work(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, gold = tmp_path / "a b", tmp_path / "it's gold.jsonl"
+    gold.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    held_out = {"data.validation_fraction": 0, "data.validation_path": gold, "training.steps": 1}
+    run_to_its_end(world, folder, **held_out, **{"metrics.enable_tensorboard": False})
+    config = load_config(settings(folder, **held_out), 1)
+
+    commands = dict(after_run(folder, config, 1))
+    assert list(commands) == ["chat", "evaluate", "export", "report", "data page", "curves"]
+    assert commands["curves"] == "tensorboard --logdir 'a b/tensorboard'"
+    generated = ["--prompt", "1 + 1", "--max_new_tokens", "2", "--device", "cpu"]
+    for purpose, program, more in (
+        ("chat", generate.main, generated),
+        ("evaluate", exact_match.main, generated[2:]),
+        ("report", report.main, []),
+        ("data page", inspect_data.main, []),
+    ):
+        python, _, module, *arguments = shlex.split(commands[purpose])
+        assert module == program.__module__ and (python == "python" or Path(python).samefile(sys.executable))
+        assert program([*arguments, *more]) == 0, capsys.readouterr().err
+    assert "0 of 1 correct" in capsys.readouterr().out
+    assert (folder / "report.html").exists() and (folder / "data.html").exists()
+    monkeypatch.setattr(sys, "argv", ["x", *shlex.split(commands["export"])[3:], "--verify", "bytes"])
+    dcp_to_hf.main()
+
+    with_export = dict(after_run(folder, config, 1))  # which is what is used from now on, and not made again
+    assert "export" not in with_export and with_export["chat"].endswith(
+        " -m titan_mi100.generate --model 'a b/hf-step-1'"
+    )
+    gold.write_text('{"question": "1 + 1?", "answer": "two"}\n')
+    assert "evaluate" not in dict(after_run(folder, config, 1))
+
+
+def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora: dict[str, Any] = {"lora.rank": 2, "metrics.enable_tensorboard": "false"}
+    assert list(dict(after_run(tmp_path, load_config(settings(tmp_path, **lora), 1), 3))) == [
+        "export",
+        "report",
+        "data page",
+    ]
+    base = tmp_path / "base"
+    base.mkdir()
+    config = load_config(settings(tmp_path, **lora, **{"checkpoint.initial_load_path": base}), 1, with_files=False)
+    chat = dict(after_run(tmp_path, config, 3))["chat"]
+    assert chat.endswith(" -m titan_mi100.generate --model base --adapter checkpoint/step-3")
+    two = settings(tmp_path, **{"data.path": f"{ASSETS}/arithmetic.jsonl,{ASSETS}/chat.jsonl", "data.weights": "1,2"})
+    assert "--source arithmetic" in dict(after_run(tmp_path, load_config(two, 1), 3))["data page"]
+    assert shown_path(tmp_path / "x") == "x" and shown_path("/usr") == "/usr"
+    assert shown_path(tmp_path / "-x") == str(tmp_path / "-x")  # else it would be read as an option
+
+
+@pytest.mark.full
+def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = to_resume(folder, 1, 1)
+    assert before.startswith("to resume, start again with job.run_folder = ")
+    stopping = load_config(settings(folder, **{"checkpoint.load_step": -1}), 1)
+    run = open_run.open_run(stopping, world, folder, wants_to_stop=lambda: True)
+    with pytest.raises(Preempted, match="stopped after step 1 of 3; step-1 holds every step"):
+        train(run, SimpleNamespace(reason=""))  # type: ignore[arg-type]
+    assert to_resume(folder, 4, 2) == before  # several nodes have no one command
+    python, _, *words = shlex.split(to_resume(folder, 1, 1).removeprefix("to resume: "))
+    assert Path(python).name.startswith("python") and words[:2] == ["titan_mi100", "train"]
+    processes, arguments, place, _ = launch.parse(words[2:])
+    assert (processes, place) == (1, None)
+    train(open_run.open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
+    assert steps(folder) == [1, 2, 3]
+
+
+def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_checkpoint(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a learning rate of 0 every validation has the same loss, and the first one stays the best."""
+    folder, same = tmp_path / "run", {"optimizer.lr": 0, "checkpoint.keep_latest_k": 1, "validation.patience": 2}
+    checkpoints, exported = folder / "checkpoint", list[int]()
+    monkeypatch.setattr("titan_mi100.train.export", lambda _, step, *others: exported.append(step))
+    assert run_to_its_end(world, folder, **same, **{"training.steps": 2})[0] == ""  # its last step, not early
+    said, remedy = run_to_its_end(world, folder, **same, **{"training.steps": 9, "checkpoint.export_hf": True})
+    assert said.startswith(
+        "stopped early after step 3 of 9: step 1 has the lowest validation loss, 6."
+    )  # 1 was counted before
+    assert said.endswith("2 validations in a row were not lower") and "raise validation.patience" in remedy
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-1", "step-3"]
+    assert (checkpoints / "best").readlink() == Path("step-1")
+    assert exported == [1]
+
+    assert run_to_its_end(world, folder, **same, **{"training.steps": 9})[0] == said  # nothing more to do
+    assert steps(folder) == [1, 2, 3]
+    run_to_its_end(world, folder, **{**same, "validation.patience": 4}, **{"training.steps": 9})
+    assert steps(folder) == steps(folder, "perplexity") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"data.validation_fraction": 0}, "patience = 2 needs [data] validation_path or validation_fraction"),
+        ({"validation.freq": 0}, "patience = 2 needs freq, the steps between validations"),
+    ],
+)
+def test_early_stopping_needs_validations(more: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(settings(tmp_path, **{"validation.patience": 2, **more}), 1)

@@ -1,0 +1,110 @@
+"""The commands that make sense after a run: to chat, evaluate, export, report, look at the data, or resume.
+
+Each is printed as it can be pasted into a shell: with the run's paths, quoted where needed, and with the interpreter
+that the run has used. A command that cannot work for this run is left out.
+"""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_mi100.config.assets import is_corpus
+from titan_mi100.config.settings import Config
+from titan_mi100.data.files import LONGEST_LINE
+from titan_mi100.errors import UserError
+from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.plain import open_plain
+
+CONFIG = "config.toml"  # in the run folder: the resolved settings
+_GOLD = "####"  # before the correct number, in the rows that exact_match reads
+
+
+def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
+    """Purpose and command, for a run that is done.
+
+    Args:
+        step: of the checkpoint to use, and of the export if there is one.
+    """
+    checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
+    model = _model_options(config, checkpoint, export)
+    found = []
+    if model:
+        found.append(("chat", _command("titan_mi100.generate", *model)))
+    if model and (rows := _rows_with_gold(config.data.validation_path)):
+        found.append(("evaluate", _command("titan_mi100.exact_match", *model, "--data", shown_path(rows))))
+    if not export.exists():
+        folders = ("--input_dir", shown_path(checkpoint), "--output_dir", shown_path(export))
+        found.append(("export", _command("titan_mi100.convert.dcp_to_hf", *folders)))
+    found.append(("report", _command("titan_mi100.report", shown_path(folder))))
+    sources = [source.name for source in config.data.sources if not any(map(is_corpus, source.path))]
+    if sources:
+        which = ["--source", sources[0]] if len(config.data.sources) > 1 else []
+        page = ("--html", shown_path(folder / "data.html"))
+        found.append(("data page", _command("titan_mi100.inspect_data", *_config_of(folder), *which, *page)))
+    if config.metrics.enable_tensorboard:
+        found.append(("curves", f"tensorboard --logdir {shlex.quote(shown_path(folder / 'tensorboard'))}"))
+    return found
+
+
+def to_resume(folder: Path, processes: int, local_processes: int) -> str:
+    """How to resume the run in this folder: the command, or in words where it was started on several nodes.
+
+    Args:
+        processes: of the run.
+        local_processes: of this node.
+    """
+    if processes != local_processes or not (folder / CONFIG).exists():  # the first start has not come to writing it
+        return f"to resume, start again with job.run_folder = {folder}, without checkpoint.fresh and load_step"
+    options = (*_config_of(folder), "--job.run_folder", shown_path(folder), "--nproc_per_node", str(processes))
+    return f"to resume: {_command('titan_mi100 train', *options)}"
+
+
+def shown_path(path: str | Path) -> str:
+    """The path as a user would type it: relative where it is below the current folder."""
+    path = str(path)
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):  # the current folder is gone
+        return path
+    return path if relative.startswith(("..", "-")) else relative
+
+
+def _command(words: str, *arguments: str) -> str:
+    """A command for the shell.
+
+    Args:
+        words: the module, and maybe its subcommand.
+
+    Without an active environment `python` may be another interpreter, so the path of this one is written.
+    """
+    active = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    python = "python" if sys.prefix in active else shown_path(sys.executable)
+    return shlex.join([python, "-m", *words.split(), *arguments])
+
+
+def _config_of(folder: Path) -> tuple[str, str]:
+    return "--job.config_file", shown_path(folder / CONFIG)
+
+
+def _model_options(config: Config, checkpoint: Path, export: Path) -> Sequence[str]:
+    """Options of `generate` that name what the run has trained; none: adapters whose base has no weights of its own."""
+    trained = shown_path(export if export.exists() else checkpoint)
+    if not config.lora.rank:
+        return ("--model", trained)
+    base = config.checkpoint.initial_load_path
+    return ("--model", shown_path(base), "--adapter", trained) if base else ()
+
+
+def _rows_with_gold(patterns: Sequence[str]) -> str:
+    """The first of these files, if `exact_match` reads its first row; "": it does not."""
+    file = next((name for pattern in patterns for name in matching_files(pattern)[0] if name.endswith(".jsonl")), "")
+    try:
+        with open_plain(Path(file)) as rows:
+            row = json.loads(rows.readline(LONGEST_LINE))
+        question, answer = row["question"], row["answer"]
+    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return file if isinstance(question, str) and isinstance(answer, str) and _GOLD in answer else ""
