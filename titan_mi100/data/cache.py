@@ -1,7 +1,7 @@
-"""Folders of prepared data: each named by a hash of all that it depends on, made once, whole or not there.
+"""Folders of prepared data. Each is named by a hash of everything it depends on, and is built once.
 
-A folder is written aside, synced and renamed, so what is there is complete. The lock only spares
-others the same work: where a file system has no locks, or only within a node, two builders write the same twice.
+A folder is written under a temporary name, synced and then renamed, so a folder that exists is complete. The lock only
+avoids duplicate work. Without it (some network file systems, or several nodes) two processes build identical content.
 """
 
 import errno
@@ -21,28 +21,37 @@ from titan_mi100.files.durable import atomic_output_folder, remove_left, replace
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.logging import log
 
-Stamp = tuple[str, list[int]]  # a file's SHA-256, and what the file system said of it then
+Stamp = tuple[str, list[int]]  # a file's SHA-256, and its `_stat_stamp` at that time
 T = TypeVar("T")
-_SETTLES_NS = 2_000_000_000  # a file changed so shortly before it was hashed may have changed again with the same time
-_LARGEST_NOTE = 4096  # bytes
+# If a file changed less than this before it was hashed, a second change may get the same timestamp: some file systems
+# store times in steps of up to two seconds. Such a hash is not reused.
+_SETTLES_NS = 2_000_000_000
+_LARGEST_NOTE = 4096  # bytes of a remembered hash; a longer file was not written by us
 
 
 class DamagedFolder(UserError):
-    """A prepared folder that is not there, or not what was written."""
+    """A prepared folder that is missing, or whose content differs from what was written."""
 
 
 def content_hash(path: Path, cache: Path) -> Stamp:
-    """SHA-256 of a file, remembered for as long as the file system says that nothing touched the file.
+    """SHA-256 of a file. The hash is kept in `cache` and reused until the file system reports a change of the file.
 
-    The time of the last status change cannot be set by `touch` or `cp -p`, unlike that of the last modification.
+    The status change time (ctime) is compared too, because `touch` and `cp -p` can set the modification time.
+
+    Args:
+        path: the file.
+        cache: folder that keeps the hashes, in its subfolder `hashes`; it may be read-only.
+
+    Returns:
+        The hash in hexadecimal, and the file system's numbers that it belongs to.
 
     Raises:
-        UserError: the file changes meanwhile.
-        OSError: it cannot be read.
+        UserError: the file changes while it is hashed.
+        OSError: the file cannot be read.
     """
     known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
     now = _stamp(path)
-    with suppress(OSError, ValueError, KeyError):  # not hashed yet, or the note is damaged
+    with suppress(OSError, ValueError, KeyError):  # the file was not hashed before, or its note is damaged
         remembered = parse_object(read_plain(known, _LARGEST_NOTE), known, "")
         if remembered["stamp"] == now and remembered["settled"] is True and isinstance(remembered["sha256"], str):
             return remembered["sha256"], now
@@ -50,8 +59,9 @@ def content_hash(path: Path, cache: Path) -> Stamp:
     digest = sha256_of(path)
     if _stamp(path) != now:
         raise UserError(f"{path}: changes while it is read; start again when it is complete")
+    # now[3] is the ctime. An unsettled note is written all the same: it marks that the file must be hashed again.
     note = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
-    with suppress(OSError):  # a cache that this user may only read: hashed again next time
+    with suppress(OSError):  # a read-only cache: the file is hashed again next time
         known.parent.mkdir(exist_ok=True)
         replace(known, json.dumps(note))
     return digest, now
@@ -63,12 +73,18 @@ def _stamp(path: Path) -> list[int]:
 
 
 def remembered(folder: Path, depends: list[Any], make: Callable[[], str]) -> str:
-    """A text that follows from JSON values: the one that is kept in the folder under their hash, or a new one."""
+    """A text that depends only on JSON values. It is read from `folder`, or made and stored there.
+
+    Args:
+        folder: one file per text; it may be read-only.
+        depends: everything that the text depends on; the hash of these values is the file's name.
+        make: computes the text.
+    """
     note = folder / hashlib.sha256(json.dumps(depends).encode()).hexdigest()
     with suppress(OSError):
         return note.read_text(encoding="utf-8")
     found = make()
-    with suppress(OSError):  # a cache that this user may only read
+    with suppress(OSError):  # a read-only cache
         folder.mkdir(parents=True, exist_ok=True)
         replace(note, found)
     return found
@@ -77,37 +93,40 @@ def remembered(folder: Path, depends: list[Any], make: Callable[[], str]) -> str
 def ready_folder(
     folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None], patience: float
 ) -> tuple[T, bool]:
-    """Open `folder`; if it is not there or damaged, make it first, or wait for another process that does.
+    """Open `folder`. If it is missing or damaged, build it first, or wait until another process has built it.
 
     Args:
         folder: named by a hash of what it depends on.
-        open_folder: raises DamagedFolder unless the folder is what was written.
-        make: writes all files into the folder that it is given.
-        patience: seconds to leave the work to another process that may be about to begin it.
+        open_folder: opens it; raises DamagedFolder if the content differs from what was written.
+        make: writes all files into the temporary folder that it is given.
+        patience: seconds to wait for another process to begin, before this one builds the folder itself.
 
     Returns:
-        What `open_folder` does, and whether the folder was there already.
+        The result of `open_folder`, and whether this process found the folder already built.
 
     Raises:
-        UserError: of `make`; a process that waited for another's failing attempt raises the same.
+        UserError: from `make`. A process that waited for another's failed attempt raises that one's message.
     """
-    with suppress(DamagedFolder):
+    with suppress(DamagedFolder):  # the fast path takes no lock
         return open_folder(folder), True
+    # The builder's temporary folder is named `.NAME.*`, see atomic_output_folder; it shows that the work has begun.
     until = time.monotonic() + patience
     while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}.*")):
         time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8", errors="replace") as lock:
         waited = _take_turn(lock.fileno())
-        try:
+        try:  # once more: another process may have built it before this one got the lock
             return open_folder(folder), True
         except DamagedFolder as error:
             damage = error
+        # The lock file holds the message of the last failed build. Only a process that waited for that build may
+        # repeat it; a later start tries again, because the files may have been corrected.
         lock.seek(0)
         if waited and (failed := lock.read()):
             raise UserError(failed)
         lock.truncate(0)
         if os.path.lexists(folder):
-            log.warning(f"{damage}; it is prepared again")
+            log.warning(f"{damage}; the data are prepared again")
         _remove(folder)
         try:
             with atomic_output_folder(folder) as aside:
@@ -115,7 +134,7 @@ def ready_folder(
                 for path in aside.iterdir():
                     sync(path)
         except UserError as error:
-            with suppress(DamagedFolder):  # without locks another builder may have been faster
+            with suppress(DamagedFolder):  # without locks, another process may have built it first
                 return open_folder(folder), False
             lock.write(str(error))
             raise
@@ -123,7 +142,10 @@ def ready_folder(
 
 
 def _remove(folder: Path) -> None:
-    """Rename it first: it is gone at once, also where NFS keeps files that another run has mapped."""
+    """Remove a damaged folder. It is renamed first, so that its name is free at once.
+
+    NFS keeps files that another run has mapped, so the removal itself may be incomplete; the next call tries again.
+    """
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f".{folder.name}.damaged.{uuid.uuid4().hex}"))
     for left in folder.parent.glob(f".{folder.name}.damaged.*"):
@@ -132,13 +154,13 @@ def _remove(folder: Path) -> None:
 
 
 def _take_turn(lock: int) -> bool:
-    """Take the lock, which goes with the process, however that ends. Returns whether another process had it."""
+    """Acquire the lock; the system releases it when the process ends. Returns whether another process held it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return False  # this file system has no locks
+            return False  # this file system has no locks: build without one
     log.info("another process is preparing the same data; waiting for it")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return True

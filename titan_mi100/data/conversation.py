@@ -1,4 +1,4 @@
-"""Checked chat messages, in the form that chat templates take (OpenAI's), and the tools that go with them."""
+"""Chat messages and tools of a record, checked and brought into the form that chat templates read (OpenAI's)."""
 
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -14,23 +14,26 @@ _TEXT_KEYS = ("reasoning_content", "tool_call_id", "name")
 _KEYS = {"role", "content", "tool_calls", "weight", *_TEXT_KEYS}
 _CALL_KEYS = {"id", "type", "index"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# Keys of a message or of a part of its content that tell who made it, when and at what cost, but not what it says.
+# Metadata of a message or of a content part: author, time, cost. These keys do not change what the message says.
 _HARMLESS = {
     *("id", "uuid", "message_id", "parent_id", "conversation_id", "index", "source", "lang", "language", "provider"),
     *("timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "update_time", "metadata"),
     *("model", "model_name", "tokens", "token_count", "usage", "finish_reason", "stop_reason", "annotations", "meta"),
 }
-# Where objects with keys of a format stand; of those in a call only what the user names is dropped: it has an id, too.
+# Keys whose values are messages, content parts or tool calls. In a tool call only keys that the user names are dropped,
+# because `id` and `index` of a call mean something there.
 _HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "content"}
 _HOLD_CALLS = {"tool_calls", "function"}
 
 
 def drop_keys(given: Message, named: Collection[str], counts: Counter[str], here: Collection[str] = ()) -> Message:
-    """A row whose messages, their parts and calls have none of the keys that are ignored; these are counted.
+    """Copy a row without the ignored keys of its messages, content parts and tool calls.
 
     Args:
-        named: by the user, besides those that are harmless.
-        here: ignored in the object itself.
+        given: the row, or an object inside it (the function calls itself).
+        named: keys that the user ignores (data.ignored_keys); harmless metadata is ignored as well.
+        counts: how often each key was dropped; updated.
+        here: keys to drop from `given` itself.
     """
     kept = {}
     for key, value in given.items():
@@ -48,10 +51,15 @@ def drop_keys(given: Message, named: Collection[str], counts: Counter[str], here
 
 
 def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = None) -> list[Message]:
-    """The messages of the record's list `name`, each through `read` (default: `read_message`).
+    """Check a record's list of messages.
+
+    Args:
+        given: the value of the record's key `name`.
+        name: the key, for error messages.
+        read: checks one message; default `read_message`.
 
     Raises:
-        BadRecord: with the message's number, from 1.
+        BadRecord: names the message by its number, from 1.
     """
     if not expect(given, list, f"{name} must be a list"):
         raise BadRecord("no messages", f"{name} is an empty list")
@@ -67,7 +75,7 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
 
 
 def answered(messages: list[Message]) -> list[Message]:
-    """The messages, if an assistant's is among them."""
+    """Return the messages unchanged. Raises BadRecord: none of them is an assistant's."""
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("no assistant message", "nothing to learn from the others")
     return messages
@@ -81,7 +89,11 @@ def with_system_prompt(messages: list[Message], prompt: str) -> list[Message]:
 
 
 def in_order(messages: list[Message]) -> list[Message]:
-    """The messages, if their order may be. Only what is surely wrong is refused."""
+    """Return the messages unchanged. Raises BadRecord: their order is certainly wrong.
+
+    Only a leading tool message is refused. Other unusual orders (two user messages in a row, no user message) occur in
+    real data, and the chat template decides about them.
+    """
     first = next((message["role"] for message in messages if message["role"] != "system"), "")
     if first == "tool":
         raise BadRecord("wrong order", "it begins with a tool message; such a message answers an assistant's call")
@@ -89,28 +101,32 @@ def in_order(messages: list[Message]) -> list[Message]:
 
 
 def read_message(given: Any, content_name: str = "content", context: bool = False) -> Message:
-    """One message: role, content (a text), and where given reasoning_content, tool_calls, weight, tool_call_id, ...
+    """Check one message: role, content (a text), and optionally reasoning_content, tool_calls, weight, tool_call_id ...
 
-    Keys without a value are dropped, text parts joined, reasoning_content set where another name of it is; all else is
-    kept, as templates may read it.
+    Keys whose value is null are dropped, text parts are joined, and other names of reasoning_content are copied to it.
+    All other keys are kept, because templates may read them.
 
     Args:
-        content_name: what the row calls the content, for messages to the user.
-        context: it is there to be read only: an assistant's message gets weight 0.
+        given: the message, as parsed from JSON.
+        content_name: the row's key of the content, for error messages.
+        context: the message is context only and not learned: an assistant's message gets weight 0.
+
+    Raises:
+        BadRecord: what is wrong with the message.
     """
     message = _without_nulls(expect(given, dict, "must be an object"))
     role = message.get("role")
     if role not in ROLES:
         if role is None:
-            raise BadRecord("missing key", f"there is no role; the message has {listed(given)}")
+            raise BadRecord("missing key", f"role is missing; the message has {listed(given)}")
         raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}")
-    if len(message) != 2 or "content" not in message:
+    if len(message) != 2 or "content" not in message:  # the common case, role and content, needs no further checks
         _check_optional(message)
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = _joined(content)
     elif content is None and (message.get("tool_calls") or message.get("reasoning_content")):
-        message["content"] = ""
+        message["content"] = ""  # OpenAI's format has null here; templates that add texts need a text
     else:
         expect(content, str, f"{content_name} must be a text or a list of text parts")
     if role == "assistant":
@@ -125,6 +141,7 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_optional(message: Message) -> None:
+    """Check and normalise all keys but role and content, in place."""
     for alias in _REASONING_ALIASES:
         if alias in message:
             value = message[alias]
@@ -142,14 +159,17 @@ def _check_optional(message: Message) -> None:
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"])
     if message["role"] != "assistant":
-        if message.get("reasoning_content") == "":
+        if message.get("reasoning_content") == "":  # exports write this key into every message
             del message["reasoning_content"]
         for key in ("tool_calls", "reasoning_content"):
             if key in message:
-                raise BadRecord("unknown key", f"{key} in a {message['role']} message; only an assistant's may have it")
+                raise BadRecord(
+                    "unknown key", f"{key} in a {message['role']} message; only an assistant message may have it"
+                )
 
 
 def _check_answer(message: Message, content_name: str) -> None:
+    """Refuse an assistant message that says nothing, unless it is not learned (weight 0)."""
     said = message["content"].strip() or "tool_calls" in message or message.get("reasoning_content", "").strip()
     if not said and message.get("weight") != 0:
         raise BadRecord(
@@ -158,6 +178,7 @@ def _check_answer(message: Message, content_name: str) -> None:
 
 
 def _joined(parts: list[Any]) -> str:
+    """The text of a content that is a list of parts, such as [{"type": "text", "text": "..."}]."""
     if not parts:
         raise BadRecord("wrong type", "content is an empty list; expected a text or text parts")
     texts = []
@@ -176,7 +197,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 def _weight(weight: Any) -> int:
-    if isinstance(weight, int | float) and not isinstance(weight, bool) and weight in (0, 1):
+    if isinstance(weight, int | float) and not isinstance(weight, bool) and weight in (0, 1):  # a bool is an int
         return int(weight)
     raise BadRecord("bad weight", f"weight must be 0 (not learned) or 1 (learned), is {shown(weight)}")
 
@@ -192,7 +213,10 @@ def _tool_calls(calls: Any) -> list[Message]:
 
 
 def _tool_call(given: Any) -> Message:
-    """{"function": {"name", "arguments"}} or bare {"name", "arguments"}; kept as it is given, as by transformers."""
+    """Check a call: {"function": {"name", "arguments"}} or bare {"name", "arguments"}.
+
+    The call is returned unchanged, as transformers hands it to the template.
+    """
     call = function = _without_nulls(expect(given, dict, "must be an object", "bad tool call"))
     unknown = call.keys() - _CALL_KEYS - _FUNCTION_KEYS
     if "function" in call:
@@ -214,7 +238,7 @@ def _tool_call(given: Any) -> Message:
 
 
 def tool_list(given: Any) -> list[Any] | None:
-    """The tools of a record: a list of descriptions, or the JSON text of one; None where there are none."""
+    """The tools of a record. Args: given: a list of descriptions, or its JSON text. Returns None if there are none."""
     if isinstance(given, str):
         given = parse_text(given, "bad tools", "tools must hold JSON") if given.strip() else None
     if given is None or given == []:

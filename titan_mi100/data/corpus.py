@@ -1,17 +1,17 @@
-"""A corpus: tokenised documents in shards, made by `prepare_corpus`, of any size. Its rows are read where they lie.
+"""A corpus of any size: tokenised documents in shards, made by `prepare_corpus`. Rows are read from mapped shards.
 
-A shard is a file of uint32 values, `2 * id + first`: `first` marks a document's first token, so a row is read without
-an index. Row r of a shard holds its tokens from r * seq_len on; all are predicted but a document's first and the row's.
-So a row takes no bytes beside its own: with 1,024 tokens or a multiple whole pages.
+A shard is a file of uint32 values, `2 * id + first`. The bit `first` marks a document's first token, so no index is
+needed to read a row. Row r of a shard holds its seq_len tokens from r * seq_len on. Every token is predicted, except
+the first token of each document and of the row. A row of 1,024 tokens, or a multiple, fills whole memory pages.
 
-| file | |
+| file | content |
 |---|---|
-| plan.json | settings and input files, cut into units: a shard is made of each |
+| plan.json | settings and input files, cut into units; each unit becomes one shard |
 | shards/000/000123.bin | the values of a shard |
-| shards/000/000123.origins.npy | of each document its first token and its line, (documents, 2) int64 |
+| shards/000/000123.origins.npy | first token and input line of each document, (documents, 2) int64 |
 | shards/000/000123.json | counts and hashes, written when the shard is complete |
-| corpus.json | the same of all shards, written when all are complete |
-| ledger.csv, bad_rows.csv | for people: counts of each file; rows that were left out |
+| corpus.json | counts and hashes of all shards, written when all shards are complete |
+| ledger.csv, bad_rows.csv | for people: counts per file; rows that were left out |
 """
 
 import functools
@@ -30,38 +30,43 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.files.schema import checked
 
-FORMAT = 1
+FORMAT = 1  # version of the files; other versions are refused
 VALUE = np.dtype("<u4")
-LARGEST_MANIFEST = 2**30  # bytes; of 60,000 shards: 20 MB
-_WINDOW = 2**16  # rows that are shuffled among themselves; those of a window are read from a few shards
-_FILE = 32  # bit of an origin from which on it is the file's number
-_OPEN = 64  # shards that are mapped at a time
+LARGEST_MANIFEST = 2**30  # bytes; the manifest of 60,000 shards has 20 MB
+# Rows of a shuffle window. A window's rows come from a few shards only, so few files are open at a time, and the order
+# of a window fits into memory where the order of all rows of a corpus may not.
+_WINDOW = 2**16
+_FILE = 32  # an origin holds the file's number from this bit on, the line below
+_OPEN = 64  # shards that are memory-mapped at a time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A complete shard, as its .json and corpus.json say."""
+    """Counts and hashes of a complete shard, as stored in its .json."""
 
     tokens: int
     documents: int
-    lines: int  # of input that were read for it
+    lines: int  # input lines that were read for it
     text_bytes: int  # UTF-8 bytes of its documents
-    bad: dict[str, int]  # rows that were left out, by kind
-    sha256: dict[str, str]  # of its files, by suffix
+    bad: dict[str, int]  # kind of problem -> rows that were left out
+    sha256: dict[str, str]  # file suffix -> hash
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a shard is made of: whole files, or the lines of one file that begin in a span of bytes."""
+    """The input of one shard: whole files, or the lines that begin in a byte range of one file."""
 
-    first: int  # number of the file
-    stop: int  # number of the file after the last
-    span: tuple[int, int] | None = None
+    first: int  # number of the first file
+    stop: int  # number of the last file + 1
+    span: tuple[int, int] | None = None  # bytes [start, stop) of the file; None: whole files
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """corpus.json. What there is of each shard is a list of numbers: of 60,000 shards they are read in no time."""
+    """The content of corpus.json.
+
+    Per-shard facts are lists of numbers, one entry per shard: parsing 60,000 objects would be slow.
+    """
 
     format: int
     key: str  # hash of the plan
@@ -72,14 +77,18 @@ class Corpus:
     bos: str
     eos: str
     files: list[str]
-    first_files: list[int]  # of each shard's unit
-    tokens: list[int]
+    first_files: list[int]  # per shard: number of its unit's first file
+    tokens: list[int]  # per shard, as are the two below
     documents: list[int]
     lines: list[int]
 
 
 def read_corpus(folder: Path) -> tuple[Corpus, str]:
-    """What corpus.json says, and its SHA-256. Raises UserError: it is missing, or not what prepare_corpus wrote."""
+    """Read corpus.json. Returns its content and its SHA-256.
+
+    Raises:
+        UserError: it is missing, or not as prepare_corpus wrote it.
+    """
     remedy = "finish python -m titan_mi100.prepare_corpus, or copy the folder again"
     path = folder / CORPUS
     try:
@@ -91,17 +100,23 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
         raise UserError(str(error) if isinstance(error, UserError) else f"{path}: {error}; {remedy}") from None
     columns = (corpus.first_files, corpus.tokens, corpus.documents, corpus.lines)
     if corpus.format != FORMAT or len({*map(len, columns)}) != 1 or not any(corpus.tokens):
-        raise UserError(f"{path}: is no corpus of this version, or an empty one; prepare it again")
+        raise UserError(f"{path}: was written by another version, or the corpus is empty; prepare it again")
     return corpus, hashlib.sha256(content).hexdigest()
 
 
 def shard_path(folder: Path, number: int, suffix: str) -> Path:
-    """A file of a shard; a thousand shards share a folder."""
+    """The path of a shard's file. A folder holds 1,000 shards: many file systems are slow with more entries."""
     return folder / "shards" / f"{number // 1000:03}" / f"{number:06}.{suffix}"
 
 
 def lines_before(first_files: Sequence[int], lines: Sequence[int], number: int) -> int:
-    """Lines of a shard's file before those of the shard. Args: by shard: its first file; lines that were read."""
+    """How many lines of its file come before a shard: lines in a shard are counted from the shard's first.
+
+    Args:
+        first_files: per shard: number of its first file.
+        lines: per shard: lines that were read.
+        number: the shard.
+    """
     count = 0
     for i in range(number - 1, -1, -1):
         if first_files[i] != first_files[number]:
@@ -111,39 +126,42 @@ def lines_before(first_files: Sequence[int], lines: Sequence[int], number: int) 
 
 
 def origin(file: int, line: int) -> int:
-    """Both as one number; the line counts from the shard's first."""
+    """File number and line as one integer. The line counts from 1 at the beginning of the shard's unit."""
     return file << _FILE | line
 
 
 class CorpusRows:
-    """Consecutive rows of a corpus, in the order of its shards; a shard's last row is filled up with padding.
+    """A range of a corpus's rows, in the order of its shards. A `RowSet`. A shard's last row is padded.
 
     Args:
-        rows: the numbers of the first and of the row after the last; see `split`.
-        concatenated: documents of a row see each other, as in a classic stream; else a piece of a document at a row's
-            edge is a document of its own.
+        seq_len: tokens per row.
+        rows: the range of row numbers; see `split`.
+        concatenated: attention crosses document boundaries, as in a classic token stream. Otherwise documents are
+            isolated, and a piece of a document that was cut at a row's edge is a document of its own.
     """
 
     def __init__(self, folder: Path, corpus: Corpus, seq_len: int, rows: range, concatenated: bool) -> None:
         self.folder, self.corpus, self.seq_len, self.concatenated = folder, corpus, seq_len, concatenated
         self._rows = rows
         per_shard = -(-np.array(corpus.tokens, dtype=np.int64) // seq_len)
-        self._starts = np.concatenate(([0], np.cumsum(per_shard)))  # (shards + 1,): each one's first row
+        self._starts = np.concatenate(([0], np.cumsum(per_shard)))  # (shards + 1,): each shard's first row
         edges = np.clip(self._starts, rows.start, rows.stop) - rows.start
-        self._sizes = np.diff(edges)  # of each shard the rows that belong to these
-        self._own_starts = edges[:-1]
-        # Of a step a rank reads rows of few epochs and windows; threads share what was worked out.
+        self._sizes = np.diff(edges)  # (shards,): each shard's rows inside the range
+        self._own_starts = edges[:-1]  # (shards,): their first index in the range
+        # The rows of one step belong to few epochs and windows, so small caches suffice; reader threads share them.
         self._shards_of = functools.lru_cache(2)(self._shuffle_shards)
         self._window_of = functools.lru_cache(4)(self._shuffle_window)
         self._values_of = functools.lru_cache(_OPEN)(self._map)
 
     @staticmethod
     def split(corpus: Corpus, seq_len: int, validation: float) -> tuple[range, range]:
-        """The numbers of the rows to train on, and of the first ones, to validate on: this share of them, at least one
-        unless it is 0.
+        """Row ranges to train on and to validate on. The first rows are held out for validation.
+
+        Args:
+            validation: share of the rows to hold out; any share above 0 holds out at least one row.
         """
-        rows = sum(-(-tokens // seq_len) for tokens in corpus.tokens)
-        held_out = -int(-validation * rows // 1)
+        rows = sum(-(-tokens // seq_len) for tokens in corpus.tokens)  # each shard's last row is padded
+        held_out = -int(-validation * rows // 1)  # rounded up
         return range(held_out, rows), range(held_out)
 
     def __len__(self) -> int:
@@ -151,9 +169,10 @@ class CorpusRows:
 
     @property
     def tokens(self) -> int:
-        """Real tokens in these rows."""
+        """Tokens in these rows, without padding."""
         if not len(self):
             return 0
+        # All tokens of the first to the last shard, less those outside the range at both ends.
         first, last = (int(np.searchsorted(self._starts, n, "right")) - 1 for n in (self._rows[0], self._rows[-1]))
         whole = sum(self.corpus.tokens[first : last + 1])
         before = (self._rows.start - int(self._starts[first])) * self.seq_len
@@ -161,14 +180,14 @@ class CorpusRows:
         return whole - before - max(0, behind)
 
     def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
-        """The row at this place of an epoch: shards in random order, then rows at random within windows of them.
+        """The row at a place of an epoch: shards in random order, then rows shuffled within windows of that sequence.
 
-        Only a window is ever in memory, not the order of all rows.
+        Memory holds the order of a few windows, never that of all rows.
         """
         order, ends = self._shards_of(seed, epoch)
         window, within = divmod(place, _WINDOW)
-        at = window * _WINDOW + int(self._window_of(seed, epoch, window)[within])
-        position = int(np.searchsorted(ends, at, "right"))
+        at = window * _WINDOW + int(self._window_of(seed, epoch, window)[within])  # in the sequence of shuffled shards
+        position = int(np.searchsorted(ends, at, "right"))  # which shard of the sequence holds it
         shard = int(order[position])
         return int(self._own_starts[shard]) + at - int(ends[position] - self._sizes[shard])
 
@@ -186,22 +205,23 @@ class CorpusRows:
         real = len(values)
         ids, first = (values >> 1).astype(np.int64), (values & 1).astype(bool)
         input_ids[:real] = ids
-        labels[: real - 1] = ids[1:]
+        labels[: real - 1] = ids[1:]  # shifted: position t predicts token t + 1
         if self.concatenated:
             document_ids[:real] = 0
         else:
-            labels[: real - 1][first[1:]] = IGNORE
-            first[0] = True
+            labels[: real - 1][first[1:]] = IGNORE  # a document's last token does not predict the next document
+            first[0] = True  # the row may begin inside a document; that piece is a document of its own
             document_ids[:real] = np.cumsum(first) - 1
             positions[:real] -= np.flatnonzero(first)[document_ids[:real]]
         positions[real:] -= real
         return Row(input_ids, labels, positions, document_ids)
 
     def where(self, index: int) -> list[str]:
-        """`file:line` of the documents in a row, each once; of a text file its name. None of PADDING_ROW."""
+        """`file:line` of the documents in a row, each once; `file:1` for a text file. PADDING_ROW has none."""
         if index == PADDING_ROW:
             return []
         shard, start = self._place(index)
+        # origins[:, 0] is ascending. The row may begin inside a document, so that document's origin is before `start`.
         origins = np.load(shard_path(self.folder, shard, "origins.npy"), mmap_mode="r", allow_pickle=False)
         first = max(0, int(np.searchsorted(origins[:, 0], start, "right")) - 1)
         stop = int(np.searchsorted(origins[:, 0], start + self.seq_len, "left"))
@@ -210,23 +230,31 @@ class CorpusRows:
         return list(dict.fromkeys(f"{files[line >> _FILE]}:{before + line % (1 << _FILE)}" for line in lines))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The shard of a row, and its first token there."""
+        """The shard of a row, and the position of the row's first token in the shard."""
         number = self._rows[index]
         shard = int(np.searchsorted(self._starts, number, "right")) - 1
         return shard, (number - int(self._starts[shard])) * self.seq_len
 
     def _map(self, shard: int) -> Callable[[int], np.ndarray]:
-        """A function that gives a row's values, (up to seq_len,) uint32, from the place of its first token."""
+        """Map a shard into memory.
+
+        Returns:
+            A function from the position of a row's first token to the row's values, (up to seq_len,) uint32.
+
+        Raises:
+            OSError: the shard cannot be read. No UserError: this may happen on one rank only, in the middle of a run.
+        """
         path = shard_path(self.folder, shard, "bin")
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise OSError(f"{path}: cannot be read: {error}; copy the corpus again") from None  # maybe on one rank only
+            raise OSError(f"{path}: cannot be read: {error}; copy the corpus again") from None
         if len(mapped) != self.corpus.tokens[shard] * VALUE.itemsize:
-            raise OSError(f"{path}: is not as long as {CORPUS} says; copy the corpus again")
+            raise OSError(f"{path}: its length differs from that in {CORPUS}; copy the corpus again")
         values = np.frombuffer(mapped, VALUE)
-        # Rows are read at random: the system is not to read ahead by itself, but a whole row at once.
+        # Rows are read in random order. So the kernel's own read-ahead is turned off, and each row is requested as a
+        # whole (WILLNEED) instead of one page fault after another.
         mapped.madvise(mmap.MADV_RANDOM)
 
         def read(start: int) -> np.ndarray:
@@ -238,7 +266,7 @@ class CorpusRows:
         return read
 
     def _shuffle_shards(self, seed: tuple[int, ...], epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the shards in an epoch, and where each ends, in rows."""
+        """The order of the shards in an epoch, and the cumulated number of rows after each, both (shards,)."""
         order = _random(*seed, epoch).permutation(len(self._sizes))
         return order, np.cumsum(self._sizes[order])
 

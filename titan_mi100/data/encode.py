@@ -1,13 +1,15 @@
-"""From records to documents: read an example, render it with the model's own template, tokenise, mark, fit.
+"""From records to documents: read an example, render it with the model's chat template, tokenise it, mark the
+supervised tokens, and cut it to seq_len.
 
-From the top: records of a file (`encode_records`), one record (`Encoder.encode`), which text is learned (`supervise`).
+In this order below: the records of a file (`encode_records`), one record (`Encoder.encode`), and which characters of a
+conversation are supervised (`supervise`).
 
-A document is the tokens of one conversation, text or piece of one; attention never crosses its boundary. It is kept as
-the values that `marked` makes, (tokens,) uint32.
+A document holds the tokens of one conversation or text, or of a piece of one; attention never crosses its boundary. It
+is stored as the values that `marked` makes, (tokens,) uint32.
 
-Two settings decide which characters of a conversation are learned: `loss` says whose text counts, `earlier_thinking`
-what becomes of a turn whose reasoning the template leaves out once it is history, as Qwen3's does: the model would have
-thought first, and the text hides it.
+Two settings decide which characters of a conversation are supervised. `loss` selects whose messages count.
+`earlier_thinking` handles turns whose reasoning the template omits in later rounds, as Qwen3's template does: such a
+turn would teach the model to answer without the reasoning that produced the answer.
 """
 
 from collections import Counter
@@ -27,53 +29,60 @@ from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
 
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
-OVERLONG = "longer than seq_len"  # kinds of reasons
+OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
 LOST_REASONING = "earlier reasoning left out"
 
 Span = tuple[int, int]  # characters [start, stop)
 Messages = Sequence[Mapping[str, Any]]
 
-# What became of a record.
+# The outcome of a record. A structured array holds millions of them in little memory.
 RECORD = np.dtype(
     [
-        ("file", np.int32),  # its place among the sources
+        ("file", np.int32),  # index in the list of `Source`s
         ("line", np.int64),
-        ("element", np.int64),  # of a JSON array, from 1; else 0
-        ("status", np.uint8),  # of STATUSES
-        ("set", np.uint8),  # of ledger._SETS: where its documents are used; decided when all records are known
-        ("tokens", np.int64),  # before anything was cut off
-        ("lost", np.int64),  # of them, to seq_len
-        ("supervised", np.int64),  # tokens of its documents
-        ("documents", np.int64),  # how many it gave
-        ("thinking", np.int8),  # what its answers are learned behind, see `Encoded`
-        ("kind", np.uint16),  # of the reason, among the ledger's kinds; 0: there is none
+        ("element", np.int64),  # number in a JSON array, from 1; else 0
+        ("status", np.uint8),  # index in STATUSES
+        ("set", np.uint8),  # index in ledger._SETS; decided when all records are known
+        ("tokens", np.int64),  # before truncation
+        ("lost", np.int64),  # how many of these seq_len cut off
+        ("supervised", np.int64),  # supervised tokens of its documents
+        ("documents", np.int64),  # number of documents made of it
+        ("thinking", np.int8),  # whether its last answer is learned with thinking, see `Encoded.thinking`
+        ("kind", np.uint16),  # of the reason: index in the ledger's kinds; 0: no reason
         ("hash", np.uint64, 2),  # of the content
     ]
 )
 
 
 class Source(NamedTuple):
-    """A file of input."""
+    """An input file."""
 
     path: str
-    pattern: int  # which of `sets.patterns` it is from
+    pattern: int  # index of its path or glob in `sets.patterns`
     format: Format
     bytes: int
-    passed_over: dict[str, tuple[int, int]]  # of its reader
+    passed_over: dict[str, tuple[int, int]]  # filled from `RecordReader.passed_over` when the file has been read
 
 
 class Chunk(NamedTuple):
     """Consecutive records of one file, and the tokens of their documents."""
 
     records: np.ndarray  # (records,) RECORD
-    reasons: dict[int, tuple[str, str]]  # record in the chunk -> kind and detail, where there is something to say
-    lengths: np.ndarray  # (documents,) int64
-    values: np.ndarray  # (tokens of all documents,) uint32: of `marked`
-    ignored: Counter[str]  # keys, in how many rows or messages
+    reasons: dict[int, tuple[str, str]]  # index in the chunk -> kind and detail, for records that have a reason
+    lengths: np.ndarray  # (documents,) int64: tokens
+    values: np.ndarray  # (tokens of all documents,) uint32, as made by `marked`
+    ignored: Counter[str]  # ignored key -> in how many rows or messages it was found
 
 
 def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Record]) -> Chunk:
-    """Read and encode consecutive records of file number `file`, which has this format."""
+    """Read and encode consecutive records of one file.
+
+    Args:
+        form: the file's format.
+        file: the file's index in the list of `Source`s.
+
+    A record that is refused becomes REJECTED with its reason; nothing is raised, so that all are reported at once.
+    """
     found, reasons, documents, ignored = [], {}, [], Counter[str]()
     for place, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
@@ -86,6 +95,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         if made.kind:
             reasons[place] = (made.kind, made.detail)
         supervised = sum(map(supervised_tokens, made.documents))
+        # In the order of RECORD's fields. "set" and "kind" are 0 here; the ledger fills them in.
         line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
         more = (len(made.documents), made.thinking, 0)
         found.append((file, *line, *more, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
@@ -96,38 +106,38 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
 
 
 class Encoded(NamedTuple):
-    """What became of a record."""
+    """The documents of a record, and its outcome."""
 
-    status: int  # of STATUSES; whether it is a duplicate is not known yet
-    documents: list[np.ndarray]
-    tokens: int  # of the record, before anything was cut off
-    kind: str = ""  # why it is not kept as it is: a short phrase to count by
-    detail: str = ""  # the same for this record
-    lost: int = 0  # tokens, to seq_len
-    thinking: int = 0  # -1: its answer is learned behind the empty think block of a prompt; 1: its thinking is learned
+    status: int  # index in STATUSES; DUPLICATE is found later, by the ledger
+    documents: list[np.ndarray]  # each (tokens,) uint32, as made by `marked`
+    tokens: int  # of the record, before truncation
+    kind: str = ""  # why it is not kept unchanged: a short constant phrase, for counting
+    detail: str = ""  # the reason for this record
+    lost: int = 0  # tokens that seq_len cut off
+    thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
 
 
 class Encoder:
-    """Records to documents of at most seq_len tokens. `template` is needed for conversations only."""
+    """Turns examples into documents of at most seq_len tokens. Only conversations need `template`."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: DataConfig, seq_len: int) -> None:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
         self.ignored_keys = frozenset(config.ignored_keys)
 
     def encode(self, example: Example) -> Encoded:
-        """The record's documents.
+        """Tokenise one example, mark its supervised tokens and fit it into rows.
 
         Raises:
-            BadRecord: the template refuses the conversation, nothing in the record is supervised, or it is longer than
-                seq_len under data.overlong = "error".
+            BadRecord: the template refuses the conversation, nothing in the record is supervised, or the record is
+                longer than seq_len under data.overlong = "error".
         """
-        lost, thinking, why_nothing = 0, 0, "a row needs at least one supervised token behind its first"
+        lost, thinking, why_nothing = 0, 0, "a row needs at least one supervised token after its first"
         if example.messages is not None:
             documents, lost, thinking = self._conversation(example.messages, example.tools)
-            why_nothing = f"no turn is learned with data.loss = {self._config.loss!r}, or it holds no text"
+            why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
             ids = self.tokenizer.encode(example.text)
-            if not ids or ids[-1] != self.tokenizer.eos_token_id:
+            if not ids or ids[-1] != self.tokenizer.eos_token_id:  # the text may contain the end token already
                 ids.append(self.tokenizer.eos_token_id)
             documents = [marked(ids, np.ones(len(ids), dtype=bool))]
         else:
@@ -143,7 +153,11 @@ class Encoder:
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None
     ) -> tuple[list[np.ndarray], int, int]:
-        """Its documents, how many turns stand without their reasoning in the last one, and `Encoded.thinking`."""
+        """Render, supervise and tokenise a conversation.
+
+        Returns:
+            Its documents, the number of turns that lack their reasoning in the last document, and `Encoded.thinking`.
+        """
         assert self._template is not None
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
@@ -158,14 +172,17 @@ class Encoder:
         return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost, thinking
 
     def _rendered(self, text: str, spans: list[Span]) -> np.ndarray:
-        ids, ends = self.tokenizer.encode_with_offsets(text)
+        """Tokenise a rendered text and mark every token that overlaps a supervised span (characters)."""
+        ids, ends = self.tokenizer.encode_with_offsets(text)  # ends: (tokens,) in bytes
         starts = np.append(0, ends)[:-1]
         edges = np.array(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
-        # for each token the first span that ends behind its start: they overlap if it begins before the token's end
+        # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
+        # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
         return marked(ids, first[np.searchsorted(last, starts, side="right")] < ends)
 
     def _given_tokens(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
+        """A document of a record that is tokenised already. Raises BadRecord: the tokenizer lacks one of the ids."""
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
             place = int(np.argmax(ids >= known))
@@ -177,12 +194,12 @@ class Encoder:
         return marked(ids, np.ones(len(ids), dtype=bool) if labels is None else np.array(labels) == ids)
 
     def _fit(self, documents: list[np.ndarray]) -> Encoded:
-        """Documents as they fit into rows of seq_len tokens, by data.overlong."""
+        """Fit a record's documents into rows of seq_len tokens; data.overlong says what happens to longer ones."""
         tokens, seq_len, how = sum(map(len, documents)), self._seq_len, self._config.overlong
         overlong = [document for document in documents if len(document) > seq_len]
         whole = SPLIT if len(documents) > 1 else KEPT
         if not overlong:
-            reason = ("unrolled", f"{len(documents)} rounds, a document each") if whole == SPLIT else ("", "")
+            reason = ("unrolled", f"{len(documents)} rounds, one document each") if whole == SPLIT else ("", "")
             return Encoded(whole, list(filter(supervised_tokens, documents)), tokens, *reason)
         detail = f"{len(overlong[0]):,} tokens, seq_len is {seq_len:,}"
         if how == "error":
@@ -194,19 +211,21 @@ class Encoder:
             fits_or_split = how == "split" or len(document) <= seq_len
             kept = len(document) if fits_or_split else seq_len if how == "truncate" else 0  # tokens
             pieces += [document[start : start + seq_len] for start in range(0, kept, seq_len)]
-        left = list(filter(supervised_tokens, pieces))
+        left = list(filter(supervised_tokens, pieces))  # a piece without supervision would train nothing
         if how == "split" and (lost := len(pieces) - len(left)):
-            detail += f"; {lost} of {len(pieces)} pieces have nothing supervised and are left out"
+            detail += f"; {lost} of {len(pieces)} pieces have no supervised token and are left out"
         if how == "truncate" and not left:
-            detail += "; nothing supervised is in its beginning"
+            detail += "; its beginning has no supervised token"
         cut = {"truncate": TRUNCATED, "split": SPLIT}.get(how, whole)
+        # Tokens of a split record's unsupervised pieces do not count as lost: seq_len did not cut them off.
         lost = tokens - sum(map(len, pieces)) if left else tokens
         return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail, lost)
 
 
 def _thinking(rendered: Rendered, spans: list[Span]) -> int:
-    """`Encoded.thinking` of a conversation: of its last turn that shows either."""
+    """`Encoded.thinking` of a conversation. The last turn that shows reasoning or an empty think block decides."""
     for turn in reversed(rendered.turns):
+        # turn.answer > turn.start: the template wrote an empty think block between the two
         if turn.reasons or turn.answer > turn.start:
             if any(start <= turn.start < stop for start, stop in spans):
                 return 1
@@ -216,15 +235,18 @@ def _thinking(rendered: Rendered, spans: list[Span]) -> int:
 
 
 def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
-    """A document: 2 * id + supervised, (tokens,) uint32.
+    """The stored values of a document: 2 * id + supervised, (tokens,) uint32.
 
     Args:
-        supervised: (tokens,) bool: the token is learned, given those before it (a document's first never is).
+        ids: (tokens,) token ids.
+        supervised: (tokens,) bool: the token is predicted and counts in the loss. A document's first token is never
+            predicted, whatever its bit says.
     """
     return np.asarray(ids, dtype=np.uint32) * np.uint32(2) + supervised.astype(np.uint32)
 
 
 def supervised_tokens(document: np.ndarray) -> int:
+    """How many tokens of a document (values of `marked`) have a loss."""
     return int(np.count_nonzero(document[1:] & 1))
 
 
@@ -236,18 +258,18 @@ def supervise(
     earlier_thinking: str = "template",
     **variables: Any,
 ) -> list[tuple[Rendered, list[Span]]]:
-    """The documents that a conversation is trained as, each with its supervised spans.
+    """Render a conversation as one or several documents, and find the supervised characters of each.
 
     Args:
         template, variables: see `ChatTemplate.render_turns`.
         messages, loss, empty_think: see `supervised_spans`.
-        earlier_thinking: "unroll": one document per round (see `rounds`); else the whole conversation is the document.
+        earlier_thinking: "unroll": one document per round (see `rounds`); otherwise one document for all.
 
     Returns:
-        Only documents with something supervised: maybe none.
+        The documents that have at least one supervised span; possibly none.
 
     Raises:
-        UserError: the template refuses the conversation, or hides what has to be known.
+        UserError: the template refuses the conversation, or it hides which text comes from which message.
     """
     whole = template.render_turns(messages, **variables)
     documents = []
@@ -266,27 +288,29 @@ def supervised_spans(
     earlier_thinking: str = "template",
     first: int = 0,
 ) -> list[Span]:
-    """The characters that are learned, sorted and disjoint.
+    """The supervised spans of a rendered conversation, sorted and disjoint.
 
     Args:
-        rendered: the conversation, or a beginning of it.
+        rendered: the conversation, or its first messages.
         messages: the whole conversation. A message may have a `weight`: 0 is not learned, 1 is.
-        loss: "assistant": every assistant turn but those of weight 0; "last": the conversation's last assistant turn,
-            unless of weight 0; "all": the whole text but messages of weight 0; "weight": exactly the messages, of
-            whatever role, of weight 1.
-        empty_think: whether an empty think block that the template wrote before an answer is part of the turn. Where
-            the template marks what is generated, its marks say.
-        earlier_thinking: "template": learn what the template renders; else turns without their reasoning are not.
-        first: messages before this one are context only.
+        loss: "assistant": every assistant turn except those of weight 0; "last": the conversation's last assistant
+            turn, unless its weight is 0; "all": the whole text except messages of weight 0; "weight": exactly the
+            messages of weight 1, of any role.
+        empty_think: whether an empty think block that the template wrote before an answer is supervised too. If the
+            template marks the generated text (`{% generation %}`), its marks decide instead.
+        earlier_thinking: "template": supervise what the template renders; otherwise turns that lack their reasoning
+            are masked.
+        first: messages before this index are context only.
 
     Raises:
-        UserError: the weight of a message counts, but the template hides which text is that message's.
+        UserError: a message's weight matters, but the template hides which text comes from that message.
     """
-    # An unrolled turn that still lacks its reasoning was never going to show it, so it is masked too.
+    # This also masks turns of an unrolled round that still lack their reasoning: the template never shows it.
     masked = {turn.message for turn in rendered.turns if turn.lost_reasoning and earlier_thinking != "template"}
     weights = [message.get("weight") for message in messages]
     turns = rendered.turns[first:]
-    padded = np.zeros(len(rendered.text) + 2, dtype=bool)  # an unlearned character before the text and one behind
+    # One flag per character, with an unset one before and after the text, so that every span has two edges.
+    padded = np.zeros(len(rendered.text) + 2, dtype=bool)
     learned = padded[1:-1]
     if loss == "all":
         learned[rendered.turns[first - 1].stop if first else 0 :] = True
@@ -312,23 +336,24 @@ def supervised_spans(
 
 
 def rounds(messages: Messages, rendered: Rendered) -> list[tuple[int, int]]:
-    """How to cut a conversation into documents in which every turn stands as when the model generated it.
+    """Cut a conversation into documents in which every supervised turn looks as when the model generated it.
 
-    A round is what answers one user: it ends behind its last assistant turn, the next one's user comes later. Its
-    document is the conversation up to there, in which its own turns are the latest and show their reasoning. Results
-    of tools, of role `tool`, do not begin a round.
+    A round is a user message and everything that answers it, up to the last assistant turn before the next user
+    message. Tool results (role `tool`) do not begin a round. A round's document is the conversation up to its end: its
+    own turns are the latest there, so the template shows their reasoning.
 
     Args:
         rendered: the whole conversation.
 
     Returns:
-        (messages in the document, index of the first one that is learned in it) per round; together they learn every
-        message once, and the last document is the whole conversation. Only that, where no turn lost its reasoning.
+        Per round: (number of messages in the document, index of the first message that is learned in it). Together
+        the documents learn every message once; the last document is the whole conversation. If no turn lost its
+        reasoning, the whole conversation is the only document.
     """
     if not any(turn.lost_reasoning for turn in rendered.turns):
         return [(len(messages), 0)]
     ends: list[int] = []
-    last_assistant = None  # of the round
+    last_assistant = None  # index of the current round's last assistant message
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             last_assistant = i
@@ -339,6 +364,7 @@ def rounds(messages: Messages, rendered: Rendered) -> list[tuple[int, int]]:
 
 
 def _check_they_show(turns: list[Turn], messages: Messages) -> None:
+    """Refuse a weight on a message whose text cannot be found in the rendered conversation."""
     for turn in turns:
         content = messages[turn.message].get("content")
         if turn.start == turn.stop and (content.strip() if isinstance(content, str) else content):
@@ -349,8 +375,14 @@ def _check_they_show(turns: list[Turn], messages: Messages) -> None:
 
 
 def _byte_offsets(text: str, positions: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Where rising character positions lie in the UTF-8 of the normalised text, in which the tokenizer counts."""
-    if text.isascii():  # then nothing is normalised, and a character is a byte
+    """Convert ascending character positions to byte positions in the normalised UTF-8 text.
+
+    The tokenizer's offsets count bytes of the normalised text (NFC for Qwen3).
+
+    Raises:
+        BadRecord: normalisation joins characters across one of the positions, so the position has no counterpart.
+    """
+    if text.isascii():  # normalisation keeps ASCII, and each character is one byte
         return positions
     cuts = [0, *positions, len(text)]
     parts = [text[start:stop] for start, stop in pairwise(cuts)]

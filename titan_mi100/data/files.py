@@ -1,6 +1,6 @@
-"""The records of a data file, one after another, from files of any size: JSONL, a JSON array, parquet; gzip, zstd.
+"""Reads the records of a data file one after another: JSONL, a JSON array or parquet of any size; gzip and zstd.
 
-What a file is goes by its content, not by its name. Nothing here looks into a record; `formats` does.
+The file type is detected by content, not by name. This module does not look into the records; `formats` does.
 """
 
 import gzip
@@ -17,25 +17,29 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.child import allow, ask
 from titan_mi100.files.patterns import matching_files, unusable
 
-LONGEST_LINE = 2**24  # bytes of one record, some 4 million tokens; a longer one is passed over: memory stays bounded
+# The longest record in bytes, some 4 million tokens. A longer one is refused without being held in memory.
+LONGEST_LINE = 2**24
 CHUNK = 2**20  # bytes read at a time
-GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # what such files begin with
-HEAD = 2**18  # bytes that tell what a file is, or as many as were unpacked at once
-_UNPACKED = 2**22  # bytes of a parquet file that are unpacked, and of rows that are answered, at a time
-_BOMB, _MOST_UNPACKED = 2**20, 100  # bytes from which on a file may not unpack to so many times its size
-# Bytes: what `zstd --long` needs; and what is unpacked at once, which can be 30,000 times as much.
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # magic bytes
+HEAD = 2**18  # bytes at the file's beginning from which its type is detected; fewer if fewer were unpacked at once
+_UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the child process, at a time
+# Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
+# packed size.
+_BOMB, _MOST_UNPACKED = 2**20, 100
+# Bytes. The window that `zstd --long` needs; and the packed bytes that are unpacked at once: zstd can expand them
+# 30,000 times, so the block is small.
 _ZSTD_WINDOW, _ZSTD_BLOCK = 2**27, 2**12
 _BOM = b"\xef\xbb\xbf"
 
-# What exports contain, and reading passes over and counts.
+# Harmless oddities that exports contain. They are accepted and counted.
 BLANK, CRLF, BOM = "blank lines", "lines that end in CRLF", "byte order marks"
-# Why a record cannot be handed on, as "kind: what to do".
+# Why a record cannot be read, as "kind: what is wrong; remedy".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
-BROKEN_ARRAY = "broken JSON array"  # never skipped: nobody knows how many rows follow
+BROKEN_ARRAY = "broken JSON array"  # never skipped, even with on_bad_row = "skip": unknown many rows follow
 _TOO_LONG = "row too long: over {:,} bytes; cut its text into several rows, or is a line end missing?"
 _BROKEN = BROKEN_ARRAY + ": {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
 
-_FOREIGN = {  # what some files begin with
+_FOREIGN = {  # magic bytes -> "is ..." of an error message
     b"\xfd7zXZ\0": "xz-compressed; unpack it first (xz -d)",
     b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
     b"\x04\x22\x4d\x18": "lz4-compressed; unpack it first (lz4 -d)",
@@ -58,21 +62,21 @@ _WANTED = (
 
 
 class Record(NamedTuple):
-    """One JSON object of a file, not decoded yet, or the reason why there is none."""
+    """One JSON object of a file, not decoded yet, or the reason why it cannot be read."""
 
-    number: int  # the line, from 1 (of a JSON array: where the element begins); of parquet the row
-    raw: bytes  # empty where there is a problem
-    problem: str  # "", or "kind: detail" as of a `BadRecord`
-    element: int = 0  # of a JSON array, from 1: several may stand on a line
+    number: int  # line, from 1; in a JSON array the line where the element begins; in parquet the row
+    raw: bytes  # empty if there is a problem
+    problem: str  # "", or "kind: detail" for a `BadRecord`
+    element: int = 0  # number in a JSON array, from 1, because several elements may share a line; else 0
 
 
 def read_records(path: str) -> Iterator[Record]:
-    """Every record of the file in order; see `RecordReader`."""
+    """Iterate over the records of a file in order; see `RecordReader`."""
     return iter(RecordReader(path))
 
 
 def label(line: int, element: int) -> str:
-    """A record's place in its file: 12, or, in a JSON array, 1[12]: its 12th element, which begins in line 1."""
+    """A record's place in its file: "12" is line 12; "1[12]" is element 12 of a JSON array, which begins in line 1."""
     return f"{line}[{element}]" if element else str(line)
 
 
@@ -80,7 +84,7 @@ def expand(patterns: Sequence[str]) -> list[list[str]]:
     """The files of each path or glob pattern.
 
     Raises:
-        UserError: every pattern that gives no file, or one that cannot be read, a line each.
+        UserError: one line for each pattern that matches no file or an unreadable one.
     """
     found = [matching_files(pattern) for pattern in patterns]
     if wrong := [line for _, problems in found for line in problems]:
@@ -89,28 +93,28 @@ def expand(patterns: Sequence[str]) -> list[list[str]]:
 
 
 class RecordReader:
-    """Iterates over the records of one file, with a bounded part of it in memory.
+    """Iterates over the records of one file, holding a bounded part of it in memory.
 
-    While it is iterated over, `consumed` counts up to `size`, the file's bytes on disk: for a progress bar. Afterwards
-    `passed_over` has the number of each of BLANK, CRLF and BOM that there was, and the first line.
+    During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
+    `passed_over` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.size, self.line = path, 0, 0  # line: the last one that was read
+        self.path, self.size, self.line = path, 0, 0  # line: number of the last line read
         self.passed_over: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
     @property
     def consumed(self) -> int:
-        """Bytes of the file read so far, of a gzip file the compressed ones; up to `CHUNK` ahead of the records."""
+        """Bytes of the file read so far (packed bytes of a gzip file); up to `CHUNK` ahead of the records."""
         return self._position()
 
     def __iter__(self) -> Iterator[Record]:
         """Read from the start.
 
         Raises:
-            UserError: the file is of no kind that can be read, holds nothing, or is damaged so that no more can be
-                read. Lines that are wrong by themselves come as records with a `problem`.
+            UserError: the file's type is not supported, it has no rows, or the rest of it cannot be read (damage).
+                A single bad line raises nothing: it becomes a record with a `problem`.
         """
         if reason := unusable(self.path):
             raise UserError(f"{self.path}: {reason}")
@@ -131,9 +135,10 @@ class RecordReader:
         finally:
             self._position = lambda: self.size
         if not number:
-            raise UserError(f"{self.path}: holds no rows; {_WANTED}")
+            raise UserError(f"{self.path}: has no rows; {_WANTED}")
 
     def _records(self, file: io.FileIO) -> Iterator[Record]:
+        """Detect the file's type and return the iterator for it. `peek` shows the head without consuming it."""
         stream: io.BufferedReader = io.BufferedReader(file, max(CHUNK, HEAD))
         if stream.peek().startswith(PARQUET):
             return self._parquet_rows()
@@ -156,13 +161,17 @@ class RecordReader:
         self.passed_over[what] = number + 1, first
 
     def span(self, start: int, stop: int) -> Iterator[Record]:
-        """The lines of a JSONL file that begin in bytes start to stop, numbered from 1: spans side by side give each
-        line once. Raises UserError: the file cannot be read.
+        """The lines of a JSONL file that begin in bytes [start, stop), numbered from 1.
+
+        Adjacent spans together give every line exactly once.
+
+        Raises:
+            UserError: the file cannot be read.
         """
         try:
             with open(self.path, "rb", buffering=CHUNK) as file:
-                if start:  # the line that begins before the span is another's
-                    file.seek(start - 1)
+                if start:  # skip to the first line start: the line that began before `start` belongs to another span
+                    file.seek(start - 1)  # one byte earlier, so that a line beginning exactly at `start` is kept
                     while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
                         pass
                 yield from self._lines(file, stop)
@@ -170,13 +179,13 @@ class RecordReader:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
 
     def _lines(self, file: BinaryIO, stop: int | None = None) -> Iterator[Record]:
-        """The records of JSONL, from where the file stands. Args: stop: no line that begins at this byte or later."""
+        """The records of JSONL from the file's position on. Args: stop: lines that begin at or after it are left."""
         number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
         while (stop is None or file.tell() < stop) and (line := readline(limit)):
             self.line = number = number + 1
             if line.endswith(b"\n"):
                 line = line[:-1]
-            elif len(line) == limit:
+            elif len(line) == limit:  # too long: skip its rest in pieces, without holding it in memory
                 while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
                     pass
                 yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
@@ -184,7 +193,7 @@ class RecordReader:
             if line.endswith(b"\r"):
                 self._pass_over(CRLF, number)
                 line = line[:-1]
-            if line.startswith(_BOM):  # also where files were joined
+            if line.startswith(_BOM):  # on any line: joined files have one in the middle
                 self._pass_over(BOM, number)
                 line = line.removeprefix(_BOM)
             if not line or line.isspace():
@@ -207,18 +216,23 @@ class RecordReader:
                 yield _bounded(number, raw.encode(), problem)
 
 
-# Of the child process: the file, the row behind those that it has answered, all rows, and the rows from there on.
+# State of the child process between two questions, so that it need not start the file again: path, the next row, the
+# file's number of rows, and the iterator over the rows that are left.
 _unpacking: tuple[str, int, int, Iterator[tuple[str, str]]] = ("", 0, 0, iter(()))
 
 
 def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
-    """In the child process, because a few kilobytes can unpack to gigabytes: rows of a parquet file.
+    """Unpack some rows of a parquet file. Runs in the child process, because kilobytes can unpack to gigabytes.
 
     Args:
         start: the first row, from 0.
 
     Returns:
-        how many rows the file has; and some of them, from `start` on, as JSON, each with what is wrong with it, or "".
+        The file's number of rows; and a list of (JSON text, problem) for some rows from `start` on. `problem` is "" if
+        the row is good.
+
+    Raises:
+        UserError: pyarrow is missing, or the file is damaged or unpacks to too much.
     """
     global _unpacking
     try:
@@ -227,13 +241,15 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
     except ImportError:
         what = "is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
         raise UserError(f"{path}: {what}") from None
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the others reserve more, which would count
+    # The default pools reserve address space in advance, which would count against the process's memory limit.
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
         allow(os.stat(path).st_size)
         file, at, total, rows = _unpacking
         if (file, at) != (path, start) or not start:
-            # an open file, because pyarrow takes no name that is not UTF-8; without buffers it reads whole row groups
-            source = open(path, "rb")  # noqa: SIM115  # for as long as rows are asked for
+            # pyarrow gets an open file, because it accepts no name that is not UTF-8. Without buffer_size it would
+            # read whole row groups at once.
+            source = open(path, "rb")  # noqa: SIM115  # stays open as long as the parent asks for rows
             opened = parquet.ParquetFile(source, pre_buffer=False, buffer_size=CHUNK)
             groups = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
             total = sum(group.num_rows for group in groups)
@@ -241,13 +257,13 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
         found, size = list[tuple[str, str]](), 0
         while size < _UNPACKED and (row := next(rows, None)):
             found.append(row)
-            size += len(row[0]) + 64
+            size += len(row[0]) + 64  # 64: what an entry takes besides its text, roughly
         _unpacking = path, start + len(found), total, rows
         return total, found
-    except MemoryError:  # pyarrow's own, too
-        what = "is parquet whose rows need more memory than those of a real file of its size"
+    except MemoryError:  # also pyarrow's ArrowMemoryError, a subclass
+        what = "is parquet whose rows need far more memory than the file's size suggests"
         raise UserError(f"{path}: {what}; if they are right, convert it to JSONL first") from None
-    except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises all of them for damage
+    except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises any of these for a damaged file
         if isinstance(error, UserError):
             raise
         reason = " ".join(str(error).split()).rstrip(".")
@@ -255,17 +271,25 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
 
 
 def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start: int) -> Iterator[tuple[str, str]]:
+    """Rows from `start` on as (JSON text, problem). Whole row groups before `start` are skipped unread.
+
+    Args:
+        file: pyarrow's ParquetFile.
+        groups: the metadata of its row groups.
+        types: the module pyarrow.types.
+    """
     columns = [field.name for field in file.schema_arrow if _is_json(field.type, types)]
     if not columns or len({*columns}) < len(columns):
-        what = "with two columns of a name" if columns else "without a column of text, numbers or lists of them"
+        what = "with two columns of one name" if columns else "without a column of text, numbers or lists of them"
         raise UserError(f"{path}: is parquet {what}; write it again")
-    number = behind = 0  # the rows of the batches, and of the groups, so far
+    number = behind = 0  # rows of all batches so far; rows of all groups so far
     for i, group in enumerate(groups):
         behind += group.num_rows
         if behind <= start:
             number = behind
             continue
-        size = min(max(1, _UNPACKED * group.num_rows // max(1, group.total_byte_size)), 256)  # rows of a batch
+        # Rows of a batch: about _UNPACKED bytes, by the group's mean row size. The metadata may lie, hence at most 256.
+        size = min(max(1, _UNPACKED * group.num_rows // max(1, group.total_byte_size)), 256)
         for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
             number += batch.num_rows
             for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
@@ -275,11 +299,11 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
                 else:
                     yield text, "" if text else "not UTF-8: a text of the row; write the file again"
         if number != behind:
-            raise UserError(f"{path}: is parquet that says {behind:,} rows where {number:,} are; write it again")
+            raise UserError(f"{path}: is damaged parquet: {number:,} rows instead of {behind:,}; write it again")
 
 
 def _is_json(kind: Any, types: Any) -> bool:
-    """Whether a parquet column's values are JSON values. Others (images, times) are left out, and read as missing."""
+    """Whether a parquet column's values are JSON values. Other columns (images, times) are not read."""
     if types.is_dictionary(kind):
         return _is_json(kind.value_type, types)
     if types.is_nested(kind):
@@ -289,25 +313,28 @@ def _is_json(kind: Any, types: Any) -> bool:
 
 
 def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
-    """The rows of an Arrow batch; None where a text is not UTF-8."""
+    """The rows of an Arrow batch; None for a row with a text that is not UTF-8."""
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # Arrow does not say which row, so decode them one by one
         if batch.num_rows == 1:
             return [None]
         return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every struct of a column all the keys that any of them has; those that were not there are null."""
+    """Remove null keys, recursively.
+
+    All structs of a parquet column have the same keys; a key that was missing in the original row is null.
+    """
     if isinstance(value, dict):
-        # NaN stands for a missing number there.
+        # item == item is false for NaN, which pandas writes for a missing number.
         return {key: _without_nulls(item) for key, item in value.items() if item is not None and item == item}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class _Gunzip(gzip.GzipFile):
-    """What stands before damage is handed out first: `readinto` of the base class would lose it."""
+    """A gzip file that returns all data before a damaged place; the base class's `readinto` would lose some of it."""
 
     def readinto(self, buffer: Any) -> int:
         data = self.read1(len(buffer))
@@ -328,7 +355,8 @@ class _Unzstd(io.RawIOBase):
             raise UserError(f"{path}: {what}") from None
         self._path, self._packed, self._error = path, packed, zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj
-        self._frame: Any = None  # None: between two frames
+        self._frame: Any = None  # the decompressor of the current frame; None: between two frames
+        # Packed bytes after the end of a frame; unpacked bytes not handed out yet; total bytes read and unpacked.
         self._packed_left, self._unpacked, self._read, self._written = b"", b"", 0, 0
 
     def readable(self) -> bool:
@@ -362,12 +390,19 @@ class _Unzstd(io.RawIOBase):
 
 
 def first_byte(text: bytes) -> bytes:
-    """The first one that is no blank, behind a byte order mark."""
+    """The first byte after a byte order mark and white space; empty if there is none."""
     return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
 
 
 def foreign(head: bytes) -> str:
-    """What the file is if it cannot be read, with the remedy; "" if it can."""
+    """Detect unsupported file types.
+
+    Args:
+        head: the first bytes of the (unpacked) file.
+
+    Returns:
+        What the file is, with the remedy; continues "FILE: is ...". "" if the file can be read.
+    """
     for magic, reason in _FOREIGN.items():
         if head.startswith(magic):
             return reason
@@ -381,7 +416,8 @@ def foreign(head: bytes) -> str:
     if not any(line.startswith(b"{") for line in lines):
         shown = repr(lines[0][:40].decode("latin-1"))
         return f"neither JSON nor parquet: its first line begins with {shown}; {_WANTED}"
-    # A row that was cut off may end like this, too, but then other lines are whole rows.
+    # Pretty-printed JSON has a first line such as `{` or `"messages": [`. A truncated row may end like that, too, but
+    # then other lines are complete objects.
     goes_on = lines[0].endswith((b"{", b"[", b",", b":"))
     if goes_on and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
         return "JSON whose first object takes several lines; write each row on one line (jq -c), or an array of rows"
@@ -389,12 +425,14 @@ def foreign(head: bytes) -> str:
 
 
 def _bounded(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
+    """A record, or a problem if it is longer than LONGEST_LINE."""
     if len(raw) > LONGEST_LINE:
         return Record(number, b"", _TOO_LONG.format(LONGEST_LINE), element)
     return Record(number, raw, problem, element)
 
 
 def _elements(file: io.BufferedReader) -> Iterator[Record]:
+    """The records of a JSON array. A syntax error becomes the last record: no element after it can be located."""
     try:
         for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
             yield _bounded(line, raw, "", element)

@@ -1,4 +1,4 @@
-"""What a record of training data may look like: seven formats, each read into an Example or refused with the reason."""
+"""The seven formats of training records. Each record is read into an Example, or refused with the reason."""
 
 import functools
 import hashlib
@@ -15,14 +15,16 @@ from titan_mi100.data.files import Record, read_records
 from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 
-_LARGEST_ID = 2**31 - 1  # ids are kept as int32
-_COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # known without being named
-# Keys of a row that mean something: refused where a format does not read them. Others are ignored.
+_LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
+_COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # column names that `auto` recognises
+# Keys that change what a row means. A format that does not read such a key refuses the row: ignoring the key would
+# train on something else than intended. All other unread keys are ignored and counted.
 _MEANINGFUL = {
     *("system", "system_prompt", "system_message", "tools", "functions", "function_call", "documents", "history"),
     *("chat_template_kwargs", "enable_thinking", "train", "train_on_inputs", "mask_history", "weight"),
     *("images", "image", "videos", "video", "audios", "audio"),
 }
+# Keys of preference data (DPO, KTO): such rows hold answers that must not be learned.
 _PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
 _MEANINGFUL_BESIDE_TOKENS = {
     *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"),
@@ -36,44 +38,46 @@ _SHAREGPT_ROLES = {
 
 
 class Example(NamedTuple):
-    """One record, whatever its format; exactly one of messages, text and input_ids is set."""
+    """One record, independent of its format. Exactly one of messages, text and input_ids is set."""
 
-    messages: list[Message] | None = None  # role, content, and the optional keys of `conversation.read_message`
+    messages: list[Message] | None = None  # as returned by `conversation.read_message`
     tools: list[Any] | None = None
     text: str | None = None
     input_ids: list[int] | None = None
-    labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all are learned
+    labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all ids are learned
 
 
 @dataclass(frozen=True)
 class Format:
-    """How records are read: `read` turns a parsed one into an Example, or raises BadRecord."""
+    """How records are read. `read` turns a parsed record into an Example, or raises BadRecord."""
 
     name: str
     description: str
     read: Callable[[dict[str, Any]], Example]
-    keys: frozenset[str]  # that a row has; `auto` knows the format by them
-    optional: frozenset[str] = frozenset()  # others that are read
+    keys: frozenset[str]  # required keys; `auto` recognises the format by them
+    optional: frozenset[str] = frozenset()  # further keys that `read` uses
 
     def read_row(self, row: dict[str, Any], ignored: frozenset[str], counts: Counter[str]) -> Example:
-        """`read`, without the keys that are ignored; counts these.
+        """Drop the ignored keys of a row, then `read` it.
 
         Args:
-            ignored: named by the user, besides those that are harmless.
+            ignored: keys that the user ignores (data.ignored_keys); harmless keys are ignored as well.
+            counts: how often each key was ignored; updated.
 
         Raises:
-            BadRecord: as `read`, or the row has other keys that mean something.
+            BadRecord: from `read`, or the row has a meaningful key that this format does not read.
         """
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
+        # KTO rows have a boolean `label`; an integer one is the usual column of a classification data set.
         meaningful = {"text": set(), "tokens": _MEANINGFUL_BESIDE_TOKENS}.get(self.name, _MEANINGFUL | _PREFERENCES)
         if type(row.get("label")) is bool and meaningful >= _PREFERENCES:
             meaningful |= {"label"}
         if meant := unread & meaningful - ignored:
             where = f"{listed(meant)} in a row of format {self.name}"
             if meant & (_PREFERENCES | {"label"}):
-                raise BadRecord("preference", f"{where}; keep only answers to be learned, then delete it")
+                raise BadRecord("preference", f"{where}; keep only the answers to learn, then delete the key")
             raise BadRecord("unknown key", f"{where}; {TO_IGNORE}")
         counts.update(unread)
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
@@ -82,7 +86,7 @@ class Format:
 
 
 def content_hash(example: Example) -> bytes:
-    """16 bytes, equal for equal content, in whatever order the keys stand; 1 and 1.0 differ, as they render."""
+    """A hash of 16 bytes. The order of keys does not matter; 1 and 1.0 differ, because templates render them so."""
     return hashlib.blake2b(_CANONICAL.encode(example).encode(), digest_size=16).digest()
 
 
@@ -90,11 +94,11 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",
 
 
 def choose_format(path: str, config: DataConfig) -> Format:
-    """The format of a file's records; `auto` goes by the keys of the first record that can be read.
+    """The format of a file's records. `auto` decides by the keys of the first readable record.
 
     Args:
-        path: read only where the format does not follow from the config.
-        config: checked, so its columns go together and with its format.
+        path: the file; it is read only if the config does not determine the format.
+        config: already validated, so its columns are consistent with each other and with its format.
 
     Raises:
         UserError: the keys fit no known format.
@@ -102,7 +106,7 @@ def choose_format(path: str, config: DataConfig) -> Format:
     name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
     if name == "auto" and prompt_column:
         name = "columns"
-    elif name == "auto" and text_column not in ("", "text"):  # the default is no wish
+    elif name == "auto" and text_column not in ("", "text"):  # "text" is the default, so it does not choose the format
         name = "text"
     assert name in ("auto", *FORMATS)
     if name in _FIXED:
@@ -128,18 +132,21 @@ def choose_format(path: str, config: DataConfig) -> Format:
 
 
 def _first_keys(path: str) -> set[str]:
-    """The keys with a value of the first record that can be read; the others are reported when all are read."""
+    """The keys of the first readable record that have a value.
+
+    Unreadable records before it raise nothing here; they are reported later with all others.
+    """
     first_reason = ""
     for record in read_records(path):
         try:
             return {key for key, value in parse_record(record).items() if value is not None}
         except BadRecord as bad:
             first_reason = first_reason or f"{path}:{record.number}: {bad}"
-    raise UserError(f"{first_reason}\n{path}: no row can be read, so its format is not known")
+    raise UserError(f"{first_reason}\n{path}: no row can be read, so its format is unknown")
 
 
 def parse_record(record: Record) -> dict[str, Any]:
-    """The JSON object of a file's record. Raises BadRecord."""
+    """Decode a record. Raises BadRecord: it has a problem, or it is not a valid JSON object."""
     if record.problem:
         raise BadRecord(*record.problem.split(": ", 1))
     return parse(record.raw)
@@ -147,7 +154,7 @@ def parse_record(record: Record) -> dict[str, Any]:
 
 def _column(record: dict[str, Any], name: str) -> Any:
     if name not in record:
-        raise BadRecord("missing key", f"there is no {shown(name)}; the row has {listed(record)}")
+        raise BadRecord("missing key", f"the row has no {shown(name)}, only {listed(record)}")
     return record[name]
 
 
@@ -156,6 +163,7 @@ def _text(record: dict[str, Any], name: str) -> str:
 
 
 def _answer(record: dict[str, Any], name: str) -> str:
+    """A text that is learned, so it must not be blank."""
     value = _text(record, name)
     if not value.strip():
         raise BadRecord("nothing to learn", f"{name} is blank")
@@ -163,6 +171,7 @@ def _answer(record: dict[str, Any], name: str) -> str:
 
 
 def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> list[Message]:
+    """Put the text of the record's key `name`, if any, before the messages as a system message."""
     if record.get(name) is None or not _text(record, name).strip():
         return messages
     if messages[0]["role"] == "system":
@@ -187,7 +196,7 @@ def _read_sharegpt(record: dict[str, Any]) -> Example:
 
 def _sharegpt_message(given: Any) -> Message:
     if not isinstance(given, dict) or "from" not in given:
-        return read_message(given)
+        return read_message(given)  # many "conversations" hold OpenAI's role and content
     rest = {key: value for key, value in given.items() if key not in ("from", "value")}
     if mixed := rest.keys() & {"role", "content"}:
         raise BadRecord("unknown key", f"{listed(mixed)} beside from; use from and value, or role and content")
@@ -201,6 +210,7 @@ def _sharegpt_message(given: Any) -> Message:
 
 
 def _function_calls(value: Any) -> list[Any]:
+    """The calls of a ShareGPT message from "function_call": the JSON text of one call or of a list of calls."""
     kind, wanted = "bad tool call", "value must be the JSON text of a call"
     calls = parse_text(expect(value, str, wanted, kind), kind, wanted)
     if calls == []:
@@ -211,7 +221,7 @@ def _function_calls(value: Any) -> list[Any]:
 def _read_alpaca(record: dict[str, Any]) -> Example:
     prompt, response = _text(record, "instruction"), _answer(record, "output")
     if record.get("input") is not None and _text(record, "input").strip():
-        prompt += "\n" + record["input"]
+        prompt += "\n" + record["input"]  # the chat template replaces Alpaca's own prompt text
     messages: list[Message] = []
     history = [] if record.get("history") is None else record["history"]
     for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
@@ -232,6 +242,7 @@ def _read_prompt_completion(record: dict[str, Any]) -> Example:
     elif not isinstance(prompt, list):
         raise BadRecord("wrong type", f"prompt must be a text or a list of messages, is {kind_of(prompt)}")
     else:
+        # Only the completion is learned, so assistant messages of the prompt get weight 0 (context=True).
         before = message_list(prompt, "prompt", functools.partial(read_message, context=True))
         messages = in_order(before + answered(message_list(completion, "completion")))
     return Example(messages, tool_list(record.get("tools")))
@@ -240,7 +251,7 @@ def _read_prompt_completion(record: dict[str, Any]) -> Example:
 def _read_columns(prompt: str, response: str, system: str, record: dict[str, Any]) -> Example:
     messages = _turn(_text(record, prompt), _answer(record, response))
     if system:
-        _column(record, system)  # null and blank are no system message, but a column that is not there may be misspelt
+        _column(record, system)  # null or blank means no system message, but a missing column is probably misspelt
         messages = _with_system(messages, record, system)
     return Example(messages)
 
@@ -270,19 +281,20 @@ def _read_tokens(record: dict[str, Any]) -> Example:
             wrong = f"labels[{place}] is {shown(label)}, input_ids[{place}] is {token}"
             raise BadRecord("bad labels", f"{wrong}; expected the same or {IGNORE} (labels are not shifted)")
     if all(label == IGNORE for label in labels[1:]):
-        raise BadRecord("nothing to learn", f"all labels behind the first are {IGNORE}")
+        raise BadRecord("nothing to learn", f"all labels after the first are {IGNORE}")
     return Example(input_ids=ids, labels=None if labels == ids else labels)
 
 
 def _integers(record: dict[str, Any], name: str) -> list[int]:
     values = expect(_column(record, name), list, f"{name} must be a list of integers")
+    # One pass in C over all types, because a row has thousands of ids; bool is refused, since its type is not int.
     if not set(map(type, values)) <= {int}:
         place = next(i for i, value in enumerate(values) if type(value) is not int)
         raise BadRecord("wrong type", f"{name}[{place}] must be an integer, is {shown(values[place])}")
     return values
 
 
-_FIXED = {  # in the order in which `auto` tries them: some records of messages have a prompt, too
+_FIXED = {  # in the order in which `auto` tries them; messages first, because some of those rows also have a prompt
     name: Format(name, description, read, frozenset(keys.split()), frozenset(optional.split()))
     for name, description, read, keys, optional in (
         ("messages", "OpenAI", _read_messages, "messages", "tools"),

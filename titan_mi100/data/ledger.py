@@ -1,4 +1,4 @@
-"""What became of every record of the input, with its reason and file:line."""
+"""The ledger: the outcome of every input record, with its reason and file:line."""
 
 import csv
 from collections import Counter
@@ -23,28 +23,33 @@ from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
 from titan_mi100.data.strict_json import listed
 from titan_mi100.wording import some
 
-_SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records in a message before the rest are only counted
-_DETAILS = 100_000  # reasons kept word for word; of later records only their kind
-_MUCH_LOST = 0.2  # of a path's rows or tokens, to seq_len: warned of
-_IGNORED_SHOWN = 12  # keys
+_SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and per kind; the others are counted
+_DETAILS = 100_000  # records whose full reason is kept; for later ones only the kind of reason, to bound memory
+_MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes a warning
+_IGNORED_SHOWN = 12  # ignored keys listed in the summary
 _SETS = ("", "train", "validation")
 NO_SET, TRAIN, VALIDATION = range(len(_SETS))
 _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", "documents", "kind"]
 
 
 class Ledger:
-    """Collects the records of input chunk by chunk; `close` makes the array of all."""
+    """Collects the input records chunk by chunk. `close` joins them and finds duplicates; then the rest can be used."""
 
     def __init__(self, sources: Sequence[Source], paths: Sequence[str] = ()) -> None:
-        """Args: paths: the patterns that the sources are from, for messages."""
+        """
+        Args:
+            sources: the input files; `Source.pattern` is an index in `paths`.
+            paths: the paths and globs of the config, for messages.
+        """
         self._sources, self._paths = sources, paths
         self._chunks: list[np.ndarray] = []
-        self._kinds: list[str] = [""]
-        self._details: dict[int, str] = {}
-        self._added = 0  # records
+        self._kinds: list[str] = [""]  # kinds of reasons; index 0: no reason
+        self._details: dict[int, str] = {}  # record number -> full reason
+        self._added = 0  # records so far
         self._ignored: Counter[str] = Counter()
 
     def add(self, chunk: Chunk) -> None:
+        """Add the next records; chunks come in the order of the files. Fills in the chunk's "kind"."""
         for place, (kind, detail) in chunk.reasons.items():
             if kind not in self._kinds:
                 self._kinds.append(kind)
@@ -57,31 +62,35 @@ class Ledger:
         self._added += len(chunk.records)
 
     def close(self) -> None:
-        """After the last chunk: make `records`, (records,) encode.RECORD, and find duplicates."""
-        assert self._chunks, "files without a record are refused before"
+        """Call it after the last chunk. Sets `records`, (records,) encode.RECORD, and marks duplicates in it."""
+        assert self._chunks, "RecordReader refuses files without a record"
         self.records = np.concatenate(self._chunks)
         self._chunks = []
         self.original = self._find_originals()
         self.records["status"][self.original >= 0] = DUPLICATE
 
     def _find_originals(self) -> np.ndarray:
-        """For each record the first one with the same content, if that came before; else -1. (records,) int64.
+        """For each record the number of the first record with the same content, or -1 if it is the first itself.
 
-        Only records that gave documents count: what was rejected twice is rejected, and no duplicate.
+        Only records with documents are compared: a row that is rejected twice counts as rejected, not as a duplicate.
+
+        Returns:
+            (records,) int64.
         """
         used = np.flatnonzero(self.records["documents"])
         hashes = self.records["hash"][used]
-        order = np.lexsort(hashes.T)  # equal content side by side, in the order of the files (stable)
-        repeats = np.zeros(len(order), dtype=bool)  # whether a record of `order` has the content of the one before
+        order = np.lexsort(hashes.T)  # stable: equal hashes become neighbours and keep the order of the files
+        repeats = np.zeros(len(order), dtype=bool)  # whether order[i] has the same content as order[i - 1]
         repeats[1:] = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
-        # For each place in `order` the place of the last record that repeats nothing: the first one with this content.
+        # For each index in `order` the last index at or before it that repeats nothing, which is the first record with
+        # this content.
         first = np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))
         originals = np.full(len(self.records), -1, dtype=np.int64)
         originals[used[order[repeats]]] = used[order[first[repeats]]]
         return originals
 
     def patterns(self) -> np.ndarray:
-        """(records,) int64: which of `sets.patterns` each record is from."""
+        """(records,) int64: the index in `sets.patterns` of each record's path."""
         return np.array([source.pattern for source in self._sources])[self.records["file"]]
 
     def where(self, number: int) -> str:
@@ -90,6 +99,7 @@ class Ledger:
         return f"{self._sources[record['file']].path}:{label(record['line'], record['element'])}"
 
     def reason(self, number: int) -> str:
+        """Why a record was not kept unchanged; "" if it was."""
         record, detail = self.records[number], self._details.get(number, "")
         kind, duplicate = self._kinds[record["kind"]], record["status"] == DUPLICATE
         reason = detail if kind in detail else f"{kind}: {detail}" if detail else kind
@@ -97,15 +107,16 @@ class Ledger:
         if duplicate:
             parts.insert(0, f"of {self.where(self.original[number])}" + ("" if record["set"] else ", left out"))
         elif record["documents"] and not record["set"]:
-            raise AssertionError("a record with documents is in a set, or a duplicate")
+            raise AssertionError("a record with documents must be in a set, or a duplicate")
         return "; ".join(parts)
 
     def refusal(self, config: DataConfig) -> str:
-        """Why nothing is trained on these files, a line per bad record and in the end their numbers; "": nothing is."""
+        """Why these files are refused: one line per bad record, then totals and the remedy. "" if they are accepted."""
         kinds = self.records["kind"]
         bad = np.flatnonzero(self.records["status"] == REJECTED)
         counts = self._count_kinds(bad)
-        # A record is bad for its length only under data.overlong = "error".
+        # Two kinds are never skipped: a broken array, because the rows after the error are unknown; and a row that is
+        # too long, which is bad only if the user asked to stop for it (data.overlong = "error").
         never_skipped = BROKEN_ARRAY in counts or OVERLONG in counts
         skippable = config.on_bad_row == "skip" and not never_skipped
         if not bad.size or (skippable and len(bad) <= config.max_bad_rows):
@@ -114,16 +125,16 @@ class Ledger:
         shown = np.sort(np.concatenate(examples))[:_SHOWN].tolist()
         lines = [f"{self.where(number)}: {self.reason(number)}" for number in shown]
         if (more := len(bad) - len(shown)) > 0:
-            lines.append(f"... and {more:,} more; {len(bad):,} bad rows in all ({_counted(counts, _SHOWN)})")
+            lines.append(f"... and {more:,} more; {len(bad):,} bad rows in total ({_counted(counts, _SHOWN)})")
         if skippable:
             most = config.max_bad_rows
             lines.append(f"more than [data] max_bad_rows = {most} rows are bad; correct them or raise it")
         elif config.on_bad_row != "skip" and not never_skipped and len(bad) < len(kinds):
-            lines.append('correct these rows, or leave them out with data.on_bad_row = "skip"')
+            lines.append('correct these rows, or skip them with data.on_bad_row = "skip"')
         return "\n".join(lines)
 
     def summary(self) -> list[str]:
-        """Totals, and a line for each status but kept that occurs."""
+        """Lines for the log: totals, one line for each status other than kept that occurs, and the ignored keys."""
         statuses, tokens = self.records["status"], self.records["tokens"]
         read = f"{len(statuses):,} rows read, {int(tokens.sum()):,} tokens"
         lines = [f"ledger: {read}; {np.count_nonzero(statuses == KEPT):,} rows kept"]
@@ -147,10 +158,15 @@ class Ledger:
         return lines
 
     def lost(self) -> list[tuple[float, float, str]]:
-        """Of each path the shares of its rows and of its tokens that are lost to seq_len, and the same in words."""
+        """Losses to seq_len of each path that has any.
+
+        Returns:
+            Per path: share of its rows that are dropped, share of its tokens that are cut off, and a message with
+            both and the remedy. Rejected rows do not count.
+        """
         found, numbers, records = [], self.patterns(), self.records
         for number, path in enumerate(self._paths):
-            own = records[(numbers == number) & (records["tokens"] > 0)]  # without rejected rows
+            own = records[(numbers == number) & (records["tokens"] > 0)]  # rejected rows have no tokens
             if not own["lost"].any():
                 continue
             rows, tokens = float(np.mean(own["status"] == DROPPED)), float(own["lost"].sum() / own["tokens"].sum())
@@ -165,15 +181,15 @@ class Ledger:
         return Counter({kind: number for kind, number in zip(self._kinds, counts, strict=True) if number})
 
     def warnings(self) -> list[str]:
-        """What is no mistake by itself, but easily one of the user's."""
+        """Facts that may be intended, but often are mistakes of the user."""
         lines = []
-        # Only those of separate validation files can be in both sets.
+        # validation_fraction puts duplicates into the same set, so only separate validation files can cause this.
         twice = np.flatnonzero((self.original >= 0) & (self.records["set"] == VALIDATION))
         twice = twice[self.records["set"][self.original[twice]] == TRAIN]
         if twice.size:
             first = f"{self.where(twice[0])} is {self.where(self.original[twice[0]])}"
             lines.append(
-                f"{len(twice):,} validation rows are training rows too: the validation loss flatters ({first})"
+                f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
         for what in (BLANK, CRLF, BOM):
             if found := [(file.passed_over[what], file.path) for file in self._sources if what in file.passed_over]:
@@ -185,7 +201,7 @@ class Ledger:
             first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(LOST_REASONING))[0])
             lines.append(
                 f"{lost:,} rows have reasoning in earlier turns that the template leaves out, the first at {first}; "
-                "data.earlier_thinking decides whether such turns are learned all the same"
+                "data.earlier_thinking decides whether such turns are still learned"
             )
         return lines
 
@@ -194,7 +210,9 @@ class Ledger:
         with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("file", "line", "status", "set", "tokens", "supervised", "documents", "reason"))
-            for start in range(0, len(self.records), 65536):  # Python's numbers, but not of all records at once
+            for start in range(
+                0, len(self.records), 65536
+            ):  # in blocks: tolist() takes much more memory than the array
                 writer.writerows(self._lines(start, self.records[_WRITTEN][start : start + 65536].tolist()))
 
     def _lines(self, start: int, records: list[tuple[int, ...]]) -> Iterator[tuple[object, ...]]:
@@ -208,5 +226,5 @@ class Ledger:
 
 
 def _counted(kinds: Counter[str], most: int) -> str:
-    """The most frequent kinds of reasons, with their numbers."""
+    """The `most` frequent kinds of reasons, with their counts."""
     return ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common(most) if kind)

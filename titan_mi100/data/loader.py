@@ -1,7 +1,7 @@
-"""Rows to the ranks that train on them: what row number n of the run holds, who reads it, and the tensors.
+"""The loader: which rows a rank reads in a step, and the tensors made of them.
 
-A `RowSource` alone knows how rows are chosen. A `RowStream` gives a rank its row numbers of a step. `collate` makes the
-tensors.
+A `RowSource` maps a row number of the run to the row's tokens. A `RowStream` computes a rank's row numbers for a step.
+`collate` makes the tensors.
 """
 
 import itertools
@@ -17,47 +17,49 @@ from torch import Tensor
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.prepared import PADDING_ROW, Row, RowSet
 
-_THREADS = 2  # that read rows, two microbatches ahead each: one makes tensors while another waits for the disk
+# Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
+# disk.
+_THREADS = 2
 
 
 class RowSource(Protocol):
-    """The rows of a run, each a pure function of its number.
+    """The rows of a run. Each row is a pure function of its number.
 
-    A row number counts rows from the start of training over all ranks. The source alone decides which content a number
-    has: shuffling, epochs, the weights of a mixture and padding rows are its own. So the number of consumed rows is the
-    whole state of the data, any rank can read any row, and a step can be read before or after others.
+    Row numbers count from the start of training, over all ranks. The source maps a number to content; it handles
+    shuffling, epochs, mixture weights and padding rows. So the number of consumed rows is the whole state of the data,
+    any rank can read any row, and steps can be read in any order.
     """
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the content of all rows. A run resumes only with the same one, unless the user allows another."""
+        """A hash of the content of all rows. It must not change on resume, unless the user allows it."""
 
     @property
     def rows_per_epoch(self) -> int | None:
-        """Row numbers of an epoch, padding rows included; None for a stream without epochs."""
+        """Row numbers per epoch, including padding rows; None for a stream without epochs."""
 
     @property
     def end(self) -> int:
-        """The row number at which the data end, for a run without a number of steps."""
+        """The row number at which the data end, for a run that sets no number of steps."""
 
     def row(self, number: int) -> Row:
-        """The row's tokens."""
+        """The tokens of row `number`."""
 
     def where(self, number: int) -> list[str]:
-        """`file:line` of each document in the row, from left to right, each once; none of a padding row."""
+        """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
 
 
 def with_padding_rows(rows: int, multiple: int) -> int:
-    """Rows after a set was filled up with padding rows to a multiple, such as the rows of a step."""
+    """`rows` rounded up to a multiple, such as the rows of a step; padding rows fill the difference."""
     return -(-rows // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ShuffledEpochs:
-    """A `RowSource`: epoch after epoch of a packed set, each in another order.
+    """A `RowSource` that repeats a packed set epoch after epoch, each in another order.
 
-    Each epoch ends with a whole step, so padding rows fill its last one. Hence the global batch size, which the order
-    does not depend on otherwise.
+    Padding rows fill the last step of an epoch, so that no step reaches into the next one. Only the number of padding
+    rows depends on the global batch size; the order of the rows does not.
     """
 
     dataset: RowSet
@@ -81,34 +83,38 @@ class ShuffledEpochs:
         return self.dataset.where(self.index(number))
 
     def index(self, number: int) -> int:
-        """The row of the set that row `number` of the run is; PADDING_ROW at an epoch's end."""
+        """The index in the set of row `number` of the run; PADDING_ROW at the end of an epoch."""
         epoch, place = divmod(number, self.rows_per_epoch)
         rows = len(self.dataset)
         return self.dataset.shuffled((self.seed,), epoch, place) if place < rows else PADDING_ROW
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The row number to resume from: the same place in the same epoch, though that has another length by now.
+        """The row number to resume from, after the data or the batch size has changed.
+
+        It is the same place in the same epoch, although the length of an epoch may have changed.
 
         Args:
-            consumed: rows that the run has consumed.
-            rows: of the set that they were read from.
-            global_batch_size: of the run until now; it decides how many padding rows ended an epoch.
+            consumed: row numbers that the run has consumed.
+            rows: rows of the set that they were read from.
+            global_batch_size: the run's until now; it determines the padding rows at the end of its epochs.
         """
         epoch, place = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(place, len(self.dataset))
 
 
-# One forward's rows, on the CPU: tensors of (local_batch_size, seq), so that a pipeline can split each along dim 0.
+# The rows of one forward, on the CPU. All tensors are (local_batch_size, seq), so that a pipeline can split them along
+# dim 0.
 #   input_ids, labels, positions, document_ids: int64, as in prepared.Row.
-#   document_ends: int32, the column behind the last token of each document of the row (padding is a document),
-#       ascending, then -1.
+#   document_ends: int32, per document of the row the column after its last token, ascending, then -1 (padding counts as
+#       a document).
 #   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
-# The last two are what the model's sizes depend on: they are read on the host (parallel/base.py), never on the device.
+# Tensor sizes in the model depend on the last two. They are read on the host (parallel/base.py), so that the forward
+# never waits for the device.
 Microbatch = dict[str, Tensor]
 
 
 class RowStream:
-    """The microbatches of one data-parallel rank. Without state: a step's rows follow from the row it begins with."""
+    """The microbatches of one data-parallel rank. It has no state: a step's first row number determines its rows."""
 
     def __init__(self, source: RowSource, batch: Batch, dp_rank: int) -> None:
         self.source, self.batch, self.dp_rank = source, batch, dp_rank
@@ -118,22 +124,22 @@ class RowStream:
         return [self.microbatch(first_row, number) for number in range(self.batch.gradient_accumulation_steps)]
 
     def microbatch(self, first_row: int, number: int) -> Microbatch:
-        """One of them."""
+        """Microbatch `number` of this rank in the step that begins with row number `first_row`."""
         return collate([self.source.row(row) for row in self.row_numbers(first_row, [number])])
 
     def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
-        """A function that gives the microbatches of the step that begins with row `first_row`, then of the next ...
+        """A function that returns the microbatches of one step per call, beginning with the step at row `first_row`.
 
         Args:
-            pinned: in page-locked memory.
+            pinned: put them into page-locked memory, for asynchronous copies to a GPU.
         """
         return ReadAhead(self, first_row, pinned).step
 
     def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
-        """The row numbers in these of this rank's microbatches, of the step that begins with row `first_row`.
+        """The row numbers of some of this rank's microbatches, in the step that begins with row `first_row`.
 
-        A step is microbatch 0 of rank 0, microbatch 0 of rank 1, ..., microbatch 1 of rank 0, ...: so every split of a
-        global batch over ranks and microbatches reads the same rows.
+        The rows of a step are numbered: microbatch 0 of rank 0, microbatch 0 of rank 1, ..., microbatch 1 of rank 0,
+        ... So a step reads the same rows however its global batch is split over ranks and microbatches.
         """
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
@@ -141,9 +147,10 @@ class RowStream:
 
 
 class ReadAhead:
-    """The steps of a stream in their order, read ahead by threads of torchdata; on a GPU into page-locked memory.
+    """The steps of a stream in order, read ahead by threads of torchdata; for a GPU into page-locked memory.
 
-    Its only state is which step comes next, and that follows from the rows consumed: nothing of it is saved.
+    Its only state is the next step, which follows from the number of consumed rows. So a checkpoint stores nothing of
+    it.
     """
 
     def __init__(self, stream: RowStream, first_row: int, pinned: bool) -> None:
@@ -151,7 +158,7 @@ class ReadAhead:
         self._count = stream.batch.gradient_accumulation_steps
         self._microbatches: Iterator[Microbatch | Exception] | None = None
         self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
-        self._opening.start()  # torchdata is imported there, so that the first step need not wait for it
+        self._opening.start()  # importing torchdata takes time, so it happens in this thread, beside other set-up
 
     def step(self) -> list[Microbatch]:
         """The next step's microbatches."""
@@ -166,13 +173,14 @@ class ReadAhead:
     def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
         from torchdata import nodes
 
-        count = self._count  # no more of this object: the threads would keep it, and so themselves, alive
+        # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
+        count = self._count
 
         def read(place: int) -> Microbatch | Exception:
             step, number = divmod(place, count)
             try:
                 return stream.microbatch(first_row + step * stream.batch.global_batch_size, number)
-            except Exception as error:  # torchdata would wrap it into another one
+            except Exception as error:  # returned, not raised: torchdata would wrap it in an exception of its own
                 return error
 
         places = nodes.IterableWrapper(itertools.count())
@@ -183,7 +191,7 @@ class ReadAhead:
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:
-    """Stack rows, and find where their documents end and which tokens are supervised."""
+    """Stack rows into a `Microbatch`, and compute its `document_ends` and `supervised_columns`."""
     arrays = dict(zip(Row._fields, map(np.stack, zip(*rows, strict=True)), strict=True))
     arrays["document_ends"] = document_ends(arrays["document_ids"])
     arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
@@ -191,7 +199,11 @@ def collate(rows: Sequence[Row]) -> Microbatch:
 
 
 def document_ends(document_ids: np.ndarray) -> np.ndarray:
-    """`document_ends` of a microbatch, (batch, seq) int32; neighbours with the same id are one document."""
+    """`document_ends` of a microbatch, (batch, seq) int32.
+
+    Args:
+        document_ids: (batch, seq); consecutive tokens with the same id form a document.
+    """
     is_last = np.ones(document_ids.shape, dtype=bool)  # the last token of its document
     is_last[:, :-1] = document_ids[:, 1:] != document_ids[:, :-1]
     last = columns_where(is_last)
@@ -201,13 +213,17 @@ def document_ends(document_ids: np.ndarray) -> np.ndarray:
 def columns_where(mask: np.ndarray) -> np.ndarray:
     """The columns of each row where the mask is set, ascending, then -1; (batch, seq) bool -> (batch, seq) int32."""
     seq = mask.shape[1]
+    # Unset columns become `seq`, the largest value, so that sorting moves them to the end.
     columns = np.where(mask, np.arange(seq, dtype=np.int32), np.int32(seq))
     columns.sort(axis=1)
     return np.where(columns < seq, columns, np.int32(-1))
 
 
 def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
-    """This rank's microbatches of the whole set, in order. Every rank gets equally many; padding rows fill the last."""
+    """This rank's microbatches of one pass over a set, in order.
+
+    Every rank gets the same number, because each forward has collectives; padding rows fill the last ones.
+    """
     local, ranks = batch.local_batch_size, batch.dp_degree
     for start in range(dp_rank * local, with_padding_rows(len(dataset), local * ranks), local * ranks):
         indices = (i if i < len(dataset) else PADDING_ROW for i in range(start, start + local))

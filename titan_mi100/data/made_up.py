@@ -1,4 +1,4 @@
-"""Rows that no file holds, as prepared data: what a benchmark or a test opens a run with."""
+"""Synthetic rows in memory, in the form of prepared data. Benchmarks and tests open runs with them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from titan_mi100.data.encode import marked
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts, SourceRows
 
-_LENGTHS = (100, 500)  # tokens of a random document, before a row's end cuts it
+_LENGTHS = (100, 500)  # shortest and longest random document in tokens; a document may be cut at the end of a row
 
 
 def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0) -> PackedDataset:
-    """Documents in rows, as preparation packs them. Args: documents: each (ids, supervised), (tokens,)."""
+    """Pack documents into rows, as preparation does. Args: documents: each (ids, supervised), two (tokens,) arrays."""
     values = [marked(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -26,7 +26,7 @@ def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: floa
     """Full rows of documents of random tokens, each token supervised with the given probability."""
     random, tokens = np.random.default_rng(seed), rows * seq_len
     values = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised_share)
-    ends = np.arange(0, tokens + 1, seq_len)  # of rows; where one ends, so does its last document
+    ends = np.arange(0, tokens + 1, seq_len)  # where rows end; the last document of a row ends there too
     cuts = np.cumsum(random.integers(*_LENGTHS, tokens // _LENGTHS[0]))
     starts = np.union1d(ends, cuts[cuts < tokens])
     packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
@@ -34,7 +34,7 @@ def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: floa
 
 
 def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Prepared:
-    """What `prepare_run` would return if files had held these rows."""
+    """Wrap rows as the result that `prepare_run` would return for them."""
     digest = hashlib.sha256()
     for rows in (train, validation):
         if rows is not None:

@@ -1,8 +1,8 @@
-"""Rows from several sources by weight: which source a row is from, and which of the source's rows it is.
+"""Mixes rows of several sources by weight: maps a row number of the run to a source and to one of the source's rows.
 
-Both follow from the seed, the row's number and the weights, so that any rank can read any row at any time. A mixture
-may change while a run goes on: a segment is the part of a run with the same sources and weights. A new one begins with
-how many rows of each source were read before, so nothing is read twice and nothing is left out.
+Both are pure functions of the seed, the row number and the weights, so any rank can read any row at any time. The
+mixture of a run may change when it resumes. A segment is the part of a run with the same sources and weights. A new
+segment stores how many rows of each source were read before it, so no row is repeated or skipped.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ from titan_mi100.data.prepared import PADDING_ROW, Row, SourceRows
 from titan_mi100.data.schedule import Schedule, shares_of
 from titan_mi100.errors import UserError
 
-_MANY_EPOCHS, _TOO_MANY_EPOCHS = 10, 1000  # of a source in a run: warned of, refused
+_MANY_EPOCHS, _TOO_MANY_EPOCHS = 10, 1000  # epochs of a source in a run: more are warned of, or refused
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a run with the same mixture, as the run's checkpoints keep it.
+    """A part of a run with one mixture. Checkpoints store the segments of their run.
 
     Attributes:
-        first_row: number of the run's row that it begins with.
-        consumed: by source (`SourceRows.identity`), also those that the run had earlier: rows that were read before.
-        shares: by source: rows of a period of the schedule.
-        rows: by source: how many it gives until it is exhausted.
-        on_exhausted: as data.on_exhausted.
+        first_row: the row number of the run at which the segment begins.
+        consumed: source (`SourceRows.identity`) -> rows read before the segment; also for sources of earlier segments.
+        shares: source -> rows per period of the schedule.
+        rows: source -> rows until it is exhausted.
+        on_exhausted: data.on_exhausted.
     """
 
     first_row: int
@@ -38,17 +38,17 @@ class Segment:
     on_exhausted: str
 
     def is_same(self, other: "Segment") -> bool:
-        """Whether both read the same rows from there on, except for where they begin."""
+        """Whether both have the same mixture, regardless of where they begin."""
         return (self.shares, self.rows, self.on_exhausted) == (other.shares, other.rows, other.on_exhausted)
 
 
 class _Phase(NamedTuple):
-    """A part of a segment in which no source drops out; the lists are by the source's place in the schedule."""
+    """A part of a segment with the same active sources. The lists are indexed by a source's number in the schedule."""
 
     first_row: int
     schedule: Schedule
-    sources: list[str]
-    consumed: list[int]  # rows that were read before
+    sources: list[str]  # identities
+    consumed: list[int]  # rows read before the phase
 
     def read(self, source: int, number: int) -> int:
         """Rows of a source that are read before row `number` of the run."""
@@ -56,11 +56,13 @@ class _Phase(NamedTuple):
 
 
 class Mixture:
-    """A `RowSource`: rows of several sources. In every beginning of a segment, as long as no source has dropped out,
-    each source has its weight's share of the rows, rounded up or down.
+    """A `RowSource` that mixes several sources by weight.
+
+    After any number of rows of a segment, each source has given its share of them, rounded up or down, as long as no
+    source is exhausted.
     """
 
-    rows_per_epoch = None  # sources have epochs of their own
+    rows_per_epoch = None  # each source has epochs of its own
 
     def __init__(
         self,
@@ -74,12 +76,14 @@ class Mixture:
     ) -> None:
         """
         Args:
-            on_exhausted: repeat, drop or stop; see data.on_exhausted.
-            in_documents: the weights are shares of the documents, converted by each source's mean length.
-            epochs: multiplies the sources' own.
-            segments: of the run so far; a new one begins at `first_row` if the mixture has changed.
+            on_exhausted: "repeat", "drop" or "stop"; see data.on_exhausted.
+            in_documents: the weights are shares of the documents; each source's mean length converts them to rows.
+            epochs: factor for the sources' own numbers of epochs.
+            segments: those of the run so far. If the mixture has changed since, a new one begins at `first_row`.
+            first_row: the row number at which the run starts or resumes.
         """
-        sources = sorted(sources, key=lambda source: source.identity)  # in whatever order the config has them
+        # Sorted, so that the order of the sources in the config does not change the rows.
+        sources = sorted(sources, key=lambda source: source.identity)
         self.sources, self._seed = {source.identity: source for source in sources}, seed
         rows = {key: max(1, int(source.epochs * epochs * len(source.rows))) for key, source in self.sources.items()}
         shares = dict(zip(rows, shares_of(_weights(sources, rows, in_documents)), strict=True))
@@ -95,14 +99,14 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Of the sources and their shares: what must not change unless the user allows it."""
+        """A hash of the sources and their shares, which must not change on resume unless the user allows it."""
         return hashlib.sha256(json.dumps(self.segments[-1].shares).encode()).hexdigest()
 
     @property
     def end(self) -> int:
         """The row number at which the data end."""
         end = self._end
-        if end is None:  # all sources are read again and again: when each was read as often as it is to be
+        if end is None:  # "repeat" has no end by itself: stop when every source has been read for its number of epochs
             [phase], rows = self._phases, self.segments[-1].rows
             left = [rows[key] - phase.consumed[i] for i, key in enumerate(phase.sources)]
             places = [phase.schedule.place_of(i, number - 1) + 1 for i, number in enumerate(left) if number > 0]
@@ -118,7 +122,7 @@ class Mixture:
         return source.rows.where(index)
 
     def find(self, number: int) -> tuple[SourceRows, int]:
-        """The source of row `number` of the run, and which of its rows it is; PADDING_ROW behind the end."""
+        """The source of row `number` of the run, and the index of its row; PADDING_ROW after the end."""
         if self._end is not None and number >= self._end:
             return next(iter(self.sources.values())), PADDING_ROW
         assert number >= self._starts[0], "rows of earlier segments are not read again"
@@ -126,15 +130,18 @@ class Mixture:
         place = phase.schedule.source(number - phase.first_row)
         source = self.sources[phase.sources[place]]
         epoch, at = divmod(phase.read(place, number), len(source.rows))
-        # by name: the same order whatever other sources there are
+        # Seeded by the source's name, so that adding or removing other sources keeps this source's order.
         seed = (self._seed, int.from_bytes(hashlib.sha256(source.name.encode()).digest()[:8], "big"))
         return source, source.rows.shuffled(seed, epoch, at)
 
     def describe(self, stop: int) -> tuple[list[str], list[str]]:
-        """Lines for the log, and warnings. Args: stop: the row number at which the run ends.
+        """Lines for the log, and warnings.
+
+        Args:
+            stop: the row number at which the run ends.
 
         Raises:
-            UserError: a source would be read over and over.
+            UserError: a source would be repeated too often.
         """
         said, warnings, segment = [], list[str](), self.segments[-1]
         consumed, period = consumed_at(segment, self._seed, stop), sum(segment.shares.values())
@@ -144,9 +151,9 @@ class Mixture:
             line += f"{_times(times)} by the end of the run"
             said.append(f"source {line}")
             if times > _TOO_MANY_EPOCHS:
-                raise UserError(f"{line}; more than {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")
+                raise UserError(f"{line}; the limit is {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")
             if times > _MANY_EPOCHS:
-                warnings.append(f"{line}: the model will know it by heart")
+                warnings.append(f"{line}: the model will memorise it")
         return said, warnings
 
 
@@ -155,9 +162,9 @@ def _times(times: float) -> str:
 
 
 def consumed_at(segment: Segment, seed: int, number: int) -> dict[str, int]:
-    """Rows of each source that are read before row `number` of the run, which is in this segment."""
+    """Rows of each source that are read before row `number` of the run, which lies in this segment."""
     phases, end = _phases(segment, seed)
-    if not phases:  # every source was exhausted before
+    if not phases:  # every source was exhausted before the segment began
         return dict(segment.consumed)
     number = number if end is None else min(number, end)
     consumed = dict(segment.consumed)
@@ -168,7 +175,7 @@ def consumed_at(segment: Segment, seed: int, number: int) -> dict[str, int]:
 
 
 def _phases(segment: Segment, seed: int) -> tuple[list[_Phase], int | None]:
-    """The phases of a segment, and the row number at which it ends; None: never."""
+    """The phases of a segment, and the row number at which it ends; None if it never ends ("repeat")."""
     phases, first, consumed = list[_Phase](), segment.first_row, dict(segment.consumed)
     if segment.on_exhausted == "repeat":
         keys = list(segment.shares)
@@ -180,6 +187,7 @@ def _phases(segment: Segment, seed: int) -> tuple[list[_Phase], int | None]:
         schedule = Schedule([segment.shares[key] for key in active], seed)
         phases.append(_Phase(first, schedule, active, [consumed[key] for key in active]))
         left = [segment.rows[key] - consumed[key] for key in active]
+        # The phase ends where the first active source gives its last row.
         places = min(schedule.place_of(i, number - 1) + 1 for i, number in enumerate(left))
         consumed |= {key: consumed[key] + schedule.count(i, places) for i, key in enumerate(active)}
         first += places
@@ -187,7 +195,7 @@ def _phases(segment: Segment, seed: int) -> tuple[list[_Phase], int | None]:
 
 
 def _weights(sources: Sequence[SourceRows], rows: dict[str, int], in_documents: bool) -> list[float]:
-    """In rows: as given, or by the rows that each source gives."""
+    """The weight of each source, in rows. Without weights in the config, each source weighs as much as it has rows."""
     if not any(source.weight for source in sources):
         return list(map(float, rows.values()))
     lengths = [source.counts.tokens / source.counts.documents if in_documents else 1.0 for source in sources]

@@ -1,8 +1,8 @@
-"""The data of a run: files are read, checked, tokenised and packed into one plan, which is kept for the next start.
+"""Prepares the data of a run: reads, checks, tokenises and packs the files, and keeps the result for the next start.
 
-From the top: what a run calls, what names a prepared folder, how the files in the folder are made.
+In this order below: what a run calls, what determines a prepared folder's name, how the folder's files are made.
 
-`python -m titan_mi100.data.prepare` with the arguments of a run does that much of it, without torch.
+`python -m titan_mi100.data.prepare` with the arguments of a run only prepares its data, without importing torch.
 """
 
 import hashlib
@@ -49,25 +49,26 @@ from titan_mi100.wording import shortened, some
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
-# What decides the contents of a prepared folder, besides its input. Hashed when it is loaded: it may be edited later.
+# A prepared folder's content depends on this code, too. Hashed at import: the files may be edited during the run.
 _CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")
-_FEW_TOKENS = 0.9  # of the model's vocab_size, which is padded by a few hundred at most
-_MANY_DOCUMENTS = 100_000  # packing them may take a while: said
+# Share of vocab_size below which the tokenizer is probably another model's: models pad by a few hundred tokens only.
+_FEW_TOKENS = 0.9
+_MANY_DOCUMENTS = 100_000  # packing more takes a while, so a log line announces it
 
 
 def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
-    """The data of a run: its files prepared (see `prepare_data`), its corpora opened, all checked against its model.
+    """Prepare a run's files (see `prepare_data`), open its corpora, and check all against its model.
 
     Args:
-        folder: the run's, where a copy of the ledger goes, if it is there or the data are refused; None: another rank
-            of the run sees to that.
-        patience: as for `prepare_data`.
+        folder: the run folder. The ledger is copied there if it exists, or if the data are refused (it is made then).
+            None: another rank copies the ledger.
+        patience: see `prepare_data`.
 
     Raises:
-        UserError: as `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
+        UserError: from `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
     """
     _check_own_tokenizer(config)
     path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
@@ -93,22 +94,22 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
 
 
 def _check_own_tokenizer(config: Config) -> None:
-    """Refuse a tokenizer that is not the one in the folder of the weights: its ids mean other tokens to the model."""
+    """Refuse a tokenizer other than that in the weights' folder: its ids would mean other tokens to the model."""
     model, load = config.model, config.checkpoint.initial_load_path
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(own := folder_of(load)):
         return
     contents = [[read_plain(file) for file in tokenizer_files(path)] for path in (own, model.tokenizer_path)]
-    if contents[0] == contents[1]:  # copies: nothing to load
+    if contents[0] == contents[1]:  # identical files: no need to load both tokenizers
         return
     if load_tokenizer(own).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
         raise UserError(
-            f"[model] tokenizer_path = {model.tokenizer_path!r} is another tokenizer than the model's own in "
+            f"[model] tokenizer_path = {model.tokenizer_path!r} is not the model's own tokenizer in "
             f"{own}; leave it out, or set model.allow_other_tokenizer = true"
         )
 
 
 def _fingerprint(tokenizer_path: str, cache: Path) -> str:
-    """Of a tokenizer; remembered, because to load one takes a second, and each process of a run asks."""
+    """A tokenizer's fingerprint. Cached, because loading a tokenizer takes a second, and every rank asks."""
     contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
     depends = [contents, _CODE_HASH, *map(_version, _LIBRARIES)]
     return remembered(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
@@ -124,17 +125,17 @@ def _copy_ledger(ledger: Path, folder: Path) -> None:
 def prepare_data(
     config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, patience: float = 0
 ) -> Prepared:
-    """Open the prepared folder of these settings and files; make it first if it is not there.
+    """Open the prepared folder of these settings and files; build it first if it is missing.
 
     Args:
         tokenizer_path: HF folder or tokenizer file.
-        chat_template: a Jinja file instead of the tokenizer's own template, or "".
+        chat_template: a Jinja file that replaces the tokenizer's own template, or "".
         seq_len: tokens per row.
-        patience: seconds to leave the work to another process that may be about to begin it.
+        patience: seconds to wait for another process to begin, before this one builds the folder itself.
 
     Raises:
-        RefusedData: bad records, or nothing to train on; the same again until a file or a setting changes.
-        UserError: a file cannot be read, or the cache not be written.
+        RefusedData: bad records, or nothing to train on. The refusal is stored until a file or a setting changes.
+        UserError: a file cannot be read, or the cache cannot be written.
     """
     files = expand([pattern.path for pattern in patterns(config)])
     request = Request(config, files, tokenizer_path, chat_template, seq_len)
@@ -142,7 +143,7 @@ def prepare_data(
 
     def make(aside: Path) -> None:
         make_folder(aside, request, before)
-        now = request.inputs(cache).stamps
+        now = request.inputs(cache).stamps  # hashed again: a file may have changed while it was tokenised
         if changed := [name for name in {**before.stamps, **now} if now.get(name) != before.stamps.get(name)]:
             raise UserError(f"{some(changed)}: changed while it was read; start again")
 
@@ -153,7 +154,7 @@ def prepare_data(
         return replace(opened, cached=cached)
     except OSError as error:
         where = error.filename or cache
-        raise UserError(f"{where}: {error.strerror or error}; name another place in data.cache_folder") from error
+        raise UserError(f"{where}: {error.strerror or error}; set data.cache_folder to another folder") from error
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -162,29 +163,29 @@ def cache_folder(config: DataConfig) -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_mi100"
     except RuntimeError:
-        raise UserError("there is no home folder to keep prepared data in; set data.cache_folder") from None
+        raise UserError("no home folder is known for the prepared data; set data.cache_folder") from None
 
 
 class Inputs(NamedTuple):
-    """The state of all that a prepared folder follows from."""
+    """The state of everything that a prepared folder depends on."""
 
-    key: str  # a hash: contents of the files, their names (which the ledger shows), options and code
-    made_of: dict[str, Any]  # settings and hashes by name, to say what has changed
-    stamps: dict[str, Stamp]  # of each file
+    key: str  # a hash of the files' contents and names (the ledger shows the names), of the options and the code
+    made_of: dict[str, Any]  # name -> setting or hash, so that a resumed run can say what has changed
+    stamps: dict[str, Stamp]  # by file name
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be prepared."""
+    """The files to prepare, and how."""
 
     config: DataConfig
-    files: list[list[str]]  # of each of `sets.patterns`
+    files: list[list[str]]  # per entry of `sets.patterns`
     tokenizer_path: str
     chat_template: str
     seq_len: int
 
     def inputs(self, cache: Path) -> Inputs:
-        """Hash the files. Raises UserError: one cannot be read, or changes meanwhile."""
+        """Hash the files. Raises UserError: one cannot be read, or it changes while it is hashed."""
         settings = tokenizer_files(self.tokenizer_path) + ([Path(self.chat_template)] if self.chat_template else [])
         names = [file for files in self.files for file in files] + list(map(str, settings))
         stamps = {}
@@ -195,8 +196,9 @@ class Request:
                 stamps[name] = content_hash(Path(name), cache)
             except OSError as error:
                 raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+        # cache_folder and workers do not change the result, so they are not part of the key
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
-        code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Unicode's tables
+        code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Python's version: its Unicode tables
         hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
@@ -207,7 +209,7 @@ class Request:
 
 
 def _version(library: str) -> str:
-    """ "" if it is not installed."""
+    """A library's version; "" if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -215,10 +217,10 @@ def _version(library: str) -> str:
 
 
 def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
-    """Make all files of a prepared folder; of refused data the ledger and meta.json only tell why.
+    """Write all files of a prepared folder. If the data are refused: only the ledger and meta.json, with the reason.
 
     Args:
-        inputs: of the request.
+        inputs: the result of `request.inputs`.
 
     Raises:
         UserError: a file cannot be read, or the template or a setting does not fit.
@@ -268,13 +270,13 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
 def _pack_sets(
     folder: Path, sets: dict[str, np.ndarray], tokens: "_Tokens", ledger: Ledger, shape: tuple[int, int]
 ) -> tuple[dict[str, SetFacts], list[str], str]:
-    """Pack each set into rows of its own, and write their plans.
+    """Pack each set into rows of its own, and write the packing plans.
 
     Args:
-        shape: seq_len, and the id of the padding.
+        shape: (seq_len, token id of the padding).
 
     Returns:
-        the sets' counts; the fingerprint of the rows of each source to train on; the fingerprint of all rows.
+        The sets' counts; per training source the fingerprint of its rows; the fingerprint of all rows.
     """
     counts, fingerprints, plan = dict[str, SetFacts](), list[str](), hashlib.sha256()
     digests = iter(tokens.digests)
@@ -285,7 +287,7 @@ def _pack_sets(
         counts[name] = _count(packing, tokens, ledger, chosen)
         packed = packing.starts.tobytes() + packing.documents.tobytes()
         if name.startswith("train"):
-            own = next(digests)  # has seen the source's values
+            own = next(digests)  # it already includes the source's token values
             own.update(f"{shape[0]} {shape[1]}".encode() + packed)
             fingerprints.append(own.hexdigest())
             plan = own if len(fingerprints) == 1 else hashlib.sha256("".join(fingerprints).encode())
@@ -295,7 +297,7 @@ def _pack_sets(
 
 
 def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template; None where no file holds conversations."""
+    """The chat template; None if no file holds conversations."""
     if all(source.format.name in ("text", "tokens") for source in sources):
         if request.config.system_prompt:
             raise UserError("[data] system_prompt is for conversations, and no data file holds any; leave it out")
@@ -303,25 +305,25 @@ def _load_template(request: Request, sources: Sequence[Source], tokenizer: Token
     template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
     if template.is_dated:
         raise UserError(
-            "the chat template writes the date (strftime_now), so rows would change from day to day; put a copy "
-            "with a fixed date into model.chat_template"
+            "the chat template writes the date (strftime_now), so rows would change from day to day; set "
+            "model.chat_template to a copy with a fixed date"
         )
     return template
 
 
 class _Tokens(NamedTuple):
-    """The documents of tokens.bin."""
+    """Facts of the documents in tokens.bin."""
 
-    starts: np.ndarray  # (documents + 1,) int64: where each begins
-    records: np.ndarray  # (documents,) int64: the line of the ledger that each is from
-    supervised_bytes: np.ndarray  # (documents,) int64: what its supervised tokens spell
-    digests: list[Any]  # hashlib's, of the values of the training files of each source
+    starts: np.ndarray  # (documents + 1,) int64: index of each document's first token, then the number of tokens
+    records: np.ndarray  # (documents,) int64: the line of the ledger that each document comes from
+    supervised_bytes: np.ndarray  # (documents,) int64: UTF-8 bytes of its supervised tokens
+    digests: list[Any]  # per source: hashlib object over the token values of its training files
 
 
 def _tokenise_all(
     path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig
 ) -> tuple[Ledger, _Tokens]:
-    """Write the values of all documents to `path`, and account for every record."""
+    """Write the token values of all documents to `path`, and enter every record in a ledger."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer)
     ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
@@ -343,7 +345,7 @@ def _tokenise_all(
 
 
 def _pack(tokens: _Tokens, chosen: np.ndarray, seq_len: int) -> Packing:
-    """The rows of a set; `chosen`: (records,) bool: those whose documents it holds."""
+    """Pack the documents of a set. Args: chosen: (records,) bool, the records in the set."""
     documents = np.flatnonzero(chosen[tokens.records])
     if len(documents) > _MANY_DOCUMENTS:
         log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
@@ -366,7 +368,7 @@ def _nothing_left(request: Request, ledger: Ledger, sets: dict[str, np.ndarray])
     empty = [name for name, chosen in sets.items() if not chosen.any()]
     for number, source in enumerate(sources):
         if set_name("train", number, len(sources)) in empty:
-            lines = [f"{', '.join(source.path)}: nothing is left to train on", *ledger.summary()]
+            lines = [f"{', '.join(source.path)}: no row is left to train on", *ledger.summary()]
             if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
                 lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
             return "\n".join(lines)
@@ -374,19 +376,19 @@ def _nothing_left(request: Request, ledger: Ledger, sets: dict[str, np.ndarray])
         paths = config.validation_path or [path for source in sources for path in source.path]
         return (
             f"{', '.join(paths)}: no row is left to validate on; "
-            "raise [data] validation_fraction, or leave validation out"
+            "raise [data] validation_fraction, or train without validation"
         )
     return ""
 
 
 def _too_much_lost(ledger: Ledger, config: DataConfig) -> str:
     lines = [text for rows, _, text in ledger.lost() if rows > config.max_lost_share]
-    limit = f"[data] max_lost_share = {config.max_lost_share} allows fewer rows to be lost; 1 allows any share"
+    limit = f"that is more than [data] max_lost_share = {config.max_lost_share} allows; 1 allows any share"
     return "\n".join([*lines, limit]) if lines else ""
 
 
 def _thinking(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
-    """`Facts.enable_thinking`, by the majority of the rows, and what to say of it."""
+    """`Facts.enable_thinking` by the majority of the rows to train on, and the line for the log about it."""
     votes = ledger.records["thinking"][chosen]
     without, with_it = int((votes < 0).sum()), int((votes > 0).sum())
     if not without + with_it:
@@ -397,25 +399,25 @@ def _thinking(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str
 
 
 def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes that each token spells, (n_vocab,) int64: none of one that ends a turn or a text, or does not exist."""
+    """UTF-8 bytes of each token, (n_vocab,) int64; 0 for the end and padding tokens and for unused ids."""
     sizes = np.zeros(tokenizer.n_vocab, dtype=np.int64)
     for token in range(tokenizer.n_vocab):
         if token not in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-            with suppress(UserError):  # ids need not be without gaps
+            with suppress(UserError):  # vocabularies may have gaps
                 sizes[token] = len(tokenizer.token_bytes(token))
     return sizes
 
 
 def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
-    """Bytes that the supervised tokens of each document spell, (documents,) int64."""
+    """UTF-8 bytes of each document's supervised tokens, (documents,) int64, for bits per byte."""
     starts = np.cumsum(chunk.lengths) - chunk.lengths
     sizes = np.where(chunk.values & 1, token_sizes[chunk.values >> 1], 0)
-    sizes[starts] = 0  # nothing stands before a document's first token, so it has no loss
+    sizes[starts] = 0  # a document's first token is not predicted, so it has no loss
     return np.add.reduceat(sizes, starts) if len(starts) else sizes
 
 
 def _read_as(sources: Sequence[Source], config: DataConfig) -> list[str]:
-    """Which format each file has, a line for each format; and the system prompt that is added."""
+    """Lines for the log: the files of each format, and the system prompt that is added."""
     by_format: dict[str, list[str]] = {}
     for source in sources:
         by_format.setdefault(f"{source.format.name} ({source.format.description})", []).append(source.path)
@@ -439,9 +441,9 @@ def main() -> int:
 def _prepare(config: Config) -> None:
     is_new = config.checkpoint.fresh or not os.path.isdir(config.job.run_folder)
     folder = make_run_folder(config)
-    lock = FolderLock(folder) if any(folder.iterdir()) else None  # another run's ledger is not to be overwritten
-    if is_new and RUN_FOLDER not in os.environ:
-        folder.rmdir()  # only a refusal leaves something there, unless the launcher has made it for the run
+    lock = FolderLock(folder) if any(folder.iterdir()) else None  # never overwrite the ledger of a running run
+    if is_new and RUN_FOLDER not in os.environ:  # without a launcher no run follows: leave no empty folder
+        folder.rmdir()  # a refusal makes it again, for its ledger
     prepare_run(config, folder)
     del lock
 

@@ -1,14 +1,15 @@
-"""A prepared folder, opened: its packed rows (`PackedDataset`) and its facts (`meta.json`, written last).
+"""Opens a prepared folder: its packed rows (`PackedDataset`) and its facts (`meta.json`, written last).
 
-A set is what one source trains or validates on: `train`, `validation`, with several sources `train-0`, `train-1` ...
+A set holds what one source trains or validates on: `train` and `validation`; with several sources `train-0`, ...
 
-| file | |
+| file | content |
 |---|---|
-| tokens.bin | uint32 values of all documents, end to end |
-| documents.npy | where each begins |
+| tokens.bin | uint32 values of all documents, concatenated |
+| documents.npy | index of each document's first value |
 | lines.npy, document_lines.npy | the `Origins` of the documents |
 | SET_starts.npy, SET_documents.npy | the `Packing` of each set |
-| ledger.csv, meta.json | for people and programs |
+| ledger.csv | the outcome of every input row, for people |
+| meta.json | facts, and the hashes of all other files |
 """
 
 import functools
@@ -30,18 +31,18 @@ from titan_mi100.files.durable import replace, sha256_of
 from titan_mi100.files.plain import parse_object, plain_path, read_plain
 from titan_mi100.files.schema import checked
 
-PADDING_ROW = -1  # the index of a row without documents, which fills up a step
-PADDING_DOCUMENT = -1  # document_ids of the tokens that fill a row up
+PADDING_ROW = -1  # index of a row without documents; such rows fill the last step of an epoch
+PADDING_DOCUMENT = -1  # document_ids of padding tokens
 
 _META = "meta.json"
 
 
 class Origins(NamedTuple):
-    """The input of prepared documents. A document's line in the ledger counts from 0, without the heading."""
+    """Where documents come from in the input. Ledger lines count from 0, without the header."""
 
     files: Sequence[str]
-    lines: np.ndarray  # (lines of the ledger, 3) int64: number of the file, line, element of a JSON array or 0
-    document_lines: np.ndarray  # (documents,) int64: the line of the ledger that each document is from
+    lines: np.ndarray  # (ledger lines, 3) int64: index of the file, line, element of a JSON array or 0
+    document_lines: np.ndarray  # (documents,) int64: the ledger line of each document
 
     def where(self, document: int) -> str:
         """The document's `file:line`."""
@@ -53,25 +54,25 @@ class Row(NamedTuple):
     """One packed row; each array is (seq_len,) int64."""
 
     input_ids: np.ndarray
-    labels: np.ndarray  # the next token where that is supervised, else layout.IGNORE
-    positions: np.ndarray  # from 0 in each document
-    document_ids: np.ndarray  # 0, 1, ... along the row; PADDING_DOCUMENT
+    labels: np.ndarray  # the next token (shifted) where it is supervised, else layout.IGNORE
+    positions: np.ndarray  # start at 0 in each document
+    document_ids: np.ndarray  # 0, 1, ... along the row; PADDING_DOCUMENT in padding
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents, end to end: document d is `values[starts[d]:starts[d + 1]]`."""
+    """Tokenised documents, concatenated: document d is `values[starts[d]:starts[d + 1]]`."""
 
-    values: np.ndarray  # (tokens,) uint32, as encode.marked makes them
+    values: np.ndarray  # (tokens,) uint32, as made by encode.marked
     starts: np.ndarray  # (documents + 1,) int64
-    origins: Origins | None = None  # None: made up, for a test or a benchmark
+    origins: Origins | None = None  # None: synthetic, for a test or a benchmark
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self.values[self.starts[number] : self.starts[number + 1]]
 
 
 class RowSet(Protocol):
-    """The rows of a source, numbered."""
+    """The rows of one source, indexed from 0."""
 
     def __len__(self) -> int: ...
 
@@ -79,19 +80,19 @@ class RowSet(Protocol):
         """Row number `index`, or PADDING_ROW."""
 
     def where(self, index: int) -> list[str]:
-        """`file:line` of the documents in a row, each once; none of PADDING_ROW."""
+        """`file:line` of the documents in a row, each once; empty for PADDING_ROW."""
 
     def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
-        """The row at this place of an epoch, from 0: each row once in an epoch."""
+        """The row at `place` (from 0) of an epoch. An epoch is a permutation of all rows."""
 
 
 class PackedDataset:
-    """Documents in the rows that a packing plan gave them. A `RowSet`."""
+    """A `RowSet`: the rows of a packing plan, built from their documents when they are read."""
 
     def __init__(self, documents: Documents, packing: Packing, seq_len: int, pad_id: int) -> None:
         self.documents, self.packing = documents, packing
         self.seq_len, self.pad_id = seq_len, pad_id
-        self._order_of = functools.lru_cache(2)(self._shuffle)  # a step may reach into the next epoch
+        self._order_of = functools.lru_cache(2)(self._shuffle)  # two epochs: reading ahead crosses an epoch's end
 
     def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
         return int(self._order_of(seed, epoch)[place])
@@ -103,17 +104,17 @@ class PackedDataset:
         return len(self.packing.starts) - 1
 
     def documents_of(self, index: int) -> np.ndarray:
-        """The numbers of the documents in a row, from left to right; none in PADDING_ROW."""
+        """The numbers of the documents in a row, from left to right; empty for PADDING_ROW."""
         start, stop = self.packing.starts[index : index + 2] if index >= 0 else (0, 0)
         return self.packing.documents[start:stop]
 
     def where(self, index: int) -> list[str]:
-        """`file:line` of the documents in a row, each once; none in PADDING_ROW."""
+        """`file:line` of the documents in a row, each once; empty for PADDING_ROW."""
         assert self.documents.origins is not None
         return list(dict.fromkeys(map(self.documents.origins.where, self.documents_of(index).tolist())))
 
     def row(self, index: int) -> Row:
-        """The packed row, or PADDING_ROW."""
+        """Build row `index`, or the row of padding for PADDING_ROW."""
         input_ids = np.full(self.seq_len, self.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         positions = np.arange(self.seq_len, dtype=np.int64)
@@ -123,6 +124,7 @@ class PackedDataset:
             values = self.documents[number]
             stop = start + len(values)
             input_ids[start:stop] = values >> 1
+            # Shifted: position t predicts token t + 1. A document's last position predicts nothing.
             labels[start : stop - 1] = np.where(values[1:] & 1, input_ids[start + 1 : stop], IGNORE)
             positions[start:stop] -= start
             document_ids[start:stop] = place
@@ -133,76 +135,78 @@ class PackedDataset:
 
 @dataclass(frozen=True)
 class SetFacts:
-    """Counts of one set, per epoch: a document that an epoch reads twice counts twice."""
+    """Counts of one set per epoch. A document that occurs twice in an epoch counts twice."""
 
     documents: int
     tokens: int
     supervised: int  # tokens with a loss
-    supervised_bytes: int  # UTF-8 bytes that these spell
+    supervised_bytes: int  # UTF-8 bytes of these tokens
     rows: int
 
     def supervised_share(self, seq_len: int) -> float:
-        """The share of all positions, padding included, that have a loss."""
+        """The share of all positions, including padding, that have a loss."""
         return self.supervised / (self.rows * seq_len)
 
 
 def total(counts: Collection[SetFacts]) -> SetFacts:
-    """Of several sets."""
+    """The sum of several sets' counts, field by field."""
     return SetFacts(*(sum(getattr(count, name) for count in counts) for name in SetFacts.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run needs to know of its data, besides the rows."""
+    """What a run needs to know about its data, besides the rows."""
 
     seq_len: int
     pad_id: int
-    n_vocab: int  # of the tokenizer
+    n_vocab: int  # tokens of the tokenizer
     tokenizer: str  # fingerprint
-    fingerprints: list[str]  # of the training rows of each source
-    plan: str  # fingerprint of all rows, to train and to validate on
+    fingerprints: list[str]  # per source: hash of its training rows
+    plan: str  # hash of all rows, for training and validation
     files: list[str]
-    made_of: dict[str, Any]  # settings and hashes of the files that the rows follow from, by name
-    sets: dict[str, SetFacts]  # those to train on first
+    made_of: dict[str, Any]  # name -> setting or file hash; everything that the rows depend on
+    sets: dict[str, SetFacts]  # name of the set -> counts; training sets come first
     summary: list[str]  # lines for the log
     warnings: list[str]
-    enable_thinking: bool | None = None  # as prompts are to set the template's variable; None: nothing tells
-    system_prompt: str | None = None  # added to conversations without one; "": none; None: no conversations here
+    # How prompts must set the template's variable, to match training. None: the data show neither.
+    enable_thinking: bool | None = None
+    # Added to conversations without a system message; "": none is added. None: the data hold no conversations.
+    system_prompt: str | None = None
 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of a source, to train or to validate on."""
+    """The rows of a source, for training or validation."""
 
     name: str
     rows: RowSet
     counts: SetFacts
     fingerprint: str = ""
-    weight: float = 0.0  # share of the rows; 0: by its size
-    epochs: float = 1.0  # how often it is read until it is exhausted
+    weight: float = 0.0  # share of the mixture's rows; 0: in proportion to its size
+    epochs: float = 1.0  # how often it is read before it counts as exhausted
 
     @property
     def identity(self) -> str:
-        """Of the source in a mixture: what this is the same for is the same source."""
+        """Identifies the source in a mixture: a source with the same name and content resumes where it was."""
         return f"{self.name} {self.fingerprint[:32]}"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a run: prepared files, corpora, or rows that are made up."""
+    """The data of a run: prepared files, corpora, or synthetic rows."""
 
     folder: Path
     sources: list[SourceRows]
-    validation: list[SourceRows]  # empty: there is nothing to validate on
+    validation: list[SourceRows]  # empty: no validation
     facts: Facts
-    cached: bool = True  # it was there
+    cached: bool = True  # whether the folder existed before
 
     def ledger(self) -> Path:
         return self.folder / "ledger.csv"
 
     @property
     def train(self) -> RowSet:
-        """The rows of the only source."""
+        """The rows of the only source; not for mixtures."""
         [source] = self.sources
         return source.rows
 
@@ -212,14 +216,14 @@ class Prepared:
 
     @property
     def validation_counts(self) -> SetFacts:
-        """Of a corpus nobody knows the bytes: then there are none."""
+        """Counts of all validation sets. supervised_bytes is 0 if one is a corpus, whose bytes are not counted."""
         counts = total([source.counts for source in self.validation])
         known = all(source.counts.supervised_bytes for source in self.validation)
         return counts if known else SetFacts(**{**asdict(counts), "supervised_bytes": 0})
 
 
 class RefusedData(UserError):
-    """The files hold records that cannot be trained on. `ledger` lists every record."""
+    """The files hold records that cannot be used for training. `ledger` is the CSV file that lists every record."""
 
     def __init__(self, message: str, ledger: Path) -> None:
         super().__init__(message)
@@ -229,14 +233,14 @@ class RefusedData(UserError):
 @dataclass(frozen=True)
 class _Meta:
     key: str  # the folder's name
-    refused: str  # why nothing is trained on these data; "" where there are facts
-    seconds: float  # that the preparation took
-    files: dict[str, str]  # SHA-256 of all others
-    facts: Facts | None
+    refused: str  # why the data are refused; "" if there are facts
+    seconds: float  # duration of the preparation
+    files: dict[str, str]  # name -> SHA-256, of all other files in the folder
+    facts: Facts | None  # None: refused
 
 
 def write_meta(folder: Path, key: str, facts: Facts | None, refusal: str, seconds: float) -> None:
-    """Write `meta.json`, after all other files of the folder, whose hashes it holds. For the values see `_Meta`."""
+    """Write `meta.json`. Call it last, because it holds the hashes of all other files. Args: see `_Meta`."""
     assert (facts is None) == bool(refusal)
     files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     meta = asdict(_Meta(key, refusal, seconds, files, facts))
@@ -244,15 +248,15 @@ def write_meta(folder: Path, key: str, facts: Facts | None, refusal: str, second
 
 
 def open_prepared(folder: Path, cache: Path) -> Prepared:
-    """The content of a folder, if it is what was written.
+    """Open a prepared folder and compare all its files with their hashes.
 
     Args:
-        cache: remembers which files were compared with their hashes, see `content_hash`.
+        cache: keeps the hashes of unchanged files, see `content_hash`.
 
     Raises:
-        RefusedData: the folder only says why the data are refused.
-        DamagedFolder: it is not there, or something of it is missing or has changed.
-        OSError: it cannot be read, which says nothing of what it holds.
+        RefusedData: the folder holds only the reason why the data are refused.
+        DamagedFolder: the folder or one of its files is missing or has changed.
+        OSError: the folder cannot be read, so nothing is known about its content.
     """
     try:
         meta = _read_meta(folder)
@@ -265,6 +269,8 @@ def open_prepared(folder: Path, cache: Path) -> Prepared:
 
 
 def _opened(folder: Path, facts: Facts, unchanged: Callable[[str], Path]) -> Prepared:
+    """Memory-map the folder's arrays. Args: unchanged: checks a file by its name and returns its path."""
+
     def load(name: str) -> np.ndarray:
         return np.load(unchanged(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
 
@@ -280,14 +286,14 @@ def _opened(folder: Path, facts: Facts, unchanged: Callable[[str], Path]) -> Pre
 
 
 def _unchanged(path: Path, meta: _Meta, cache: Path) -> Path:
-    """The file, which is what was written. Raises OSError, ValueError: it is not."""
+    """Return `path` if the file is as it was written. Raises OSError, ValueError: it is not."""
     if content_hash(plain_path(path), cache)[0] != meta.files.get(path.name):
         raise ValueError(f"{path.name} has changed")
     return path
 
 
 def _read_meta(folder: Path) -> _Meta:
-    """Raises OSError, ValueError: there is none, or it is not what was written."""
+    """Read meta.json. Raises OSError, ValueError: it is missing, or not as it was written."""
     meta = parse_object(read_plain(folder / _META), _META, "")
     if meta.pop("sha256", "") != _digest(meta) or meta.get("key") != folder.name:
         raise ValueError(f"{_META} has changed")

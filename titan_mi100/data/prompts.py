@@ -1,4 +1,4 @@
-"""Held-out prompts: the beginnings of a validation set's documents, and what follows them there."""
+"""Held-out prompts: the beginnings of a validation set's documents, with the reference answers that follow."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
@@ -16,24 +16,24 @@ class Prompt(NamedTuple):
 
 
 def held_out_prompts(sets: Sequence[RowSet], count: int) -> list[Prompt]:
-    """The prompts of the first documents: of each set in turn, in the order of its input. The same on every rank.
+    """Prompts of the first documents, taken from the sets in turn, each in the order of its input. Same on every rank.
 
     Returns:
-        `count` of them, or as many as there are documents of two tokens or more.
+        `count` prompts; fewer if the sets have fewer documents of at least two tokens.
     """
     in_turn = (prompt for prompts in zip_longest(*map(_prompts, sets)) for prompt in prompts if prompt is not None)
     return list(islice(in_turn, count))
 
 
 def prompt_of(ids: np.ndarray, supervised: np.ndarray) -> Prompt:
-    """A document up to its first supervised turn, and that turn.
+    """Split a document before its first supervised turn: the prompt is the text before it, the reference is the turn.
 
-    A document that is learned from its beginning, as text is, has no turn to answer: there the first half is the
-    prompt and the second half the reference.
+    A document that is supervised from its beginning (plain text) has no such turn. Its first half is the prompt, its
+    second half the reference.
 
     Args:
-        ids: (tokens,), two at least.
-        supervised: (tokens,) bool; the first one does not count, because nothing predicts it.
+        ids: (tokens,), at least two.
+        supervised: (tokens,) bool; the first entry is ignored, because nothing predicts the first token.
     """
     tokens = ids.tolist()
     learned = np.flatnonzero(supervised[1:]) + 1
@@ -49,14 +49,14 @@ def _prompts(rows: RowSet) -> Iterator[Prompt]:
 
 
 def _documents(rows: RowSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and supervision of each document, in the order of the input."""
-    if isinstance(rows, PackedDataset):  # rows begin with the longest documents, so not in their order
+    """(ids, supervised) of each document, in the order of the input."""
+    if isinstance(rows, PackedDataset):  # packing reorders documents; their numbers keep the order of the input
         for number in np.sort(rows.packing.documents):
             values = rows.documents[number]
             yield values >> 1, (values & 1).astype(bool)
         return
     for row in map(rows.row, range(len(rows))):
-        supervised = np.append(False, row.labels[:-1] != IGNORE)
+        supervised = np.append(False, row.labels[:-1] != IGNORE)  # labels are shifted: labels[t] is token t + 1
         for document in range(int(row.document_ids.max()) + 1):  # PADDING_DOCUMENT is below 0
             inside = row.document_ids == document
             yield row.input_ids[inside], supervised[inside]

@@ -1,4 +1,4 @@
-"""Which source each row of a weighted mixture is from: pure integers."""
+"""The schedule of a weighted mixture: decides which source each row comes from, with exact integer arithmetic."""
 
 import heapq
 import math
@@ -8,20 +8,20 @@ from fractions import Fraction
 
 import numpy as np
 
-LONGEST_PERIOD = 2**20  # rows after which a schedule repeats; weights are rounded to multiples of 1 / it
-_BLOCK = 4096  # rows that are worked out at a time
+LONGEST_PERIOD = 2**20  # rows after which a schedule repeats at the latest; weights are rounded to multiples of 1 / it
+_BLOCK = 4096  # rows computed at a time
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the weights, each at least 1; their sum is the period of the schedule.
+    """Integers in proportion to the weights, each at least 1. Their sum is the period of the schedule.
 
-    They are exact where the decimals of the weights allow a period of at most `LONGEST_PERIOD`, as 0.40 and 0.01 do;
-    else the weights are rounded (largest remainder), by less than 1 / `LONGEST_PERIOD` each.
+    They are exact if the decimal weights allow a period of at most `LONGEST_PERIOD`, as 0.40 and 0.01 do. Otherwise
+    each weight is rounded by less than 1 / `LONGEST_PERIOD` (largest remainder method).
 
     Args:
         weights: above 0, in any unit.
     """
-    exact = [Fraction(repr(float(weight))) for weight in weights]
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # repr: 0.1 becomes 1/10, not its binary value
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     whole = [number // math.gcd(*whole) for number in whole]
@@ -32,37 +32,38 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     by_remainder = sorted(range(len(whole)), key=lambda i: -(whole[i] * LONGEST_PERIOD % total))
     for place in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
         shares[place] += 1
-    shares[shares.index(max(shares))] -= sum(shares) - LONGEST_PERIOD  # where a tiny weight was raised to 1
+    shares[shares.index(max(shares))] -= sum(shares) - LONGEST_PERIOD  # above 0 if a tiny weight was raised to 1
     return shares
 
 
 class Schedule:
-    """A fixed order of sources. After any n rows each source has given n * share / period of them, rounded up or down.
+    """A fixed order of sources. After any n rows, each source has given n * share / period rows, rounded up or down.
 
-    Row k of a source, from 0, may come at place floor(k / w) of the schedule and must come before place
-    ceil((k + 1) / w), w = share / period. Such windows can always be met, and the earliest deadline first meets them
-    (Pfair scheduling on one processor: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica, 1996).
+    With w = share / period, row k (from 0) of a source may not come before place floor(k / w) of the schedule, and must
+    come before place ceil((k + 1) / w). These windows can always be met, and earliest-deadline-first meets them (Pfair
+    scheduling on one processor: Baruah, Cohen, Plaxton, Varvel, "Proportionate progress", Algorithmica, 1996).
     """
 
     def __init__(self, shares: Sequence[int], seed: int) -> None:
-        """Args: shares: see `shares_of`; seed: decides between sources with the same deadline."""
+        """Args: shares: see `shares_of`; seed: breaks ties between sources with the same deadline."""
         self.shares, self.period = list(shares), sum(shares)
         self._ties = np.random.Generator(np.random.PCG64(seed)).permutation(len(shares)).tolist()
-        self._order = np.zeros(self.period, dtype=np.uint16)  # of sources, as far as it is worked out
+        self._order = np.zeros(self.period, dtype=np.uint16)  # source of each place; valid for the first _known places
         self._known, self._lock = 0, threading.Lock()
-        self._before = [[0] * len(shares)]  # rows of each source before each block
-        self._given = [0] * len(shares)
-        self._ready: list[tuple[int, int, int]] = []  # (deadline, tie, source) of rows that may come now
-        self._later = [(0, source) for source in range(len(shares))]  # (first place, source) of those that may not yet
+        self._before = [[0] * len(shares)]  # per block: rows of each source before it
+        self._given = [0] * len(shares)  # rows of each source among the known places
+        # Two heaps hold the next row of each source: those whose window is open, and those whose window opens later.
+        self._ready: list[tuple[int, int, int]] = []  # (deadline, tie, source)
+        self._later = [(0, source) for source in range(len(shares))]  # (place where the window opens, source)
 
     def source(self, place: int) -> int:
-        """The source of the row at this place of the schedule, from 0."""
+        """The source of the row at `place` of the schedule, from 0."""
         place %= self.period
         self._work_out(place + 1)
         return int(self._order[place])
 
     def count(self, source: int, places: int) -> int:
-        """Rows of a source before this place."""
+        """Rows of a source before place `places`."""
         periods, rest = divmod(places, self.period)
         self._work_out(rest)
         start = rest - rest % _BLOCK
@@ -72,14 +73,14 @@ class Schedule:
     def place_of(self, source: int, number: int) -> int:
         """The place of row `number` of a source, from 0."""
         periods, rest = divmod(number, self.shares[source])
-        low = rest * self.period // self.shares[source]  # its window
+        low = rest * self.period // self.shares[source]  # the row's window, as in the class docstring
         high = min(-(-(rest + 1) * self.period // self.shares[source]), self.period)
         self._work_out(high)
         found = np.flatnonzero(self._order[low:high] == source)
         return periods * self.period + low + int(found[rest - self.count(source, low)])
 
     def _work_out(self, places: int) -> None:
-        """Fill in the order of so many places, in whole blocks; rows are read in several threads."""
+        """Compute the order of the first `places` places. Locked, because several threads read rows."""
         if self._known >= places:
             return
         with self._lock:
@@ -98,4 +99,5 @@ class Schedule:
                 self._given[source] += 1
                 heapq.heappush(self._later, (self._given[source] * self.period // self.shares[source], source))
             self._before.append(list(self._given))
-            self._known = min(self._known + _BLOCK, self.period)  # last: others look at it without the lock
+            # Set last: other threads read _known without the lock, and must then find the order complete.
+            self._known = min(self._known + _BLOCK, self.period)

@@ -1,4 +1,4 @@
-"""Which files belong to which source, and which records each source trains and validates on."""
+"""Assigns files to sources, and records to the training and validation sets of each source."""
 
 from typing import NamedTuple
 
@@ -9,24 +9,24 @@ from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.encode import DUPLICATE
 from titan_mi100.data.ledger import NO_SET, TRAIN, VALIDATION, Ledger
 
-HELD_OUT = -1  # in the place of a source: files to validate on
+HELD_OUT = -1  # used instead of a source's index for the files of data.validation_path
 
 
 class Pattern(NamedTuple):
     """A path or glob of the config."""
 
     path: str
-    source: int  # its place among those of files; HELD_OUT
+    source: int  # index in `file_sources`, or HELD_OUT
     format: str
 
 
 def file_sources(config: DataConfig) -> list[SourceConfig]:
-    """The sources that are no corpora, so that they have to be prepared."""
+    """The sources that must be prepared: all that are not corpora, which are tokenised already."""
     return [source for source in config.sources if not any(map(is_corpus, source.path))]
 
 
 def patterns(config: DataConfig) -> list[Pattern]:
-    """All that is prepared: what the sources read, then the validation files."""
+    """The paths and globs to prepare: those of the sources, then those of the validation files."""
     trained = [
         Pattern(path, number, source.format)
         for number, source in enumerate(file_sources(config))
@@ -36,15 +36,21 @@ def patterns(config: DataConfig) -> list[Pattern]:
 
 
 def set_name(kind: str, source: int, sources: int) -> str:
-    """Of a prepared folder's files. Args: kind: train or validation; source: its place; sources: how many there are."""
+    """The name of a set, which begins the names of its files in the prepared folder.
+
+    Args:
+        kind: "train" or "validation".
+        source: index of the source, or HELD_OUT.
+        sources: number of sources.
+    """
     return kind if sources == 1 or source == HELD_OUT else f"{kind}-{source}"
 
 
 def choose_sets(ledger: Ledger, config: DataConfig) -> dict[str, np.ndarray]:
-    """Put each record into a set, which is noted in the ledger.
+    """Assign each record to a set, and note the set in the ledger.
 
     Returns:
-        set -> (records,) bool: those whose documents it holds. The sets to train on first.
+        Name of the set -> (records,) bool, the records whose documents it holds. Training sets come first.
     """
     records, all_patterns = ledger.records, patterns(config)
     source = np.array([pattern.source for pattern in all_patterns])[ledger.patterns()]
@@ -53,7 +59,8 @@ def choose_sets(ledger: Ledger, config: DataConfig) -> dict[str, np.ndarray]:
         usable &= records["status"] != DUPLICATE
     held_out = source == HELD_OUT
     if config.validation_fraction:
-        # A hash of the content is uniform in 0 to 2**64. Decided by content, so that duplicates go the same way.
+        # The hash of the content is uniform in [0, 2**64). So duplicates go to the same set, and adding other rows does
+        # not move this one.
         held_out |= records["hash"][:, 0] < np.uint64(int(config.validation_fraction * 2**64))
     records["set"] = np.select([usable & held_out, usable], [VALIDATION, TRAIN], NO_SET)
     count = len(file_sources(config))

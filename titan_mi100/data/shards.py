@@ -1,7 +1,7 @@
-"""How a corpus is made: its input cut into units, and a shard made of each, independently of all others.
+"""Makes a corpus: cuts the input into units and makes a shard of each unit, independently of all others.
 
-What is in a shard follows from the plan alone, so it is the same in whatever order, process or machine it is made. A
-shard is there when its .json is, which is written last: what a killed process leaves is made again.
+A shard's content depends on the plan only. So it is the same in any order, process and machine. A shard's .json is
+written last: a shard without it is incomplete (its process was killed) and is made again.
 """
 
 import fcntl
@@ -29,45 +29,54 @@ from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import checked
 from titan_mi100.text.base import Tokenizer
 
-_SMALLEST, _LARGEST, _MOST_UNITS = 2**22, 2**28, 2**10  # bytes of a unit; units of a corpus until they have the largest
+# Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
+_SMALLEST, _LARGEST, _MOST_UNITS = 2**22, 2**28, 2**10
 _BATCH = 2**20  # characters that are tokenised between two writes
-BLANK = "nothing to learn"  # kind of a row whose text is blank, which is no mistake in a corpus
+BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus that is no error, so it is only counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """plan.json: all that the shards follow from."""
+    """The content of plan.json: everything that the shards depend on."""
 
     tokenizer: str  # fingerprint
     n_vocab: int
     pad_id: int
     bos: str  # token before each document; "": none
-    eos: str  # behind
+    eos: str  # token after each document; "": none
     bos_id: int
     eos_id: int
     text_column: str
     is_text: bool  # each file is one document
-    libraries: dict[str, str]
+    libraries: dict[str, str]  # name -> version, of the libraries that tokenise
     files: list[str]
     sizes: list[int]  # bytes
     units: list[Unit]
 
     @functools.cached_property
     def key(self) -> str:
+        """A hash of the plan. Each shard stores it, so shards of different plans are never mixed."""
         return hashlib.sha256(json.dumps([FORMAT, asdict(self)], sort_keys=True).encode()).hexdigest()
 
     def bytes_of(self, unit: Unit) -> int:
-        """Bytes of input; of a file that is packed the packed ones."""
+        """Bytes of a unit's input, as on disk (compressed)."""
         return unit.span[1] - unit.span[0] if unit.span else sum(self.sizes[unit.first : unit.stop])
 
 
 def cut(files: Sequence[str], sizes: Sequence[int], is_text: bool) -> list[Unit]:
-    """The units of the input: spans of JSONL files, whole files of other kinds, several text files together.
+    """Cut the input into units: byte ranges of JSONL files, whole files of other types, several text files together.
 
-    Their size follows from that of the input, and from nothing of the machine.
+    The size of a unit depends on the input only, never on the machine, so that all machines use the same units.
+
+    Args:
+        sizes: bytes of each file.
+        is_text: each file is one document.
+
+    Raises:
+        UserError: a file cannot be read, or its type is not supported.
     """
     wanted = max(_SMALLEST, sum(sizes) // _MOST_UNITS)
-    size = min(_LARGEST, 1 << (wanted - 1).bit_length())
+    size = min(_LARGEST, 1 << (wanted - 1).bit_length())  # the next power of two
     if is_text:
         units, first, held = [], 0, 0
         for number, length in enumerate(sizes):
@@ -79,13 +88,13 @@ def cut(files: Sequence[str], sizes: Sequence[int], is_text: bool) -> list[Unit]
     return [
         Unit(number, number + 1, (start, min(start + size, length)) if can_be_cut else None)
         for number, (file, length) in enumerate(zip(files, sizes, strict=True))
-        for can_be_cut in [_is_jsonl(file)]
+        for can_be_cut in [_is_jsonl(file)]  # a loop over one value: binds the name inside the comprehension
         for start in (range(0, length, size) if can_be_cut else [0])
     ]
 
 
 def _is_jsonl(file: str) -> bool:
-    """Whether a file can be read from any line on. Raises UserError: it is of no kind that can be read."""
+    """Whether a file can be read from any line on. Raises UserError: its type is not supported."""
     try:
         with open(file, "rb") as opened:
             head = opened.read(HEAD)
@@ -94,16 +103,26 @@ def _is_jsonl(file: str) -> bool:
     if head.startswith((GZIP, ZSTD, PARQUET)):
         return False
     if reason := foreign(head):
-        raise UserError(f"{file}: is {reason}; if each file is a document, say --format text")
+        raise UserError(f"{file}: is {reason}; if each file is a document, use --format text")
     return first_byte(head) != b"["
 
 
 def read_shard(folder: Path, number: int, key: str) -> Shard | None:
-    """What the .json of a shard says; None: it is not complete. Raises UserError: another plan made it."""
+    """Read the .json of a shard.
+
+    Args:
+        key: of the plan that must have made it.
+
+    Returns:
+        None if the shard is not complete.
+
+    Raises:
+        UserError: the shard belongs to another plan, or its .json is damaged.
+    """
     path = shard_path(folder, number, "json")
     if not path.exists():
         return None
-    remedy = "remove it, and it is made again"
+    remedy = "remove it; the shard is then made again"
     found = read_object(path, remedy, LARGEST_MANIFEST)
     if found.pop("plan", "") != key:
         raise UserError(f"{path}: was made with another plan; name another --output_dir")
@@ -115,7 +134,7 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
 
 
 def damage(folder: Path, number: int, shard: Shard) -> str:
-    """Which file of a shard is not what was written; "": none. Reads all of it."""
+    """Compare all files of a shard with their hashes. Returns the first damage found, "" if there is none."""
     for suffix, digest in shard.sha256.items():
         path = shard_path(folder, number, suffix)
         try:
@@ -132,7 +151,7 @@ def damage(folder: Path, number: int, shard: Shard) -> str:
 
 @contextmanager
 def part_of(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes its name when it is complete and the device has it; else nothing is left."""
+    """Open a file for writing under a temporary name. On success it is synced and renamed to `path`, else removed."""
     with _open_part(path) as file:
         part = Path(file.name)
         try:
@@ -145,23 +164,24 @@ def part_of(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_part(path: Path) -> BinaryIO:
+    """Open and lock a temporary file. The lock tells `remove_parts` that its writer is alive."""
     while True:
         file = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part").open("wb")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_nlink:  # else another process removed it before it was locked
+        if os.fstat(file.fileno()).st_nlink:  # 0: another process's remove_parts removed it before it was locked
             return file
         file.close()
 
 
 def write_part(path: Path, text: str) -> None:
-    """Write a small file of a corpus whole, by way of a part."""
+    """Write a small file of a corpus atomically."""
     with part_of(path) as file:
         file.write(text.encode())
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what processes have left that were killed; what one is writing is locked."""
+    """Remove temporary files that killed processes left. Files of living writers are locked, and stay."""
     for part in folder.rglob("*.part"):
         with suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,17 +189,19 @@ def remove_parts(folder: Path) -> None:
 
 
 class _Document(NamedTuple):
-    origin: int
+    origin: int  # see corpus.origin
     text: str
 
 
 class _Counts:
-    """What was read for a shard."""
+    """Counts of the input of one shard, and its bad rows."""
 
     def __init__(self) -> None:
+        # Input lines; UTF-8 bytes of the documents; rows left out by kind; lines of bad.jsonl.
         self.lines, self.text_bytes, self.bad, self.rows = 0, 0, Counter[str](), list[str]()
 
     def leave_out(self, file: int, line: int, bad: BadRecord) -> None:
+        """Count a row that is left out. Blank rows are counted only, since corpora contain many."""
         self.bad[bad.kind] += 1
         if bad.kind != BLANK:
             self.rows.append(json.dumps([file, line, bad.kind, bad.detail], ensure_ascii=False))
@@ -193,9 +215,13 @@ def make_shard(
     Args:
         progress: called with the bytes of input and the tokens since the last call.
 
+    Returns:
+        The shard's counts and hashes.
+
     Raises:
-        UserError: a file cannot be read, or changes meanwhile.
+        UserError: a file cannot be read, or it changes while it is read.
     """
+    # place: position of the next token in the shard; said: bytes of input reported to `progress` so far
     unit, counts, origins, place, said = plan.units[number], _Counts(), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +238,8 @@ def make_shard(
                     place += len(ids)
             written = out.size // VALUE.itemsize
             out.write(np.concatenate([np.zeros(0, VALUE), *values]).tobytes())
-            share = min(1.0, counts.text_bytes / max(1, plan.bytes_of(unit)))  # packed files are larger inside
+            # An estimate: the text of a compressed file exceeds its size, hence min. The last 5% are added at the end.
+            share = min(1.0, counts.text_bytes / max(1, plan.bytes_of(unit)))
             now = int(share * plan.bytes_of(unit) * 0.95)
             progress(now - said, out.size // VALUE.itemsize - written)
             said = now
@@ -229,6 +256,7 @@ def make_shard(
 
 
 def _stamp(file: str) -> list[int]:
+    """Size and modification time, to notice a change while the file is read."""
     try:
         found = os.stat(file)
     except OSError as error:
@@ -237,6 +265,7 @@ def _stamp(file: str) -> list[int]:
 
 
 def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
+    """Group documents into batches of about _BATCH characters."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -249,7 +278,7 @@ def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
 
 
 def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
-    """A document's values as a shard keeps them; empty where the tokenizer refuses it."""
+    """A document's values as stored in a shard; empty if the tokenizer refuses the text."""
     try:
         ids = tokenizer.encode(document.text)
     except UserError as error:
@@ -258,12 +287,12 @@ def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Coun
     counts.text_bytes += len(document.text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]
     values = np.array(ids, VALUE) << 1
-    values[0] |= 1
+    values[0] |= 1  # marks the document's first token
     return values
 
 
 def _documents(plan: Plan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
-    """The documents of a unit that are not blank."""
+    """The documents of a unit. Bad and blank rows are left out and counted."""
     for file in range(unit.first, unit.stop):
         path = plan.files[file]
         if plan.is_text:
@@ -285,11 +314,12 @@ def _documents(plan: Plan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
 def _text_of(record: Record, column: str) -> str:
     row: dict[str, Any] = parse_record(record)
     if column not in row:
-        raise BadRecord("missing key", f"there is no {column}; the row has {listed(row)}; name one in --text_column")
+        raise BadRecord("missing key", f"the row has no {column}, only {listed(row)}; name one in --text_column")
     return _not_blank(expect(row[column], str, f"{column} must be a text"))
 
 
 def _read_text(path: str) -> str:
+    """The content of a text file as one document. Raises BadRecord: it is too long, not UTF-8, or blank."""
     with open(path, "rb") as file:
         content = file.read(LONGEST_LINE + 1)
     if len(content) > LONGEST_LINE:

@@ -1,4 +1,4 @@
-"""The sources of a run in the order of its config: those of files, which are prepared by now, and corpora."""
+"""Opens the sources of a run in the order of its config: prepared files and corpora."""
 
 import hashlib
 from dataclasses import replace
@@ -12,15 +12,17 @@ from titan_mi100.errors import UserError
 
 
 def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:
-    """The data of a run.
+    """Open all sources of a run.
 
     Args:
         files: the prepared files; None: all sources are corpora, and there are no validation files.
-        tokenizer: fingerprint of the model's.
+        tokenizer: fingerprint of the model's tokenizer.
+        seq_len: tokens per row.
 
     Raises:
-        UserError: a corpus is not complete, or was made with another tokenizer.
+        UserError: a corpus is incomplete, or was made with another tokenizer.
     """
+    # Prepared files are indexed by their position among the sources of files; see sets.set_name.
     of_files, sources = file_sources(config), config.sources
     train, validation, facts = list[SourceRows](), list[SourceRows](), files.facts if files else None
     held_out = {source.name: source for source in files.validation} if files else {}
@@ -35,7 +37,7 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
         else:
             corpus, fingerprint = read_corpus(Path(source.path[0]))
             if corpus.tokenizer != tokenizer:
-                what = "was tokenised with another tokenizer than the model's"
+                what = "was not tokenised with the model's tokenizer"
                 raise UserError(f"{source.path[0]}: {what}; prepare it again with model.tokenizer_path")
             (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
             validation += own_validation
@@ -59,21 +61,27 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
 def _open_corpus(
     source: SourceConfig, corpus: Corpus, fingerprint: str, config: DataConfig, seq_len: int
 ) -> tuple[list[SourceRows], Facts]:
-    """The rows to train on, and those to validate on, if any; and what to know of them."""
+    """Open a corpus.
+
+    Returns:
+        Its rows to train on, then those to validate on, if any; and its facts.
+    """
     folder = Path(source.path[0])
     kept, held_out = CorpusRows.split(corpus, seq_len, config.validation_fraction)
     if not kept:
         raise UserError(f"{folder}: no row is left to train on; lower [data] validation_fraction")
     form = "concatenated" if config.concatenate else "isolated"
-    # A share that is held out and the length of rows decide which row has which number.
+    # Everything that decides the content of row number n belongs into this fingerprint.
     own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
     all_documents, all_tokens = sum(corpus.documents), sum(corpus.tokens)
     found, said = list[SourceRows](), f"{source.name}: corpus of {all_documents:,} documents, {all_tokens:,} tokens"
     for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
         if rows:
             view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
+            # Estimates: exact counts would need a pass over the corpus. The first token of each document and of each
+            # row is not predicted; a row that begins with a document is subtracted twice.
             documents = max(1, round(all_documents * view.tokens / all_tokens))
-            supervised = max(0, view.tokens - documents - len(rows))  # about: rows may begin with a document
+            supervised = max(0, view.tokens - documents - len(rows))
             counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
             found.append(SourceRows(source.name, view, counts, own))
             said += f", {len(rows):,} rows of {seq_len:,} {words}"
@@ -83,6 +91,7 @@ def _open_corpus(
 
 
 def _added(facts: Facts, more: Facts) -> Facts:
+    """Merge the facts of two sources. tokenizer, seq_len and pad_id are the same in both."""
     return replace(
         facts,
         plan=hashlib.sha256(f"{facts.plan} {more.plan}".encode()).hexdigest(),

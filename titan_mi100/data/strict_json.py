@@ -1,4 +1,4 @@
-"""JSON as its standard has it, and nothing that only Python's decoder takes. Whatever is wrong is a BadRecord."""
+"""A strict JSON decoder: it refuses the extensions that Python's decoder accepts. Every error is a BadRecord."""
 
 import json
 import re
@@ -10,20 +10,24 @@ from typing import Any, TypeVar
 
 from titan_mi100.wording import shortened, some
 
-DEEPEST = 100  # levels; far below the interpreter's own limit, which depends on its version and on who calls
+# Levels of nesting. Far below the interpreter's recursion limit, which depends on its version and on the call stack:
+# the same file must be accepted or refused everywhere.
+DEEPEST = 100
 
-TO_IGNORE = "delete it, or name it in data.ignored_keys"  # of a key that is refused
+TO_IGNORE = "delete it, or name it in data.ignored_keys"  # remedy for a refused key
 
 _SHOWN = 40  # characters of the input in a message
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # a string without its end goes on to the end
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # an unterminated string extends to the end of the text
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
 T = TypeVar("T")
 
 
 class BadRecord(Exception):
-    """A record that cannot be trained on.
+    """A record that cannot be used for training.
 
-    `kind` is a short constant phrase to count by, `detail` says what is wrong with this record; str() gives both.
+    Attributes:
+        kind: a short constant phrase, for counting.
+        detail: what is wrong with this record. str() gives both.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -35,21 +39,25 @@ class BadRecord(Exception):
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """One strict JSON object.
+    """Decode one JSON object.
 
     Raises:
-        BadRecord: it is not UTF-8 or not JSON (NaN and Infinity are not), no object, has a key twice, is nested more
-            than `DEEPEST` levels, or holds half of a surrogate pair, an infinite float or an absurdly long integer
-            anywhere.
+        BadRecord: the bytes are not UTF-8, not JSON (NaN and Infinity are not JSON) or not an object; an object has a
+            key twice; the nesting is deeper than `DEEPEST`; or a value is half of a surrogate pair, an infinite float
+            or an integer of thousands of digits.
     """
     value = _load(raw)
     if type(value) is not dict:
-        raise BadRecord("not an object", f"a row must be a JSON object, this is {kind_of(value)}")
+        raise BadRecord("not an object", f"a row must be a JSON object, but is {kind_of(value)}")
     return value
 
 
 def parse_text(text: str, kind: str, wanted: str) -> Any:
-    """The JSON value in a text of a record, as strict as the record. Raises BadRecord of this kind."""
+    """Decode JSON inside a text of a record, by the same rules.
+
+    Args:
+        kind, wanted: of the BadRecord that is raised on an error.
+    """
     try:
         return _load(text.encode())
     except BadRecord as bad:
@@ -57,30 +65,35 @@ def parse_text(text: str, kind: str, wanted: str) -> Any:
 
 
 def expect(value: Any, json_type: type[T], wanted: str, kind: str = "wrong type") -> T:
-    """The value, if it has this type: dict, list or str. Raises BadRecord "kind: wanted, is a number"."""
+    """Return `value` if it is a dict, list or str, as `json_type` says.
+
+    Raises:
+        BadRecord: otherwise. Its text is, for example, "KIND: WANTED, is a number".
+    """
     if not isinstance(value, json_type):
         raise BadRecord(kind, f"{wanted}, is {kind_of(value)}")
     return value
 
 
 def kind_of(value: Any) -> str:
+    """The JSON type of a value, for messages."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def shown(value: Any) -> str:
-    """The value for a message: on one line, and not all of a long one."""
+    """The value for a message, on one line; long values are shortened."""
     return kind_of(value) if isinstance(value, dict | list) else shortened(repr(value), _SHOWN)
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Keys for a message."""
+    """Keys for a message, sorted; at most 20 of them."""
     plain = (key if key.isprintable() and 0 < len(key) <= _SHOWN else shown(key) for key in keys)
     return some(sorted(plain), 20) or "none"
 
 
 def _load(raw: bytes) -> Any:
-    # Most records have few brackets and no escaped surrogate: they pay for neither check.
+    # Most records have few brackets and no escaped surrogate, so they skip both of these slow checks.
     try:
         text = raw.decode()
         value = _DECODER.decode(text)
@@ -93,34 +106,35 @@ def _load(raw: bytes) -> Any:
         raise BadRecord("not UTF-8", f"at byte {error.start + 1}; convert the file with iconv") from None
     except UnicodeEncodeError:
         raise BadRecord(
-            "lone surrogate", "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            "lone surrogate", "half of a surrogate pair (\\ud800 to \\udfff), which is not a character"
         ) from None
     except RecursionError:
         raise BadRecord("nested too deeply", f"more than {DEEPEST} levels") from None
     except json.JSONDecodeError as error:
-        reason = "more follows after the value" if error.msg == "Extra data" else error.msg
+        reason = "there is more text after the value" if error.msg == "Extra data" else error.msg
         raise BadRecord("not JSON", f"{reason} (column {error.colno})") from None
-    except ValueError:  # of int(), which takes quadratic time
+    except ValueError:  # from int(): Python limits the digits, because the conversion takes quadratic time
         limit = f"an integer of over {sys.get_int_max_str_digits():,} digits"
         raise BadRecord("number too large", f"{limit}; write it as a text") from None
 
 
 def _depth(text: str) -> int:
-    """Levels of brackets, strings apart."""
+    """The depth of nested brackets outside strings."""
     brackets = _NO_BRACKETS.sub("", _STRING.sub("", text))
     return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object; Python's decoder would silently keep the last of two equal keys."""
     found = dict(pairs)
     if len(found) != len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise BadRecord("duplicate key", f"{shown(key)} stands twice in one object")
+        raise BadRecord("duplicate key", f"{shown(key)} occurs twice in one object")
     return found
 
 
 def _constant(name: str) -> None:
-    raise BadRecord("not a number", f"{name} is not JSON; use null or leave it out")
+    raise BadRecord("not a number", f"{name} is not JSON; use null or delete the key")
 
 
 def _float(text: str) -> float:

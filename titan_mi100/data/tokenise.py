@@ -1,4 +1,4 @@
-"""The process pool of preparation: `encode_records` in all cores, in the order of the files, a few chunks at a time."""
+"""The process pool of preparation: runs `encode_records` on all cores, and returns chunks in the order of the files."""
 
 import ctypes
 import multiprocessing
@@ -16,26 +16,30 @@ from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import allow, limit
 
-_CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024
-_ALONE_BYTES = 1 << 20  # less than this is not worth starting more than one process for
-_ALLOWED = 64  # times as much memory and time for a record as for a file that is only looked into
+_CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
+_ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
+# Memory and time granted per byte of a record, as a multiple of what `child.allow` grants per byte of a file: rendering
+# and tokenising take much more than reading.
+_ALLOWED = 64
 
 
 def tokenise(
     sources: Sequence[Source], encoder: Encoder, workers: int, progress: Callable[[int], None]
 ) -> Iterator[Chunk]:
-    """All records of all sources, in order.
+    """Encode all records of all sources, in order.
 
     Args:
-        workers: processes that tokenise, with limits on memory and time: template and tokenizer are somebody else's.
+        workers: number of worker processes. Their memory and time are limited, because the chat template and the
+            tokenizer come from outside.
         progress: called with the bytes that were read since the last call.
 
     Raises:
-        UserError: a file cannot be read, or a process was killed.
+        UserError: a file cannot be read, or a worker process was killed.
     """
     chunks = _read(sources, progress)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
-    # Forked, so that all share the tokenizer's tables. They run no torch code, only Python and the tokenizer's.
+    # Forked, so that all workers share the tokenizer's tables in memory. Forking a process with threads is safe here,
+    # because the workers run no torch code, only Python and the tokenizer.
     context = multiprocessing.get_context("fork")
     state = (encoder, [source.format for source in sources], os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=state)
@@ -45,23 +49,24 @@ def tokenise(
             try:
                 waiting.append(pool.submit(_work_in_process, file, records))
             except OSError as error:
-                for process in multiprocessing.active_children():  # some may run; nobody would end them
+                for process in multiprocessing.active_children():  # the pool does not end workers started before
                     process.kill()
                 what = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
                 raise UserError(what) from None
-            if len(waiting) > 2 * workers:
+            if len(waiting) > 2 * workers:  # bounds the chunks in memory, and keeps every worker busy
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        what = "memory was full, or the chat template or the tokenizer took too much of it or too long"
-        remedy = "set fewer data.workers, or use a sound tokenizer folder"
-        raise UserError(f"a process that tokenised was killed: {what}; {remedy}") from None
+        what = "memory was full, or the chat template or the tokenizer took too much memory or time"
+        remedy = "set fewer data.workers, or use the tokenizer folder that came with the model"
+        raise UserError(f"a tokenising process was killed: {what}; {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterator[tuple[int, list[Record]]]:
+    """Read all files in the parent process. Yields (index of the source, records of a chunk)."""
     for file, source in enumerate(sources):
         reader, said = RecordReader(source.path), 0
         records: list[Record] = []
@@ -84,18 +89,19 @@ _state: tuple[Encoder, list[Format]]  # of a worker process
 
 
 def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
+    """Initialise a worker process."""
     global _state
     _state = encoder, formats
     follow_parent(parent)
 
 
 def follow_parent(parent: int) -> None:
-    """In a worker process: leave signals to the parent, and end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run's handler, that comes with a fork, is not for us
-    if sys.platform == "linux":  # die with the parent, whatever kills it
+    """Call it in a worker process: it then leaves Ctrl-C to the parent, and ends when the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork inherited the training run's handler
+    if sys.platform == "linux":  # the kernel kills this process when the parent dies, even by SIGKILL
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
 

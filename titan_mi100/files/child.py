@@ -1,7 +1,7 @@
-"""Looks into files from strangers in a process with limits on memory and time, so that no file can exhaust this one.
+"""Parses untrusted files in a child process with limits on memory and CPU time, so that no file can exhaust this one.
 
-What runs there is a function of this package, what it returns is JSON. The process imports no torch, whose address
-space alone is 4 GB; it is started by the first question and serves all of them, until `end` or its parent's end.
+The child runs a function of this package and returns JSON. It does not import torch, whose address space alone is 4 GB.
+The first question starts it; it serves all further ones, until `end` is called or its parent ends.
 """
 
 import importlib
@@ -21,42 +21,48 @@ from typing import Any
 from titan_mi100.errors import UserError
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.files.child import serve; serve()"
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # each takes memory
-_PATIENCE = 300  # seconds for an answer: the limit on CPU time does not count a file system that hangs
-_MEMORY, _MEMORY_PER_BYTE = 1 << 30, 16  # of a .metadata of 19 MB: 0.2 GB
-SECONDS, _BYTES_PER_SECOND = 5, 1 << 20  # of CPU time
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # each thread takes memory
+_PATIENCE = 300  # seconds to wait for an answer; the CPU limit does not end a read that hangs in the file system
+# Memory limit in bytes: a base, plus so much per byte of the file. A .metadata of 19 MB needs 0.2 GB.
+_MEMORY, _MEMORY_PER_BYTE = 1 << 30, 16
+SECONDS, _BYTES_PER_SECOND = 5, 1 << 20  # limit on CPU time: a base, plus a second per so many bytes
 _LARGEST_ANSWER = 1 << 27  # bytes
 TOO_MUCH = "needs more memory or time than a real file of its size"
 _HARM = "it is damaged, or was made to do harm"
 
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
-_limited = False  # this process is the child, or another one that `limit` was called in
-_granted, _began, _held = 0, 0, 0  # since `limit`: bytes that were allowed for; and CPU seconds and memory then
+_limited = False  # whether `limit` was called in this process (the child, or a tokenising worker)
+# Bytes granted by `allow` since `limit` was called; CPU seconds and memory of the process when `limit` was called.
+_granted, _began, _held = 0, 0, 0
 
 
 def ask(function: str, path: Path, *arguments: Any) -> Any:
-    """What a function of this package finds in files, in the child process.
+    """Run a function of this package in the child process.
 
     Args:
-        function: its module below this package and its name, as `files.tables:read_torch`. It gets the path as a str,
+        function: module below this package, and name: `files.tables:read_torch`. It is called with the path as a str,
             and the arguments.
-        arguments: what JSON can hold, as what the function returns.
+        path: the file or folder to look into.
+        arguments: JSON values, as is the function's result.
+
+    Returns:
+        The function's result.
 
     Raises:
-        UserError: the function's own; or reading took more memory or time than it may.
+        UserError: from the function; or it exceeded a limit on memory or time.
     """
     with _lock:
         process = _started()
         try:
             answer = json.loads(_exchange(process, json.dumps([function, str(path), *arguments]).encode()))
-        except (OSError, ValueError):  # it ended before the end of its answer
+        except (OSError, ValueError):  # the child was killed by a limit, in the middle of its answer
             end()
             raise UserError(f"{path}: {TOO_MUCH}; {_HARM}") from None
-        except BaseException:  # interrupted: the answer would be taken for the next one's
+        except BaseException:  # interrupted (Ctrl-C): end the child, or the next question would read this answer
             end()
             raise
-        if answer["full"]:
+        if answer["full"]:  # the next question gets a fresh child
             end()
     if answer["refused"]:
         raise UserError(answer["refused"])
@@ -64,10 +70,12 @@ def ask(function: str, path: Path, *arguments: Any) -> Any:
 
 
 def _started() -> subprocess.Popen[bytes]:
+    """The child process; started if there is none."""
     global _process
     if _process is None or _process.poll() is not None:
         end()
         where = json.dumps([str(Path(__file__).parents[2]), *sys.path])
+        # -I -S: no user site, no .pth files: nothing but this package and the libraries is imported
         _process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _START, where],
             stdin=subprocess.PIPE,
@@ -79,14 +87,15 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """Send a line, receive a line."""
+    """Send one line and receive one line. Raises OSError: no complete answer came."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(question + b"\n")
     process.stdin.flush()
     ready, answer, left = select.poll(), bytearray(), _PATIENCE
     ready.register(process.stdout, select.POLLIN)
     while not answer.endswith(b"\n"):
-        while not ready.poll(1000) and left:  # second by second: while a job is suspended the clock runs on
+        # Polled second by second, because a clock would also count the time in which the job is suspended.
+        while not ready.poll(1000) and left:
             left -= 1
         block = os.read(process.stdout.fileno(), 1 << 20) if left else b""
         answer += block
@@ -96,7 +105,7 @@ def _exchange(process: subprocess.Popen[bytes], question: bytes) -> bytes:
 
 
 def end() -> None:
-    """End the process, if there is one."""
+    """End the child process, if there is one."""
     global _process
     if _process is not None:
         _process.kill()
@@ -105,7 +114,7 @@ def end() -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: the child is its parent's."""
+    """After a fork, in the new process: forget the child, which belongs to the parent."""
     global _process, _lock
     _process, _lock = None, threading.Lock()
 
@@ -114,11 +123,11 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def serve() -> None:
-    """Answer questions: what the child process does."""
+    """The main loop of the child process: read questions from stdin, write answers to stdout, one line each."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that prints of libraries do not mix with the answers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # sent to all of a job; the parent decides
+        signal.signal(number, signal.SIG_IGN)  # a job's signals reach all its processes; the parent handles them
     for question in sys.stdin:
         answers.write(_answer(*json.loads(question)) + "\n")
         answers.flush()
@@ -136,36 +145,40 @@ def _answer(function: str, path: str, *arguments: Any) -> str:
         refused = f"{path}: {TOO_MUCH}; {_HARM}"
     except Exception as error:
         refused = f"{path}: cannot be read: {error!r}; {_HARM}"
-    full = _memory(1) > _most_memory() / 4  # what it keeps would be added to what the next question may take
+    # Memory that libraries keep reduces what the next question may use, so a child that keeps much is replaced.
+    full = _memory(1) > _most_memory() / 4
     return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "full": {json.dumps(full)}}}'
 
 
 def _memory(field: int) -> int:
-    """Of this process, in bytes; 1: what is resident (ru_maxrss would begin with the parent's), 5: its data."""
+    """Memory of this process in bytes. Args: field: of /proc/self/statm; 1 is the resident set, 5 the data segment.
+
+    ru_maxrss is of no use here: after a fork it begins with the parent's value.
+    """
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
     return 0  # not Linux
 
 
 def _most_memory() -> int:
-    """Bytes that a question may take."""
+    """The memory limit of the current question, in bytes."""
     return _MEMORY + _MEMORY_PER_BYTE * _granted
 
 
 def limit() -> None:
-    """In a process that looks into files: from now on it may take little memory and time, and what `allow` adds."""
+    """Limit the memory and CPU time of this process from now on; `allow` raises the limits."""
     global _limited, _granted, _began, _held
     _limited, _granted, _began, _held = True, 0, int(time.process_time()), _memory(5)
     allow(0)
 
 
 def allow(size: int) -> None:
-    """Raise the limits, if there are any, by what so many bytes may take."""
+    """Raise the limits by what parsing `size` bytes may need. Does nothing in a process without limits."""
     global _granted
     if not _limited:
         return
     _granted += size
     seconds = SECONDS + _granted // _BYTES_PER_SECOND
     for kind, most in ((resource.RLIMIT_DATA, _held + _most_memory()), (resource.RLIMIT_CPU, _began + seconds)):
-        with suppress(ValueError, OSError):  # the system's own limit is lower
+        with suppress(ValueError, OSError):  # the hard limit is lower, and holds anyway
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))

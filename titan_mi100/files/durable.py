@@ -1,4 +1,4 @@
-"""Files that are there after a crash, whole: synced writes, hashes, and a folder that one run has to itself."""
+"""Durable files: synced writes, atomic folders, hashes, and the lock that gives a folder to one run only."""
 
 import errno
 import fcntl
@@ -22,25 +22,25 @@ from titan_mi100.logging import log
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _BLOCK = 1 << 20
-_INCOMPLETE = ".incomplete"
-LOCK = ".lock"  # the name of a folder's
-_PATIENCE = 60  # seconds: workers whose launcher was killed have half of that to end
+_INCOMPLETE = ".incomplete"  # suffix of a folder that is being written
+LOCK = ".lock"  # name of the lock file in a run folder
+_PATIENCE = 60  # seconds to wait for a lock; workers of a killed launcher end within half of that
 
 
 def sync(path: Path) -> None:
-    """Let the device have a file's content, or a folder's list of files."""
+    """Flush a file's content, or a folder's entries, to the device (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):  # some network file systems sync no folders
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that the device has on return."""
+    """Write a file and flush it to the device."""
     with path.open("wb") as file:
         file.write(text.encode())
         file.flush()
@@ -48,7 +48,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, its former content until then."""
+    """Write a file atomically: readers see the old content or the new one, never a part. Not synced."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -68,14 +68,16 @@ def sha256_of(path: Path) -> str:
 
 
 class HashingStream:
-    """A file being written, and the SHA-256 and size of what was."""
+    """A file opened for writing that computes the SHA-256 and size of what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._digest, self.size = file, hashlib.sha256(), 0
-        self.error: OSError | None = None  # torch.save would only tell of what followed from it
+        # The first error of a write, kept because torch.save raises a less precise one instead.
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        # both let other threads run; a thread is worth its start for large writes only
+        # Hashing and writing both release the GIL, so they run in parallel. Starting a thread pays for large writes
+        # only.
         hashing = threading.Thread(target=self._digest.update, args=(data,)) if len(data) > _BLOCK else None
         if hashing is not None:
             hashing.start()
@@ -105,14 +107,14 @@ class HashingStream:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Does nothing: the file's owner closes it, not a writer that was given this stream."""
+        """Does nothing: whoever opened the file closes it. torch's writers close the stream they are given."""
 
 
 def probe(folder: Path) -> None:
-    """Try all that a checkpoint will need of the folder's file system: write, sync, rename, remove.
+    """Try every operation that a checkpoint needs of the file system: write, sync, rename, remove.
 
     Raises:
-        UserError: one of them failed.
+        UserError: an operation failed.
     """
     first, second = (folder / f".probe-{uuid.uuid4().hex}{end}" for end in ("", "-renamed"))
     try:
@@ -124,25 +126,26 @@ def probe(folder: Path) -> None:
         for left in (first, second):
             with suppress(OSError):
                 left.unlink(missing_ok=True)
-        what = f"{folder}: cannot be written to ({error.strerror}); free it, or name another job.run_folder"
+        what = f"{folder}: cannot be written to ({error.strerror}); make it writable, or name another job.run_folder"
         raise UserError(what) from None
 
 
 @contextmanager
 def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
-    """A folder to fill, which takes the name `final` at the end, unless something is raised: then nothing is left.
+    """Yield a temporary folder. It is renamed to `final` at the end, or removed if an exception is raised.
 
     Args:
-        nbytes: about what will be written.
+        nbytes: bytes that will be written, approximately.
 
     Raises:
-        UserError: `final` is there and not empty, cannot be made, or the disk has no room.
+        UserError: `final` exists and is not empty, it cannot be made, or the disk has too little free space.
     """
     if final.is_symlink() or (final.exists() and not (final.is_dir() and not any(final.iterdir()))):
-        raise UserError(f"{final}: is there already, and is not overwritten; remove it, or name another folder")
+        raise UserError(f"{final}: exists already, and is not overwritten; remove it, or name another folder")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{final.name}.{socket.gethostname()}."  # a lock may not reach other nodes
+        # With the host's name, because locks may not work across nodes: only this host's leftovers are removed.
+        prefix = f".{final.name}.{socket.gethostname()}."
         for left in final.parent.glob(f"{glob.escape(prefix)}*{_INCOMPLETE}"):
             _remove_if_left(left)
         if (free := shutil.disk_usage(final.parent).free) < nbytes:
@@ -153,16 +156,16 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         raise UserError(f"{final}: cannot be written ({error.strerror}); name another folder") from None
     lock = os.open(aside, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some file systems have none
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
-        sync(aside)
+        sync(aside)  # before the rename: a crash must not leave a final name with missing files
         try:
             aside.rename(final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            raise UserError(f"{final}: another process has written it meanwhile; it is left as it is") from None
+            raise UserError(f"{final}: another process has written it in the meantime; nothing was changed") from None
         sync(final.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -172,7 +175,7 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
 
 
 def remove_left(path: Path) -> None:
-    """Remove a leftover, whatever it is: rmtree would open a pipe, and wait. Raises OSError."""
+    """Remove a file or folder of any type. Raises OSError. rmtree alone would open a pipe, and wait forever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -180,7 +183,7 @@ def remove_left(path: Path) -> None:
 
 
 def _remove_if_left(aside: Path) -> None:
-    """Remove what a killed process left; one that is at work has the lock."""
+    """Remove a temporary folder unless its writer is alive, which then holds the lock on it."""
     if aside.is_symlink() or not aside.is_dir():
         remove_left(aside)
         return
@@ -192,28 +195,29 @@ def _remove_if_left(aside: Path) -> None:
 
 
 class FolderLock:
-    """Keeps a folder for this process, until it ends however it ends.
+    """An exclusive lock on a run folder. The system releases it when the process ends, even by SIGKILL.
 
     Attributes:
-        nonce: what the lock's file holds, so that others can tell whether they see the same folder.
+        nonce: a random text in the lock file. Other nodes compare it, to find out whether they see the same folder.
     """
 
     def __init__(self, folder: Path, patience: float = _PATIENCE) -> None:
-        """Take the lock.
+        """Acquire the lock.
 
         Args:
-            patience: seconds to wait for its holder, who may be about to end.
+            patience: seconds to wait for the process that holds it, which may be about to end.
 
         Raises:
-            UserError: another process has it, or the folder cannot be written to, or not without writing elsewhere.
+            UserError: another process holds it; the folder cannot be written to; or a file in it is a link, so that
+                writing would change a file elsewhere.
         """
         self.nonce = uuid.uuid4().hex
         record = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": self.nonce}
         try:
-            # a folder may be a link to where there is room
+            # Links to folders are allowed: users put checkpoints on a larger disk that way.
             if odd := [p for p in folder.iterdir() if not p.is_dir() and (p.is_symlink() or not p.is_file())]:
-                raise UserError(f"{odd[0]}: is a link or no regular file, and would be written to; remove it")
-            self._file = (folder / LOCK).open("a+", encoding="utf-8")  # held open for as long as this object lives
+                raise UserError(f"{odd[0]}: is a link or not a regular file, and would be written to; remove it")
+            self._file = (folder / LOCK).open("a+", encoding="utf-8")  # closing it would release the lock
             self._take(folder, patience)
             self._file.truncate(0)
             self._file.write(json.dumps(record))
@@ -229,17 +233,17 @@ class FolderLock:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _NO_LOCKS:
-                    return log.warning(f"{folder}: has no locks; do not start two runs with this folder")
+                    return log.warning(f"{folder}: cannot be locked; do not start two runs with this folder")
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
             holder = self._holder()
             if time.monotonic() > until:
                 raise UserError(
-                    f"{folder}: is in use by another run ({holder}); wait for it or end it, or name another "
+                    f"{folder}: is used by another run ({holder}); wait for it or end it, or name another "
                     "job.run_folder"
                 )
             if not said:
-                log.info(f"{folder} is in use ({holder}); waiting for it up to {patience:.0f} s")
+                log.info(f"{folder} is used by another run ({holder}); waiting for up to {patience:.0f} s")
                 said = True
             time.sleep(0.2)
 

@@ -1,4 +1,4 @@
-"""The data files that a path or glob pattern of the config stands for. Imports no torch."""
+"""Finds the data files that a path or glob pattern of the config matches. Imports no torch."""
 
 import glob
 import os
@@ -6,15 +6,15 @@ import stat
 
 
 def matching_files(pattern: str) -> tuple[list[str], list[str]]:
-    """The files of a path or a glob pattern (`**`: any folders), sorted by name; and what is wrong, a line each."""
-    literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # a file may be called data[1].jsonl
+    """The files of a path or a glob pattern (`**`: any folders), sorted by name; and one line per problem."""
+    literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # an existing file may be named data[1].jsonl
     files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
     return files, problems if files else [f"{pattern}: matches no file"]
 
 
 def unusable(path: str, kind: str = "*.jsonl") -> str:
-    """Why the path is not a file that can be read; "" if it is. `kind`: a pattern of such files, for the message."""
+    """Why the path cannot be read as a file; "" if it can. Args: kind: a pattern of such files, for the message."""
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
@@ -23,5 +23,5 @@ def unusable(path: str, kind: str = "*.jsonl") -> str:
         return f"is a folder; name its files, e.g. {os.path.join(path, kind)}"
     kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder)}
     if not stat.S_ISREG(found.st_mode) or found.st_dev in kernels:  # reading /proc/kmsg waits for the next message
-        return "is no regular file (a pipe?); it is read more than once, so write it to disk first"
+        return "is not a regular file (a pipe?); data are read more than once, so write them to disk first"
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"

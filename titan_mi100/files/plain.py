@@ -1,6 +1,6 @@
-"""Reading files that came from elsewhere: regular ones of a sane size, nothing outside their folder, no code in them.
+"""Reads untrusted files: only regular files of a sane size, never a file outside their folder, never code.
 
-The messages have the form `file: what is wrong; remedy`. Imports no torch.
+Messages have the form `file: what is wrong; remedy`. Imports no torch.
 """
 
 import json
@@ -14,28 +14,29 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.schema import checked
 
 MIB = 1 << 20
-LARGEST_CONFIG = 16 * MIB  # real ones: a tokenizer_config.json of 1 MiB
-LARGEST_TABLE = 100 * MIB  # a tokenizer or an index of shards; real ones: a tokenizer.json of 33 MiB
+LARGEST_CONFIG = 16 * MIB  # of a config; the largest real one known is a tokenizer_config.json of 1 MiB
+LARGEST_TABLE = 100 * MIB  # of a tokenizer or an index of shards; the largest known is a tokenizer.json of 33 MiB
 
-_CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")
+_CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they make transformers run a folder's Python code
 
 
 def plain_path(path: Path) -> Path:
-    """Where the regular file is that `path` names. Opening anything else could hang, or read what is not the folder's.
+    """The path of the regular file that `path` names.
 
-    A symbolic link is followed in one layout only, a snapshot of the hub's cache, whose files are links into the
-    `blobs` folder of the same repository.
+    Anything else is refused: opening a pipe could hang, and a link could lead to a file outside the folder. Links are
+    followed in one layout only: a snapshot in the Hugging Face cache, whose files are links into the `blobs` folder of
+    the same repository.
 
     Raises:
-        UserError: a link that leads elsewhere, or a folder, pipe or device.
-        OSError: there is nothing, or it cannot be looked at.
+        UserError: `path` is a link that leads elsewhere, or a folder, pipe or device.
+        OSError: `path` does not exist, or is not accessible.
     """
     if path.is_symlink():
         target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
         if not any(up.name == "snapshots" and target.parent == up.parent / "blobs" for up in folder.parents):
-            raise UserError(f"{path}: is a link to {target}, outside of its folder; copy the file itself there (cp -L)")
+            raise UserError(f"{path}: is a link to {target}, outside its folder; copy the file itself there (cp -L)")
         if not target.exists():
-            raise UserError(f"{path}: is a link to {target}, which is not there; download it again")
+            raise UserError(f"{path}: is a link to {target}, which does not exist; download it again")
         path = target
     if not stat.S_ISREG(path.stat(follow_symlinks=False).st_mode):
         raise UserError(f"{path}: is not a regular file; put the file itself there")
@@ -43,16 +44,17 @@ def plain_path(path: Path) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A regular file, open; whatever else takes its place meanwhile is not waited for. Raises as `plain_path` does."""
+    """Open a regular file for reading. Raises as `plain_path` does."""
+    # O_NONBLOCK and O_NOFOLLOW: a pipe or link that replaces the file after the check can neither hang nor redirect us.
     return os.fdopen(os.open(plain_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:
-    """The content of a regular file of at most `largest` bytes; raises as `plain_path` does."""
+    """The content of a regular file of at most `largest` bytes. Raises as `plain_path` does; UserError: too large."""
     with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
-        raise UserError(f"{path}: is larger than {largest:,} bytes, which no real one is; download it again")
+        raise UserError(f"{path}: is larger than {largest:,} bytes; no real file of this kind is; download it again")
     return content
 
 
@@ -60,7 +62,7 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
     """The JSON object in a regular file.
 
     Args:
-        remedy: what the user can do where the file is missing or is not what it should be.
+        remedy: end of the error message: what the user can do if the file is missing or wrong.
         largest: bytes; a larger file is refused.
 
     Raises:
@@ -75,7 +77,7 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
 
 
 def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file's content; `path` is for the message. Raises UserError as read_object."""
+    """Decode a file's content as a JSON object. Args: path, remedy: for the message. Raises UserError."""
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -86,22 +88,22 @@ def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name that was found inside of a file stays inside of that file's folder."""
+    """Whether a file name found inside an untrusted file refers to an entry of that file's own folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def refuse_code(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config that wants Python code of its own to be run: without it, it may mean something else."""
+    """Refuse a config that comes with Python code of its own. Without that code the config may mean something else."""
     for key in _CODE_KEYS:
         if config.get(key):
-            raise UserError(f"{file}: {key} asks for Python code, which is not run; use a folder that needs none")
+            raise UserError(f"{file}: {key} asks to run Python code, which is never run; use a folder without it")
 
 
 def read_checked(path: Path, kind: Any, remedy: str) -> Any:
-    """The JSON object in a regular file as `kind`, a dataclass or TypedDict; see schema.checked.
+    """Read a JSON object and check it. Args: kind: a dataclass or TypedDict, see schema.checked.
 
     Raises:
-        UserError: as read_object; or a key is missing, unknown, or its value is not what it must be.
+        UserError: from `read_object`; or a key is missing or unknown, or its value has a wrong type.
     """
     try:
         return checked(read_object(path, remedy), kind)

@@ -1,4 +1,4 @@
-"""One check for all JSON that is read back: every key, type and bound, against a dataclass or TypedDict. No torch."""
+"""Checks JSON values against a dataclass or TypedDict: every key, type and bound. Imports no torch."""
 
 import math
 import types
@@ -7,25 +7,28 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 
 from titan_mi100.wording import shortened, some
 
-_LONGEST = 1 << 20  # of texts, lists and objects
+_LONGEST = 1 << 20  # characters of a text, entries of a list or object
 _WORDS = {int: "a whole number from 0 below 2^63", float: "a finite number", bool: "true or false"}
 
 
 def checked(value: Any, kind: Any, where: str = "") -> Any:
-    """The value, which JSON gave, as `kind`.
+    """Convert a value that was decoded from JSON to the type `kind`, and check it.
 
     Args:
-        kind: int (never negative), float, str, bool; `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X];
-            a dataclass, which is built, or a TypedDict, of such; Any: not looked into.
-        where: the value's key, for the message: `progress.step`.
+        kind: int (0 or more), float, str, bool; `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X]; a
+            dataclass or TypedDict with such fields; Any: no check.
+        where: the value's key, for error messages, such as `progress.step`.
+
+    Returns:
+        The value; for a dataclass an instance of it.
 
     Raises:
-        ValueError: `where = value must be ...`, or the keys that are missing or unknown.
+        ValueError: `WHERE = VALUE must be ...`, or names the missing or unknown keys.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):  # only `X | None` is used
         others = [option for option in arguments if option is not type(None)]
         return None if value is None and others != [*arguments] else checked(value, others[0], where)
     if is_dataclass(kind) or is_typeddict(kind):
@@ -43,8 +46,9 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
         return tuple(checked(item, own, f"{where}[{i}]") for i, (item, own) in enumerate(pairs))
     if kind is str:
         return _sized(value, str, "a text", where)
-    if kind is float and type(value) is int and abs(value) < 2**63:
+    if kind is float and type(value) is int and abs(value) < 2**63:  # JSON writers may drop the ".0"
         value = float(value)
+    # type() instead of isinstance(): a bool is an int in Python, but not in JSON.
     bad = type(value) is not kind or (kind is int and not 0 <= value < 2**63)
     if bad or (kind is float and not math.isfinite(value)):
         raise ValueError(f"{where} = {shortened(repr(value))} must be {_WORDS[kind]}")
@@ -58,6 +62,7 @@ def _with_keys(value: Any, kind: Any, where: str) -> Any:
     else:
         required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     for what, names in (("lacks", required - content.keys()), ("has the unknown key", content.keys() - hints.keys())):
+        # An unknown key is refused, not ignored: a newer version may have written it with a meaning.
         if names:
             raise ValueError(f"{where or 'it'} {what} {some(sorted(names))}")
     found = {key: checked(item, hints[key], _below(where, key)) for key, item in content.items()}
@@ -75,5 +80,5 @@ def _below(where: str, key: str) -> str:
 
 
 def if_finite(value: float | None) -> float | None:
-    """The number, or None: JSON has no others."""
+    """The number, or None if it is NaN or infinite, which JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,10 +1,10 @@
-"""Where the tensors are in files that came from elsewhere: name, dtype, shape, file and offset. Imports no torch.
+"""Locates the tensors in untrusted files: name, dtype, shape, file and offset. Imports no torch.
 
-Runs in the child process of child.py, whose limits stand for bounds on what a file can ask for. Formats: safetensors,
-DCP folders, files of `torch.save`. Their pickles make nothing but inert objects; no code of theirs is run.
+Formats: safetensors, DCP folders, files of `torch.save`. Runs in the child process (child.py), whose limits bound the
+memory and time that a file can cost. Pickles are loaded into inert objects only; no code of theirs is run.
 
-A table is `{name: [dtype, shape, parts]}`; a part is `[offset in the tensor, size, file, first byte, about]`, of which
-the last is its strides (None: contiguous) or, for DCP, the bytes of a zip to be looked into by `read_parts`.
+A table is `{name: [dtype, shape, parts]}`. A part is `[offset in the tensor, size, file, first byte, x]`, where x is
+the strides in elements (None: contiguous) or, for DCP, the number of bytes of a zip that `read_parts` looks into.
 """
 
 import io
@@ -30,9 +30,9 @@ from titan_mi100.wording import shortened, shown, some
 Table = dict[str, list[Any]]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STATE_DICTS = ("model", "state_dict", "model_state_dict")  # under which trainers keep the weights in a file
-_LARGEST = 384 * MIB  # of what says where tensors are: 172 bytes a part; of a 32B's 2,100 tensors from 512 ranks 178
-_MOST_DIMS = 32  # of a tensor; numpy 1 has no more
+STATE_DICTS = ("model", "state_dict", "model_state_dict")  # keys under which trainers store the weights in a file
+_LARGEST = 384 * MIB  # of a header or .metadata, which has 172 bytes per part; a 32B model of 512 ranks needs 178 MiB
+_MOST_DIMS = 32  # dimensions of a tensor; numpy 1 allows no more
 
 BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -40,9 +40,10 @@ BYTES = {
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-# by the names of safetensors: what can be trained
+# safetensors' names of the dtypes that can be trained
 HF_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_STORAGES = {  # the dtypes by the classes that pickles name, each with "Storage" behind it; "": it is said elsewhere
+# Class names in pickles, without their suffix "Storage" -> dtype. "": an untyped storage; the tensor names the dtype.
+_STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
     "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "Untyped": "",
@@ -53,17 +54,17 @@ _STORAGES = {  # the dtypes by the classes that pickles name, each with "Storage
 
 
 def read_hf(folder: str) -> Table:
-    """The tensors of an HF folder, in one file or sharded with an index.
+    """The tensors of an HF folder: one file, or shards with an index.
 
     Raises:
-        UserError: a file that is missing or not a whole safetensors file, or an index that names other tensors.
+        UserError: a file is missing, is not a complete safetensors file, or holds other tensors than the index says.
     """
     root = Path(folder)
     if not os.path.lexists(root / INDEX):
         return read_safetensors(str(root / SINGLE))
     index = root / INDEX
     if os.path.lexists(root / SINGLE):
-        raise UserError(f"{root}: holds {SINGLE} and {INDEX}, of which programs read either; remove one")
+        raise UserError(f"{root}: has both {SINGLE} and {INDEX}; programs differ in which they read; remove one")
     weight_map = read_object(index, "download it again", _LARGEST).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: not an index of safetensors files: it has no weight_map; download it again")
@@ -82,9 +83,12 @@ def read_hf(folder: str) -> Table:
 
 
 def read_safetensors(file: str) -> Table:
-    """The tensors of one file, which must fill it without a gap, as the format wants it."""
+    """The tensors of one safetensors file. As the format demands, they must fill the file without gaps.
+
+    Layout: 8 bytes with the header's length (little-endian), the header in JSON, then the values.
+    """
     path = Path(file)
-    with _refusing(path, "not a whole safetensors file", "download it again"), open_plain(path) as opened:
+    with _refusing(path, "not a complete safetensors file", "download it again"), open_plain(path) as opened:
         length, size = _little(opened.read(8)), os.fstat(opened.fileno()).st_size
         header = json.loads(_taken(opened, 8, length, size).decode(), object_pairs_hook=_unique)
         checked(header.pop("__metadata__", {}), dict[str, str], "__metadata__")
@@ -96,7 +100,7 @@ def read_safetensors(file: str) -> Table:
                 raise UserError(f"{path}: {what}; use bfloat16")
             fits = 8 + length + begin == end and stop - begin == math.prod(shape) * BYTES[dtype]
             if not _natural(begin, stop) or not fits:
-                raise ValueError(f"{name} has other bytes than its shape needs, or not where the one before ends")
+                raise ValueError(f"{name} has too few or too many bytes, or does not begin where the one before ends")
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, end, None]]]
             end += stop - begin
         if end != size:
@@ -107,15 +111,15 @@ def read_safetensors(file: str) -> Table:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("names something twice")
+        raise ValueError("the header has a key twice")
     return found
 
 
-# ---- pickles
+# ---- pickles: a pickle can call any function that it names; here each name becomes an inert class
 
 
 class _Object:
-    """What a pickle makes of a class or a call: what it was given, and nothing that runs."""
+    """Stands for the result of a class or call in a pickle. It stores the arguments and the state, and runs nothing."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
@@ -131,13 +135,13 @@ class _Object:
 
 
 class _Dict(dict[Any, Any]):
-    """An OrderedDict without its attributes."""
+    """Stands for an OrderedDict; attributes that a pickle sets on it are dropped."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
-# the classes of a `.metadata` and the fields that they may have
+# The classes in a DCP `.metadata`, and the fields that they may have.
 _FIELDS = {
     "Metadata": {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
     "TensorStorageMetadata": {"properties", "size", "chunks"},
@@ -148,7 +152,7 @@ _FIELDS = {
     "_StorageInfo": {"relative_path", "offset", "length", "transform_descriptors"},
 }
 _DCP = "torch.distributed.checkpoint"
-# every global that a pickle may name, as a class of its own
+# Every global that a pickle may name -> the inert class that stands for it. All other globals are refused.
 _GLOBALS: dict[tuple[str, str], Any] = {
     (module, name): _Dict if name == "OrderedDict" else type(name, (_Object,), {"__slots__": ()})
     for module, names in {
@@ -168,6 +172,8 @@ _GLOBALS: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Loads a pickle into inert objects."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _GLOBALS:
             raise pickle.UnpicklingError(f"asks for {module}.{name}, which no checkpoint needs")
@@ -178,19 +184,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _state(made: Any, kind: str) -> Any:
-    """The fields of an object, which must be of that kind."""
+    """The fields of an inert object. Raises TypeError: it is not of class `kind`, or has unknown fields."""
     if type(made).__name__ != kind or not isinstance(made, _Object):
-        raise TypeError(f"holds a {type(made).__name__} where a {kind} belongs")
+        raise TypeError(f"holds a {type(made).__name__} instead of a {kind}")
     fields = _FIELDS.get(kind)
     if fields is not None and not (made.state or {}).keys() <= fields:
-        raise TypeError(f"gives a {kind} fields that it does not have")
+        raise TypeError(f"has a {kind} with unknown fields")
     return made.state
 
 
 def _called(made: Any, *names: str) -> tuple[Any, ...]:
-    """The arguments of a call of one of those names."""
+    """The arguments of a call in the pickle. Raises TypeError: it calls none of `names`."""
     if not isinstance(made, _Object) or type(made).__name__ not in names or made.state is not None:
-        raise TypeError(f"holds a {type(made).__name__} where {' or '.join(names)} belongs")
+        raise TypeError(f"holds a {type(made).__name__} instead of {' or '.join(names)}")
     return made.arguments
 
 
@@ -202,7 +208,7 @@ def _size(made: Any) -> tuple[int, ...]:
 
 def _dtype(kind: Any) -> str:
     if not isinstance(kind, type) or kind.__name__ not in BYTES:
-        raise TypeError(f"holds a {getattr(kind, '__name__', kind)!r} where a dtype belongs")
+        raise TypeError(f"holds a {getattr(kind, '__name__', kind)!r} instead of a dtype")
     return kind.__name__
 
 
@@ -215,9 +221,9 @@ def _natural(*numbers: Any) -> bool:
 
 
 def _shape(numbers: Any) -> list[int]:
-    """The numbers, which must be a shape that numpy and torch can have."""
+    """The numbers as a list. Raises ValueError: numpy and torch cannot have this shape."""
     fits = type(numbers) in (list, tuple) and len(numbers) <= _MOST_DIMS and _natural(*numbers)
-    if not fits or math.prod(number or 1 for number in numbers) >= 2**59:  # of elements of 8 bytes
+    if not fits or math.prod(number or 1 for number in numbers) >= 2**59:  # with 8 bytes each, 2^62 bytes
         raise ValueError("has an impossible size")
     return list(numbers)
 
@@ -226,10 +232,11 @@ def _shape(numbers: Any) -> list[int]:
 
 
 def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
-    """The tensors of a DCP folder by its `.metadata`, and the names of entries that are none.
+    """The tensors of a DCP folder, and the names of its entries that are not tensors.
 
     Args:
-        files: the only names that the metadata may give, as of a manifest; None: any plain name in the folder.
+        file: the folder's `.metadata`.
+        files: the file names that the metadata may refer to (those of a manifest); None: any name in the folder.
     """
     path = Path(file)
     with _refusing(path), open_plain(path) as opened:
@@ -249,7 +256,7 @@ def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
             fields = _state(entry, "TensorStorageMetadata")
             dtype, layout, *_ = _state(fields["properties"], "TensorProperties")
             if _called(layout, "_get_layout") != ("torch.strided",):
-                raise ValueError(f"{name!r} is no dense tensor")
+                raise ValueError(f"{name!r} is not a dense tensor")
             shape = _size(fields["size"])
             parts: list[list[Any]] = []
             for chunk in fields["chunks"]:
@@ -257,16 +264,16 @@ def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
                 offset, sizes = _size(box["offsets"]), _size(box["sizes"])
                 place = places.get((name, offset))
                 if place is None or math.prod(sizes) * BYTES[_dtype(dtype)] > place[2]:
-                    raise ValueError(f"{name!r} is larger than what is stored of it")
+                    raise ValueError(f"{name!r} is larger than its stored bytes")
                 parts.append([offset, sizes, *place])
             if not _fill([(part[0], part[1]) for part in parts], shape):
-                raise ValueError(f"the parts of {name!r} are not the whole of it")
+                raise ValueError(f"the parts of {name!r} overlap or leave gaps")
             table[name] = [_dtype(dtype), shape, parts]
     return table, others
 
 
 def _places(folder: Path, storage: Any, files: list[str] | None) -> dict[tuple[str, Any], tuple[str, int, int]]:
-    """File, first byte and number of bytes of each part, by its name and offset."""
+    """(tensor name, offset) -> (file, first byte, number of bytes) of each part."""
     places, size_of = {}, {}
     for index, info in storage.items():
         at, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
@@ -277,7 +284,7 @@ def _places(folder: Path, storage: Any, files: list[str] | None) -> dict[tuple[s
             with open_plain(folder / file) as opened:
                 size_of[file] = os.fstat(opened.fileno()).st_size
         if not _natural(begin, length) or begin + length > size_of[file]:
-            raise ValueError(f"{at['fqn']!r} lies outside of {file!r}")
+            raise ValueError(f"{at['fqn']!r} lies outside {file!r}")
         if where.get("transform_descriptors"):
             raise ValueError(f"{at['fqn']!r} is stored transformed, which is not supported")
         places[at["fqn"], at.get("offset") and _size(at["offset"])] = file, begin, length
@@ -285,7 +292,8 @@ def _places(folder: Path, storage: Any, files: list[str] | None) -> dict[tuple[s
 
 
 def _fill(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether boxes of offset and size fill the shape, without a gap and without sharing a value."""
+    """Whether boxes (offset, size) fill the shape without gaps and without overlaps."""
+    # If all boxes are inside and their volumes sum up to the shape's, there is a gap only if two boxes overlap.
     inside = all(
         len(offset) == len(size) == len(shape) and all(a + n <= m for a, n, m in zip(offset, size, shape, strict=True))
         for offset, size in boxes
@@ -294,7 +302,8 @@ def _fill(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]
         return False
     if not shape:
         return len(boxes) == 1
-    reaching: list[tuple[Sequence[int], Sequence[int]]] = []  # boxes of before that reach to where this one begins
+    # A sweep along dimension 0: only earlier boxes that reach beyond the beginning of this one can overlap it.
+    reaching: list[tuple[Sequence[int], Sequence[int]]] = []
     for offset, size in sorted(box for box in boxes if math.prod(box[1])):
         reaching = [(other, extent) for other, extent in reaching if other[0] + extent[0] > offset[0]]
         for other, extent in reaching:
@@ -305,10 +314,10 @@ def _fill(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]
 
 
 def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], float]:
-    """First byte and strides of the values of parts of a DCP folder; and the seconds that it took to look.
+    """Look into parts of a DCP folder (zips). Returns first byte and strides of each part's values; CPU seconds.
 
     Args:
-        wanted: file, first byte and bytes of the zip of each, and the dtype and shape that must be in it.
+        wanted: per part: file, first byte and bytes of the zip; and the dtype and shape that it must hold.
     """
     found, started = [], time.process_time()
     for file, begin, length, dtype, shape in wanted:
@@ -318,16 +327,16 @@ def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], f
             with mmap.mmap(opened.fileno(), before + length, access=mmap.ACCESS_READ, offset=begin - before) as part:
                 *kind, strides, first = _tensor(*_saved(part, before))
             if kind != [dtype, shape]:
-                raise ValueError(f"holds a {kind} where the metadata says {[dtype, shape]}")
+                raise ValueError(f"holds a {kind}, but the metadata says {[dtype, shape]}")
             found.append([begin - before + first, strides])
     return found, time.process_time() - started
 
 
-# ---- what torch.save wrote
+# ---- files of torch.save
 
 
 def read_torch(file: str) -> Table:
-    """The tensors of a file of `torch.save`: a dict of tensors, alone or under one of the usual keys."""
+    """The tensors of a file of `torch.save`: a dict of tensors, at top level or under one of STATE_DICTS."""
     path = Path(file)
     with _refusing(path), open_plain(path) as opened:
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -338,8 +347,8 @@ def read_torch(file: str) -> Table:
         table: Table = {}
         for name, made in found.items():
             if type(name) is not str or not type(made).__name__.startswith("_rebuild_"):
-                what = f"{shown(name)} is no tensor by its name but a {type(made).__name__}"
-                where = f"a dict of tensors, alone or under {', '.join(STATE_DICTS)}"
+                what = f"its entry {shown(name)} is a {type(made).__name__}, not a tensor"
+                where = f"a dict from names to tensors, at top level or under {', '.join(STATE_DICTS)}"
                 raise UserError(f"{path}: {what}; name a file that holds {where}")
             dtype, shape, strides, begin = _tensor(made, records)
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, begin, strides]]]
@@ -347,7 +356,10 @@ def read_torch(file: str) -> Table:
 
 
 def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[int], list[int] | None, int]:
-    """dtype, shape, strides (None: it is empty) and first byte of what torch rebuilds as a tensor."""
+    """dtype, shape, strides in elements (None: no elements) and first byte of a tensor, as pickled by torch.
+
+    Args: made: a call of `_rebuild_tensor_v2` and the like; records: storage key -> (first byte, bytes).
+    """
     if type(made).__name__ == "_rebuild_parameter":
         made = _called(made, "_rebuild_parameter")[0]
     storage, offset, shape, strides, _, _, *more = _called(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
@@ -359,30 +371,32 @@ def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[i
     begin, length = records[key]
     if not (count := math.prod(shape)):
         return dtype, shape, None, begin
-    # of a dimension of 1 any stride will do, also one beyond all numbers
+    # The stride of a dimension of size 1 is never used, and may be any number; bound it, so that it cannot overflow.
     strides = [min(stride, count) if n == 1 else stride for n, stride in zip(shape, strides, strict=True)]
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if max(count, last + 1) * BYTES[dtype] > length:
-        raise ValueError(f"holds a tensor of shape {tuple(shape)} without storing its values")
+        raise ValueError(f"has a tensor of shape {tuple(shape)}, but does not store all its values")
     return dtype, shape, strides, begin + offset * BYTES[dtype]
 
 
 def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The pickle of what `torch.save` wrote, loaded, and first byte and length of each storage.
+    """Load the pickle of a zip that `torch.save` wrote. Returns it as inert objects, and (first byte, bytes) by storage.
 
     Args:
         file: ends where the zip ends.
-        start: where it begins.
+        start: byte where the zip begins.
 
-    Whatever torch.load might understand otherwise than Python's zipfile is refused.
+    A zip that torch's reader might understand differently than Python's is refused: it could show torch other values.
     """
     if file[start : start + 4] != b"PK\x03\x04":
         raise ValueError("is not in the format (zip) that torch.save has written since torch 1.6")
     with zipfile.ZipFile(file) as archive:  # type: ignore[call-overload]  # has all that is used of a file
         entries = archive.infolist()
     size, tail, records, folders = len(file), file[-98:], {}, set()
-    directory, moved = _little(tail[-6:-2]), False  # in the 22 bytes that a zip without comment ends with
-    if tail[-42:-38] == b"PK\x06\x07":  # before them numbers of 64 bits, and where these are
+    # The end record of a zip without comment has 22 bytes; bytes -6 to -2 hold the offset of the central directory.
+    # Before it, a zip64 has a record with 64-bit numbers (56 bytes) and a locator (20 bytes, "PK\6\7").
+    directory, moved = _little(tail[-6:-2]), False
+    if tail[-42:-38] == b"PK\x06\x07":
         directory, moved = _little(tail[-50:-42]), _little(tail[-34:-26]) != size - 98 - start
     if archive.comment or moved or start + directory != archive.start_dir:
         raise ValueError("is a zip that torch.save did not write")
@@ -390,13 +404,13 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise ValueError("is compressed, which torch.save never does")
         file.seek(entry.header_offset)
-        header = file.read(30)  # the entry's own, which ends with the lengths of its name and of more
+        header = file.read(30)  # the local header; it ends with the lengths of the name and of the extra field
         begin = entry.header_offset + len(header) + _little(header[26:28]) + _little(header[28:])
         if begin + entry.file_size > size:
             raise ValueError("claims more bytes than it has")
-        folder, _, name = entry.orig_filename.partition("/")  # before Python cuts it at a NUL, or takes another
+        folder, _, name = entry.orig_filename.partition("/")  # the name as stored; `filename` is cut at a NUL
         folders.add(folder)
-        records[name.lower()] = begin, entry.file_size  # torch.load looks for names whatever their case
+        records[name.lower()] = begin, entry.file_size  # torch.load ignores the case of names
     if len(records) != len(entries) or len(folders) != 1:
         raise ValueError("is a zip that torch.save did not write")
     if "byteorder" in records and _taken(file, *records["byteorder"], size) != sys.byteorder.encode():
@@ -406,9 +420,9 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
 
 
 def _taken(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> bytes:
-    """Bytes that are to be parsed, by which the limits of this process are set."""
+    """Read bytes to be parsed, and raise this process's limits accordingly. Raises ValueError: an impossible length."""
     if length > _LARGEST or begin + length > size:
-        raise ValueError(f"claims a header of {length:,} bytes, which no real one has")
+        raise ValueError(f"claims a header of {length:,} bytes, more than any real file has")
     allow(length)
     file.seek(begin)
     return file.read(length)
@@ -416,14 +430,14 @@ def _taken(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> b
 
 @contextmanager
 def _refusing(path: Path, what: str = "cannot be read safely", remedy: str = "") -> Iterator[None]:
-    """Turn whatever a file that is cut, damaged or hostile leads to into a UserError."""
+    """Turn any exception that a truncated, damaged or hostile file causes into a UserError."""
     try:
         yield
     except UserError:
         raise
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        raise UserError(f"{error.filename or path}: {reason}; {remedy or 'name a whole checkpoint'}") from None
+        raise UserError(f"{error.filename or path}: {reason}; {remedy or 'name a complete checkpoint'}") from None
     except Exception as error:
         reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
         reason = TOO_MUCH if isinstance(error, MemoryError) else reason

@@ -1,4 +1,4 @@
-"""The chat templates that lie in files of their own beside a tokenizer's. Imports no torch."""
+"""Chat templates in files of their own, beside the tokenizer's files. Imports no torch."""
 
 import io
 import os
@@ -12,8 +12,13 @@ _NAMED = "additional_chat_templates"
 
 
 def template_files(folder: Path) -> dict[str, Path]:
-    """Those of a folder, by the names that `transformers` gives them. Where there are any, it ignores what
-    tokenizer_config.json says. Raises UserError: a link leads elsewhere."""
+    """The template files of a folder, by the names that `transformers` gives them.
+
+    If there is one, `transformers` (and we) ignore the templates in tokenizer_config.json.
+
+    Raises:
+        UserError: the folder of additional templates is a link.
+    """
     default = {"default": folder / TEMPLATE} if os.path.lexists(folder / TEMPLATE) else {}
     if (named := folder / _NAMED).is_symlink():
         raise UserError(f"{named}: is a link; copy the folder itself there (cp -rL)")
@@ -21,7 +26,7 @@ def template_files(folder: Path) -> dict[str, Path]:
 
 
 def read_template(file: Path) -> str:
-    """The text, with line ends as `transformers` reads them. Raises UserError: it cannot be read."""
+    """Read a template; CRLF becomes LF, as in `transformers`. Raises UserError: it cannot be read."""
     try:
         text = read_plain(file, LARGEST_CONFIG).decode("utf-8")
     except (OSError, ValueError) as error:
