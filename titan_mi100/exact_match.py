@@ -1,7 +1,7 @@
 """Exact match by generation: `python -m titan_mi100.exact_match --model PATH --data FILE.jsonl`, in GSM8K's format.
 
 A row has a `question`, and an `answer` with the correct number after `####`. The model answers greedily. Its number is
-the first one after its last `####`, or else its last number; it is correct if both are the same number.
+the first one after its last `####`, or its last number if it writes no `####`. It is correct if the two are equal.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, ful
 from titan_mi100.model.decode import Generated, Sampling
 from titan_mi100.weights.hf import is_hf_folder
 
-# 1,234.5 is one number and 1,2 are two; in 5-3 and 5 - 3 the minus is an operator.
+# 1,234.5 is one number, 1,2 are two. In 5-3 and 5 - 3 the minus is an operator, not a sign.
 _NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 
 
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("exact_match", __doc__.splitlines()[0])
     add, engines = parser.add_argument, ("titan", "transformers")
-    add("--data", metavar="FILE.jsonl", required=True, help="rows with question and answer (#### N)")
-    add("--limit", type=int, default=0, metavar="N", help="only the first N rows; 0: all")
-    add("--engine", choices=engines, default="titan", help="what generates; transformers: to compare with")
+    add("--data", metavar="FILE.jsonl", required=True, help="rows with question and answer (ends with #### N)")
+    add("--limit", type=int, default=0, metavar="N", help="use only the first N rows; 0: all")
+    add("--engine", choices=engines, default="titan", help="which program generates; transformers: for comparison")
     add("--json", action="store_true", help="print the summary as one JSON object")
     return parser
 
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
 @full_memory_is_an_error()
 def _run(options: argparse.Namespace) -> None:
     if options.limit < 0:
-        raise UserError(f"limit = {options.limit} must be 0 (all) or more")
+        raise UserError(f"--limit {options.limit}: must be 0 (all) or more")
     if options.engine == "transformers" and (options.adapter or not is_hf_folder(options.model)):
-        raise UserError("--engine transformers reads HF folders only; export or merge first")
+        raise UserError("--engine transformers reads HF folders only; export the model or merge the adapter first")
     rows = read_rows(options.data, _question_and_gold)[: options.limit or None]
     model = open_model(options)
     build = PromptBuilder(model, options.system, options.enable_thinking)
@@ -73,6 +73,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _question_and_gold(row: Row) -> tuple[str, str]:
+    """The question of a row, and its correct number. Raises BadRecord: the row is not in GSM8K's format."""
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise BadRecord("wrong row", f"{key} must be a text")
@@ -83,22 +84,23 @@ def _question_and_gold(row: Row) -> tuple[str, str]:
 
 
 def extract(text: str) -> str | None:
-    """The number that a text gives as its answer: the first one after its last `####`, or else the last one.
+    """The answer in a text: the first number after the last `####`, or the last number if there is no `####`.
 
     Returns:
-        The number in the one spelling without commas, currency sign and superfluous zeros; None: there is none.
+        The number in a normal form, without commas, currency sign and superfluous zeros. None: there is no number.
     """
     _, marker, after = text.rpartition("####")
-    numbers = _NUMBER.findall(after)  # without a marker, the whole text
+    numbers = _NUMBER.findall(after)  # if there is no marker, `after` is the whole text
     if not numbers:
         return None
     number = re.sub(r"[,$]", "", numbers[0 if marker else -1])
+    # Decimal, not float: 0.10 and 0.1 must be equal, and long numbers must keep all their digits.
     value = Context(prec=len(number)).normalize(Decimal(number))
-    return f"{value:f}" if value else "0"  # there is a minus zero, too
+    return f"{value:f}" if value else "0"  # also for -0, which would keep its sign
 
 
 def summarise(rows: Sequence[Row]) -> Row:
-    """n, correct, score, no_answer (a share) and stopped_by_length of judged rows."""
+    """Counts of judged rows: n, correct, score (a share), no_answer (a share), stopped_by_length."""
     n, correct = len(rows), sum(row["correct"] for row in rows)
     without = sum(row["extracted"] is None for row in rows)
     cut = sum(row["finish"] == "length" for row in rows)
@@ -106,20 +108,31 @@ def summarise(rows: Sequence[Row]) -> Row:
 
 
 def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBatch:
-    """The same answers from transformers' model and its `generate`, to compare with. It needs an HF folder."""
+    """Load the model in transformers and answer with its `generate`, for comparison with ours.
+
+    Args:
+        path: HF folder.
+        model: ours; device, dtype, tokenizer and stop tokens are taken from it.
+        max_new_tokens: limit per answer.
+
+    Returns:
+        A function with the interface of our own engine, see generation.engine.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     network: Any = AutoModelForCausalLM.from_pretrained(Path(path))
     network = network.to(model.device, model.dtype).eval()
-    network.generation_config = GenerationConfig()  # the same choice as ours, whatever the folder's says
+    network.generation_config = GenerationConfig()  # drop the folder's sampling settings; both engines are greedy
     pad = model.tokenizer.pad_token_id
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(model.stop_ids)}
 
     def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
         rows = [torch.tensor(prompt) for prompt in prompts]
+        # Padded on the left, so that all answers of the batch begin in the same column.
         ids = pad_sequence(rows, True, pad, "left").to(model.device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(model.device)
         new = network.generate(ids, attention_mask=mask, pad_token_id=pad, **options)[:, ids.shape[1] :].tolist()
+        # transformers keeps the stop token and pads after it; our engine returns neither.
         stops = [next((i for i, token in enumerate(row) if token in model.stop_ids), None) for row in new]
         return [Generated(row[:stop], stop is not None) for row, stop in zip(new, stops, strict=True)]
 

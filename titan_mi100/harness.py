@@ -2,15 +2,15 @@
 
   titan-mi100 evaluate harness CKPT TASKS [lm_eval arguments]
 
-or from the checkout, where it finds or makes the environment: scripts/evaluate.sh CKPT TASKS [lm_eval arguments]
+or from the checkout, which finds or makes the environment: scripts/evaluate.sh CKPT TASKS [lm_eval arguments]
 
-CKPT   an HF folder, or what `convert dcp-to-hf` takes, such as RUN/checkpoint/step-500. That is exported to CKPT-hf
-       first, which is kept: the next evaluation, vLLM and transformers read the same folder.
-TASKS  what lm_eval --tasks takes: names with commas between; or a file or a folder of YAML tasks of your own, which
-       are read without network, and in which paths of data files count from their folder.
+CKPT   an HF folder, or an input of `convert dcp-to-hf`, such as RUN/checkpoint/step-500. The latter is exported to
+       CKPT-hf first. The export is kept: the next evaluation, vLLM and transformers can read it.
+TASKS  names of lm_eval's tasks, separated by commas; or a YAML file or folder with tasks of your own. These are read
+       without network, and paths of data files in them are relative to their folder.
 
-All else goes to lm_eval: --limit 100, --batch_size 16, --apply_chat_template for a chat model, --model_args
-dtype=float32. Results and lm_eval's log are kept in CKPT-eval, or in --output_path.
+All other arguments go to lm_eval: --limit 100, --batch_size 16, --apply_chat_template for a chat model, --model_args
+dtype=float32. Results and lm_eval's log are written to CKPT-eval, or to --output_path.
 Exit codes: 0 done; 1 the export or lm_eval failed; 2 the arguments or the checkpoint are wrong.
 """
 
@@ -29,15 +29,15 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
 
 _CHAT, _SYSTEM = "--apply_chat_template", "--system_instruction"  # options of lm_eval
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # for local tasks, whose data are local as well
 
 
 class _Split(NamedTuple):
-    """What comes behind CKPT and TASKS."""
+    """The arguments after CKPT and TASKS, sorted."""
 
     results: str  # --output_path
     model_args: list[str]
-    rest: list[str]
+    rest: list[str]  # for lm_eval, unchanged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,11 +52,12 @@ def _run(arguments: Sequence[str]) -> int:
         print(cli.versions())
         return 0
     if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
-        raise UserError("name a checkpoint and tasks; --help says how")
+        raise UserError("name a checkpoint and tasks; see --help")
     checkpoint, tasks = Path(os.path.abspath(arguments[0])), arguments[1]
     if "," in str(checkpoint):
-        raise UserError(f"{checkpoint}: lm_eval takes no path with a comma; rename it, or link to it")
+        raise UserError(f"{checkpoint}: lm_eval cannot use a path with a comma; rename it, or make a link to it")
     given = _split(arguments[2:], f"{checkpoint}-eval")
+    # Absolute paths, because lm_eval runs in the folder of the tasks.
     results, rest, folder = Path(os.path.abspath(given.results)), given.rest, None
     if tasks.endswith(".yaml") or any(Path(tasks).glob("*.yaml")):
         if not os.path.exists(tasks):
@@ -74,7 +75,11 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str], results: str) -> _Split:
-    """Args: results: where the arguments name no folder for them."""
+    """Sort lm_eval's arguments: the folder for results and --model_args, which we extend, and the rest.
+
+    Args:
+        results: the default folder.
+    """
     rest, left, model_args = list[str](), list(arguments), list[str]()
     while left:
         argument = left.pop(0)
@@ -86,7 +91,7 @@ def _split(arguments: Sequence[str], results: str) -> _Split:
         elif name == "--model_args" and has_value:
             model_args.append(value)
         elif argument in ("-a", "--model_args"):
-            while left and not left[0].startswith("-"):  # lm_eval takes commas and blanks between them
+            while left and not left[0].startswith("-"):  # lm_eval separates them by commas or by spaces
                 model_args.append(left.pop(0))
         else:
             rest.append(argument)
@@ -94,7 +99,10 @@ def _split(arguments: Sequence[str], results: str) -> _Split:
 
 
 def _hf_folder(checkpoint: Path) -> Path:
-    """The HF folder of the checkpoint; made if it is not there. Exits if the export fails."""
+    """The checkpoint itself if it is an HF folder, otherwise its export CKPT-hf, made if needed.
+
+    Exits if the export fails.
+    """
     is_dcp = (checkpoint / ".metadata").exists()
     if not is_dcp and (checkpoint / "config.json").exists() and any(checkpoint.glob("model*.safetensors*")):
         return checkpoint
@@ -107,10 +115,10 @@ def _hf_folder(checkpoint: Path) -> Path:
     made = export / "config.json"
     if made.exists():
         if made_of.exists() and made_of.stat().st_mtime_ns > made.stat().st_mtime_ns:
-            raise UserError(f"{export} is older than {checkpoint}; remove it")
+            raise UserError(f"{export}: is older than {checkpoint}; remove it, and it is exported again")
         _say(f"using the export {export}")
         return export
-    # a process of its own: what the export held in memory is the model's then
+    # In a process of its own, so that its memory is free again when lm_eval loads the model.
     paths = "--input_dir", str(checkpoint), "--output_dir", str(export)
     command = [sys.executable, "-m", "titan_mi100.convert.dcp_to_hf", *paths]
     if code := subprocess.run(command, stdout=sys.stderr).returncode:
@@ -119,7 +127,7 @@ def _hf_folder(checkpoint: Path) -> Path:
 
 
 def _as_trained(model: Path, given: _Split) -> list[str]:
-    """The prompts that the model was trained with, unless the arguments say otherwise."""
+    """The model argument enable_thinking as in training, unless the user sets it or uses no chat template."""
     if _CHAT not in given.rest or any("enable_thinking" in argument for argument in given.model_args):
         return []
     thinking = prompt_settings(read_assets(model), model).enable_thinking
@@ -142,8 +150,14 @@ def _system_as_trained(model: Path, rest: Sequence[str]) -> list[str]:
 
 
 def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> int:
-    """Run lm_eval; what it prints is shown and kept. Args: folder: of local tasks."""
-    # only the installed lm_eval is meant, whatever lies in the folder of the tasks
+    """Run lm_eval. Its output is shown and also written to lm_eval.log.
+
+    Args:
+        arguments: for lm_eval.
+        results: folder of the results and the log.
+        folder: of local tasks; lm_eval runs there. None: no local tasks.
+    """
+    # Safe path: lm_eval must not import Python files that lie in the folder of the tasks.
     own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **(_OFFLINE if folder else {})}
     results.mkdir(parents=True, exist_ok=True)
     log = results / "lm_eval.log"
@@ -156,7 +170,7 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None
-        while piece := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]  # as it comes: there is a bar
+        while piece := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]  # as it arrives, for the progress bar
             for target in (kept, sys.stdout.buffer):
                 target.write(piece)
                 target.flush()
@@ -165,9 +179,9 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
         _say(f"results: {results}")
         return 0
     if missing := re.findall(rb"Tasks not found.*", said):
-        words = missing[-1].decode(errors="replace")  # the first may be a line of the traceback
-        raise UserError(f"{words}; python -m lm_eval ls tasks lists them")
-    cli.say(f"lm_eval failed with exit code {process.returncode}; all it said: {log}")
+        words = missing[-1].decode(errors="replace")  # the last match: earlier ones may be source lines of a traceback
+        raise UserError(f"{words}; list the known tasks with: python -m lm_eval ls tasks")
+    cli.say(f"lm_eval failed with exit code {process.returncode}; see its output in {log}")
     return 2 if process.returncode == 2 else 1
 
 

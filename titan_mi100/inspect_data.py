@@ -1,6 +1,6 @@
-"""Show what trains: any packed row token by token, and a summary of the whole set. `--help` lists the options.
+"""Show the data as training sees them: packed rows token by token, and a summary of the set. See `--help`.
 
-There is one report (`inspect.report`). `--json` prints it; a terminal and `--html` show it as the same lines
+`inspect.report` makes one report. `--json` prints it; a terminal and `--html` show the same lines of it
 (`inspect.view`).
 """
 
@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     setup_logging(0)
+    # Overwrite an older page, but never another file (a mistyped --html could name the data).
     if os.path.isfile(options.html) and not Path(options.html).read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"--html {options.html}: is there already, and no page; name another file")
-    with redirect_stdout(sys.stderr):  # progress goes to stderr, only the report to stdout
+        raise UserError(f"--html {options.html}: exists already and is not an HTML page; name another file")
+    with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
         report = make_report(load_config(settings, world_size=None), options)
     lines = report_lines(report, options.table)
     if options.html:
@@ -48,18 +49,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m titan_mi100.inspect_data",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
-        epilog="Settings, as for training: those of [data], [model] and training.seq_len count.\n\n"
+        epilog="Settings are those of training; only [data], [model] and training.seq_len matter here.\n\n"
         + help_text().partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
-    add("--where", metavar="FILE:LINE", default="", help="show the rows that hold this line of input")
-    add("--source", metavar="NAME", default="", help="of several sources, the one to show")
-    add("--validation", action="store_true", help="the validation set instead of the training set")
-    add("--table", action="store_true", help="a line per token: number, id, document, position, text")
-    add("--html", metavar="PATH", default="", help="write one self-contained page")
-    add("--json", action="store_true", help="for scripts: with --row or --where the rows alone")
+    add("--where", metavar="FILE:LINE", default="", help="show the rows that contain this input line")
+    add("--source", metavar="NAME", default="", help="the source to show, if there are several")
+    add("--validation", action="store_true", help="show the validation set instead of the training set")
+    add("--table", action="store_true", help="show one line per token: place, id, position, supervised, text")
+    add("--html", metavar="PATH", default="", help="write the report as one self-contained HTML page")
+    add("--json", action="store_true", help="print JSON, for scripts; with --row or --where only the rows")
     on = "auto: on a terminal, unless NO_COLOR is set"
     add("--color", choices=("auto", "always", "never"), default="auto", help=on)
     return parser

@@ -1,7 +1,7 @@
-"""Tokenise a corpus for pretraining into shards, in all cores: JSONL (plain, .gz, .zst), parquet, or folders of text.
+"""Tokenise a corpus for pretraining into shards, on all cores: JSONL (plain, .gz, .zst), parquet, or folders of text.
 
-Stopped or killed, the same command goes on. `--part i/N` makes every N-th shard, on N machines that share the folder;
-the last one to end completes the corpus. Then train on it: [[data.source]] path = OUTPUT_DIR.
+If it is stopped or killed, the same command continues. `--part i/N` makes every N-th shard, for N machines that share
+the folder; the last one to finish completes the corpus. Then train on it: [[data.source]] path = OUTPUT_DIR.
 """
 
 import argparse
@@ -41,9 +41,10 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.wording import some
 
 _LIBRARIES = ("tiktoken", "tokenizers", "sentencepiece")
-_SHOWN = 10  # bad rows in a message
-_MANY_BAD, _MOSTLY_BAD = 1000, "of a shard cannot be read"  # rows of a shard; words
-_AGAIN = 0.5  # seconds between two looks at how far the processes are
+_SHOWN = 10  # bad rows listed in a message
+# A shard with so many bad rows, more than good ones, stops the preparation. The words mark the error, see `_make`.
+_MANY_BAD, _MOSTLY_BAD = 1000, "of a shard cannot be read"
+_AGAIN = 0.5  # seconds between two updates of the progress bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,21 +65,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", default=[], metavar="PATH", help="files, globs, or folders with all files below them")
     add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
-    add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or one to go on with")
+    add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or an unfinished one to continue")
     add("--tokenizer", metavar="PATH", help="HF folder, .tiktoken or sentencepiece .model file")
     add("--format", choices=("rows", "text"), default="rows",
         help="rows: JSONL, JSON or parquet with a column of text (default); text: each file is a document")  # fmt: skip
-    add("--text_column", default="text", metavar="NAME", help="of rows; default: text")
+    add("--text_column", default="text", metavar="NAME", help="column with the text of a row; default: text")
     add("--bos", default="none", metavar="TOKEN", help="token before each document; default: none")
     add("--eos", default="auto", metavar="TOKEN",
-        help="token behind each document, or none; default: <|endoftext|>, or else the tokenizer's own")  # fmt: skip
+        help="token after each document, or none; default: <|endoftext|>, or else the tokenizer's own")  # fmt: skip
     add("--on_bad_row", choices=("skip", "error"), default="skip",
-        help="rows that cannot be read: leave them out (default), or write no corpus")  # fmt: skip
+        help="rows that cannot be read: skip them (default), or refuse to complete the corpus")  # fmt: skip
     add("--max_bad_share", type=_share, default=0.001, metavar="X",
-        help="largest share of rows that may be left out; default: 0.001")  # fmt: skip
-    add("--part", type=_part, default=(1, 1), metavar="i/N", help="make part i, from 1, of N")
+        help="largest share of rows that may be skipped; default: 0.001")  # fmt: skip
+    add("--part", type=_part, default=(1, 1), metavar="i/N", help="make part i of N, from 1")
     add("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
-    add("--verify", action="store_true", help="compare every file of the corpus with its hash instead")
+    add("--verify", action="store_true", help="only compare every file of the corpus with its hash")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -98,13 +99,14 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    """Make the missing shards of this part; complete the corpus if no shard is missing then."""
     folder, started = Path(options.output_dir), time.monotonic()
     if not options.tokenizer or not options.input:
-        raise UserError("--input and --tokenizer are needed: what to prepare, and the tokenizer of the model")
+        raise UserError("--input (the files) and --tokenizer (the model's tokenizer) are needed; add them")
     if options.workers < 0:
         raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
     tokenizer = load_tokenizer(options.tokenizer)
-    end()  # the process that tried it; workers make their own
+    end()  # the child process that tried the tokenizer: forked workers must not share it
     plan = _plan(options, tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,11 +117,11 @@ def _prepare(options: argparse.Namespace) -> int:
         mine = range(part - 1, total, parts)
         missing = [number for number in mine if read_shard(folder, number, plan.key) is None]
         if len(missing) < len(mine):
-            log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards are there already")
+            log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards exist already")
         _make(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
         shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
         if len(shards) < total:
-            left = f"{total - len(shards):,} of {total:,} shards are still to be made by others"
+            left = f"{total - len(shards):,} of {total:,} shards are missing; other parts make them"
             log.info(f"part {part}/{parts} is complete; {left}")
             return _say({"complete": False, "shards": len(shards)}, options.json)
         _complete(folder, plan, shards, options)
@@ -142,6 +144,7 @@ def _say(result: dict[str, Any], as_json: bool) -> int:
 
 
 def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
+    """Collect everything that the shards depend on. Raises UserError: an option or an input file is wrong."""
     out = os.path.realpath(options.output_dir)
     for given in options.input:
         if os.path.isdir(given) and f"{out}/".startswith(f"{os.path.realpath(given)}/"):
@@ -150,6 +153,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
     sizes = [os.path.getsize(file) for file in files]
     is_text = options.format == "text"
     wanted = options.eos
+    # "auto": a chat model's own eos token ends a turn (<|im_end|>); pretraining documents end with <|endoftext|>.
     if wanted == "auto":
         wanted = "<|endoftext|>" if len(tokenizer.encode("<|endoftext|>")) == 1 else tokenizer.eos_token
     ends = {"bos": options.bos, "eos": wanted}
@@ -158,7 +162,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
     for name, token in tokens.items():
         found = tokenizer.encode(token) if token else [0]
         if len(found) != 1:
-            raise UserError(f"--{name} {token!r}: is no single token of this tokenizer; name one, or write none")
+            raise UserError(f"--{name} {token!r}: is not a single token of this tokenizer; name one, or write none")
         ids[name] = found[0]
     return Plan(
         tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
@@ -176,7 +180,7 @@ def _version(library: str) -> str:
 
 
 def _files(inputs: Sequence[str], include: str) -> list[str]:
-    """All files of the input, each once, in the order given; those of a folder by name."""
+    """All input files, each once, in the order of --input; files of a folder are sorted by name."""
     found, problems = dict[str, None](), list[str]()
     for given in inputs:
         if os.path.isdir(given):
@@ -187,7 +191,7 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
                 for name in sorted(names)
                 if fnmatch(name, include) and not name.startswith(".") and os.path.isfile(os.path.join(path, name))
             ]
-            problems += [] if below else [f"{given}: holds no file {include}"]
+            problems += [] if below else [f"{given}: has no file {include}"]
             found.update(dict.fromkeys(below))
         else:
             files, wrong = matching_files(given)
@@ -200,29 +204,35 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
 
 
 def _agree(folder: Path, plan: Plan) -> None:
-    """Write plan.json, or check that it is this plan. Raises UserError: it is another, or the input has changed."""
+    """Write plan.json; if it exists, check that it is the same plan.
+
+    Raises:
+        UserError: the folder belongs to another plan, or the input files have changed since.
+    """
     path = folder / PLAN
     now = asdict(plan)
     text = json.dumps({"plan": now, "changed": [os.stat(file).st_mtime_ns for file in plan.files]})
     if not path.exists():
         others = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-        if others and not path.exists():  # another part may have written it meanwhile
-            raise UserError(f"{folder}: is not empty and is no corpus; name a new --output_dir")
+        if others and not path.exists():  # looked at again: another part may have written it in the meantime
+            raise UserError(f"{folder}: is not empty and is not a corpus; name a new --output_dir")
         if not path.exists():
             write_part(path, text)
+    # If two parts write it at the same time, the last one wins, and both compare with that one here.
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
     before = parse_object(content, path, "name a new --output_dir")
+    # Names for the message. "" leaves a key out, because it follows from another one.
     keys = {"files": "input files", "sizes": "sizes of input files", "eos_id": "", "bos_id": "", "units": ""}
     different = [keys.get(key, key) for key in now if json.loads(text)["plan"][key] != before.get("plan", {}).get(key)]
     if different := list(filter(None, different)):
         raise UserError(
-            f"{folder}: was begun with other {some(different)}; start with the same, or name another folder"
+            f"{folder}: was started with different {some(different)}; use the same, or name another --output_dir"
         )
-    raise UserError(f"{folder}: input files have changed since it was begun; name another --output_dir")
+    raise UserError(f"{folder}: input files have changed since it was started; name another --output_dir")
 
 
-_worker: tuple[Path, Plan, Tokenizer, Any, Any]  # of a worker process; the last two count bytes and tokens for all
+_worker: tuple[Path, Plan, Tokenizer, Any, Any]  # state of a worker; the last two are counters shared by all workers
 
 
 def _start(parent: int, *state: Any) -> None:
@@ -243,10 +253,10 @@ def _work(number: int) -> Shard:
 
 
 def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
-    """Make these shards. Raises UserError: some could not be made; all others are there."""
+    """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     if not numbers:
         return
-    context = multiprocessing.get_context("fork")  # all share the tokenizer's tables
+    context = multiprocessing.get_context("fork")  # workers share the tokenizer's tables in memory
     done, tokens = context.Value("q", 0), context.Value("q", 0)
     state = (os.getpid(), folder, plan, tokenizer, done, tokens)
     size = sum(plan.bytes_of(plan.units[number]) for number in numbers)
@@ -264,23 +274,23 @@ def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, wo
                         _check_readable(plan, future.result())
                     except UserError as error:
                         errors.append(str(error))
-                if any(_MOSTLY_BAD in error for error in errors):
+                if any(_MOSTLY_BAD in error for error in errors):  # probably a wrong option: stop early
                     break
     except BrokenProcessPool:
-        what = "a process that tokenised was killed, most likely because memory ran out (dmesg says so)"
-        raise UserError(f"{what}; start again, with fewer --workers: what is complete is kept") from None
+        what = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
+        raise UserError(f"{what}; start again with fewer --workers; complete shards are kept") from None
     except KeyboardInterrupt:
-        for process in multiprocessing.active_children():  # what they have begun is made again
+        for process in multiprocessing.active_children():  # their unfinished shards are made again
             process.kill()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
     if errors:
-        raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave such files out"]))
+        raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave these files out"]))
 
 
 def _check_readable(plan: Plan, shard: Shard) -> None:
-    """Raises UserError: most rows of a shard cannot be read, so there is no point in reading the others."""
+    """Raises UserError: most rows of a shard cannot be read, so reading the other shards would be useless."""
     bad = _left_out(shard)
     if bad >= _MANY_BAD and bad > shard.documents:
         kinds = ", ".join(f"{kind}: {number:,}" for kind, number in shard.bad.items())
@@ -289,11 +299,12 @@ def _check_readable(plan: Plan, shard: Shard) -> None:
 
 
 def _left_out(shard: Shard) -> int:
+    """Rows of a shard that cannot be read; blank rows are not counted."""
     return sum(number for kind, number in shard.bad.items() if kind != BLANK)
 
 
 def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.Namespace) -> None:
-    """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or nothing is left."""
+    """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or no document is left."""
     _write_ledger(folder, plan, shards)
     bad, rows = sum(map(_left_out, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
     if bad:
@@ -305,7 +316,7 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
         most = 0.0 if options.on_bad_row == "error" else options.max_bad_share
         if bad > most * rows:
             first = "\n".join(_first_bad(folder, plan, shards))
-            raise UserError(f"{first}\n{words}; correct them in a new --output_dir, or allow --max_bad_share")
+            raise UserError(f"{first}\n{words}; correct them and use a new --output_dir, or raise --max_bad_share")
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{some(plan.files, 3)}: no document is left")
@@ -317,12 +328,13 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
     )  # fmt: skip
     remove_parts(folder)
     text = json.dumps(asdict(corpus))
+    # Written only if it differs: runs may be reading a complete corpus.
     if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
         write_part(folder / CORPUS, text)
 
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
-    """(file, line, kind, detail) of each row of these shards that was left out."""
+    """(file, line, kind, detail) of each row that was left out. Args: numbers: of the shards to look into."""
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
         before = lines_before(first_files, lines, number)
@@ -338,7 +350,7 @@ def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
 
 
 def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
-    """ledger.csv: counts of each file, or of several text files. bad_rows.csv: each row that was left out."""
+    """Write ledger.csv (counts per file, or per group of text files) and bad_rows.csv (each row that was left out)."""
     kinds = sorted({kind for shard in shards for kind in shard.bad})
     keys = ("bytes", "documents", "tokens", *kinds)
     merged: dict[str, Counter[str]] = {}
@@ -358,10 +370,11 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
         csv.writer(text).writerow(heading)
         csv.writer(text).writerows(rows)
         text.flush()
-        text.detach()
+        text.detach()  # otherwise closing `text` would close the file before part_of has synced it
 
 
 def _verify(folder: Path) -> int:
+    """Compare all files of a complete corpus with their hashes. Raises UserError: some are damaged."""
     corpus, _ = read_corpus(folder)
     damaged = list[str]()
     for number in range(len(corpus.tokens)):
@@ -369,7 +382,7 @@ def _verify(folder: Path) -> int:
         path = shard_path(folder, number, "json")
         damaged += [f"{path}: is missing"] if shard is None else filter(None, [damage(folder, number, shard)])
     if damaged:
-        remedy = "remove their .json files and start the preparation again, or copy the corpus again"
+        remedy = "remove their .json files and run the same command without --verify, or copy the corpus again"
         raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))
     log.info(f"{folder}: all {len(corpus.tokens):,} shards are intact")
     return 0

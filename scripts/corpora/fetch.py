@@ -1,4 +1,4 @@
-"""Fetch a corpus from the hub, resumably; first see what there is: revision, files and size, as the hub says today.
+"""Fetch a corpus from the hub; an interrupted download resumes. --dry_run only shows its revision, files and size.
 
     python scripts/corpora/fetch.py dclm --dry_run
     python scripts/corpora/fetch.py finemath --output_dir raw/finemath
@@ -26,17 +26,19 @@ def main() -> int:
     recipes = parse_toml(str(RECIPES))
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"one of {', '.join(recipes)}")
-    parser.add_argument("--files", nargs="+", default=[], metavar="PATTERN", help="instead of the recipe's")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="PATTERN", help="files to fetch, instead of the recipe's"
+    )
     parser.add_argument("--revision", default="main", help="a commit or branch of the repository; default: main")
-    parser.add_argument("--output_dir", default="", help="where the files go")
+    parser.add_argument("--output_dir", default="", help="folder to write the files to")
     parser.add_argument("--dry_run", action="store_true", help="only list what would be fetched")
     options = parser.parse_args()
     if options.name not in recipes:
         raise UserError(
-            f"{options.name}: is no recipe{did_you_mean(options.name, recipes)}; there are {', '.join(recipes)}"
+            f"{options.name}: is not a recipe{did_you_mean(options.name, recipes)}; there are {', '.join(recipes)}"
         )
     if not (options.dry_run or options.output_dir):
-        raise UserError("--output_dir is needed, or --dry_run")
+        raise UserError("name a folder with --output_dir, or add --dry_run")
     recipe = recipes[options.name]
     try:
         import huggingface_hub
@@ -50,30 +52,37 @@ def main() -> int:
         chosen = [file for file in found.siblings or [] if any(fnmatch(file.rfilename, name) for name in patterns)]
         report(recipe, found, chosen, patterns)
         if not chosen:
-            raise UserError(f"{recipe['repository']}: holds no file {', '.join(patterns)}; name others with --files")
+            raise UserError(f"{recipe['repository']}: has no file {', '.join(patterns)}; name others with --files")
         if not options.dry_run:
+            # The commit that was listed above, even if the branch moves during the download.
             huggingface_hub.snapshot_download(
                 recipe["repository"], repo_type="dataset", revision=found.sha, allow_patterns=patterns,
                 local_dir=options.output_dir,
             )  # fmt: skip
     except UserError:
         raise
-    except Exception as error:  # the library's own, or of what it sends requests with
+    except Exception as error:  # from huggingface_hub, or from its HTTP library
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        remedy = "accept its terms and log in, or try again: what was fetched is kept"
+        remedy = "accept the repository's terms and log in, or try again; fetched files are kept"
         raise UserError(f"{recipe['repository']}: {what}; {remedy}") from None
     return 0
 
 
 def report(recipe: dict[str, Any], found: Any, chosen: list[Any], patterns: list[str]) -> None:
-    """Print what the hub says of the repository and of the files that are chosen."""
+    """Print the repository's revision, and number and size of the chosen files per folder.
+
+    Args:
+        recipe: entry of recipes.toml.
+        found: the hub's DatasetInfo.
+        chosen: its files that match `patterns`.
+    """
     print(f"{found.id}, revision {found.sha}, last modified {found.last_modified}, gated: {found.gated or 'no'}")
     folders, bytes_of = Counter[str](), Counter[str]()
     for file in chosen:
         folder = file.rfilename.rpartition("/")[0] or "."
         folders[folder] += 1
         bytes_of[folder] += file.size or 0
-    for folder in sorted(folders)[:40]:
+    for folder in sorted(folders)[:40]:  # the first 40 give an impression; the total follows
         print(f"  {folder}: {folders[folder]:,} files, {bytes_in_words(bytes_of[folder])}")
     whole, everything = bytes_in_words(sum(bytes_of.values())), len(found.siblings or [])
     print(f"{', '.join(patterns)}: {len(chosen):,} of {everything:,} files, {whole}")

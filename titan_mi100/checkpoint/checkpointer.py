@@ -1,13 +1,12 @@
-"""Checkpoints of a run: DCP folders keyed by HF name whatever the layout, sealed by a manifest (see sealed.py).
+"""Saves and loads a run's checkpoints: DCP folders with HF names in every layout, sealed by a manifest (sealed.py).
 
-A folder `step-N` holds DCP's files (parameters under their HF names, AdamW's state under `optimizer.<name>.<state>`,
-tensors only; what a layout keeps on each rank beside that, under `<kind>.rank-<rank>.`), `trainer.json`, and the
-random state of each rank that writes in `rng-<rank>.json`. The manifest names them all, the layout, and what the run
-was made of.
+A folder `step-N` holds: DCP's files with tensors only (parameters under their HF names, AdamW's state under
+`optimizer.<name>.<state>`, per-rank state of a layout under `<kind>.rank-<rank>.`); `trainer.json`; `rng-<rank>.json`
+with the random state of each writing rank; and the manifest, which names all files, the layout and the fingerprints.
 
-The first replica plans and writes; what several of its ranks hold, the first of them writes. So no entry is planned
-twice, and the other replicas send nothing. What is exchanged does not grow with ranks x tensors, except that rank 0 has
-to get every entry of `.metadata` from the rank that wrote it, once.
+Only the ranks of the first replica write, and each tensor is written by the first rank that holds it. So nothing is
+planned twice, and other replicas send nothing. Traffic does not grow with ranks x tensors, except that rank 0 receives
+each entry of `.metadata` once, from the rank that wrote it.
 """
 
 import errno
@@ -56,8 +55,8 @@ from titan_mi100.parallel.distributed import (
     wait_for_all,
 )
 
-Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
-_PATIENCE = timedelta(hours=2)  # of a rank that has written its files in the background, for the others
+Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
+_PATIENCE = timedelta(hours=2)  # how long a background writer waits for the other ranks' writers
 
 
 class Checkpointer:
@@ -77,25 +76,27 @@ class Checkpointer:
         """A collective.
 
         Args:
-            layout: of the model: it says which ranks write.
-            in_background: save copies that a thread writes while training goes on; one at a time.
-            assets: of rank 0: files that go into each checkpoint as they are, so that it is a model by itself.
+            folder: of the checkpoints.
+            keep_latest_k: how many intact checkpoints to keep; 0: all.
+            layout: of the model; it determines which ranks write.
+            in_background: copy the tensors to host memory, and let a thread write them while training continues.
+            assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
         """
         self.folder, self.world, self._assets = folder, world, assets
         self._model, self._optimizer = model, optimizer
         self._retention = sealed.Retention(folder, keep_latest_k)
-        self._lock = threading.Lock()  # of what follows, which the writer thread also reads and writes
-        self._newest: Path | None = None  # rank 0's: written or loaded, and not judged yet
-        self._verdict: str | None = None  # on the last save; None: not known yet
+        self._lock = threading.Lock()  # guards the four below, which the writer thread uses, too
+        self._newest: Path | None = None  # rank 0: the checkpoint that waits for `judge`
+        self._verdict: str | None = None  # on the last save: "" sound, else why suspect; None: not judged yet
         self._best: Path | None = None
-        self._saved = False  # before the first save it is not known which one is the best
-        self._twin = layout.twin(world.rank)
+        self._saved = False  # until the first save, _best is unknown, so nothing may be removed
+        self._twin = layout.twin(world.rank)  # the rank of the first replica that holds the same shards
         self._first_of_stage = world.rank % (world.size // layout.pp) == 0
-        # every rank writes where each keeps something of its own
+        # If ranks have state of their own (extra_state), all of them write.
         writers = [rank for rank in range(world.size) if model.extra_state_name or layout.twin(rank) == rank]
         self._writes, self._in_background, self._group = world.rank in writers, in_background, None
         if in_background or len(writers) < world.size:
-            # of its own, so that a writer thread's collectives cannot interleave with training's
+            # A group of its own, so that collectives of the writer thread never interleave with those of training.
             self._group = dist.new_group(writers, backend="gloo", timeout=_PATIENCE)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -109,17 +110,17 @@ class Checkpointer:
         best: int | None = None,
         suspicion: str = "",
     ) -> None:
-        """Write the checkpoint of this step. Old ones are removed when this one has been judged. A collective.
+        """Write the checkpoint of a step. Old ones are removed when this one has been judged. A collective.
 
         Args:
-            trainer_state: what JSON can hold; the same on every rank.
+            trainer_state: JSON values; the same on every rank.
             about: for the manifest: `layout`, `fingerprints`, `data`, `rows`.
-            best: the step whose checkpoint is kept whatever its age, under the name `best`.
-            suspicion: why the weights may be ruined: the checkpoint is marked as suspect.
+            best: the step with the best validation loss; its checkpoint is kept, with a link named `best`.
+            suspicion: why the weights may be ruined; then the checkpoint is marked as suspect.
 
         Raises:
             NumericalError: on all ranks; weights or optimizer state are not finite, and nothing was saved.
-            SaveError: on all ranks; this or, in the background, the save before did not succeed.
+            SaveError: on all ranks; this save failed, or the previous one in the background.
         """
         self.wait()
         extra = self._extra_state()
@@ -135,7 +136,7 @@ class Checkpointer:
         self._newest, self._verdict = None, suspicion or None
         staged: dict[str, Tensor] = {}
         with raise_together():
-            if self._in_background:  # the host's memory may not do
+            if self._in_background:  # inside raise_together, because host memory may not suffice on one rank
                 staged = {name: _staged(tensor) for name, tensor in tensors.items()}
             elif self._writes:
                 self._write(aside, tensors, rng, state, record, best)
@@ -152,31 +153,33 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save in the background has ended. A collective.
+        """Wait for the end of a save in the background. A collective.
 
         Raises:
-            SaveError: on all ranks; it did not succeed.
+            SaveError: on all ranks; the save failed.
         """
         if not self._in_background:
             return
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        wait_for_all("saved")  # longer than a collective of training may take
+        wait_for_all("saved")  # over the store: a collective of training would time out
         with raise_together():
             if self._error is not None:
                 raise self._error
 
     def has_failed(self) -> bool:
-        """Whether the save in the background did not succeed. Ranks learn it at different times: agree, then `wait`."""
+        """Whether a save in the background failed. Ranks learn it at different times: first agree, then call `wait`."""
         return self._error is not None
 
     def judge(self, suspicion: str) -> None:
-        """Say what the first step after the last save, or after the load, showed of those weights. Once that and the
-        checkpoint itself are there, it is marked as suspect, or those before it are removed.
+        """Judge the last saved or loaded checkpoint by the first step after it (its loss uses those weights).
+
+        A suspect checkpoint is marked; a sound one allows the removal of older ones. If the background save has not
+        finished, that is done when it has.
 
         Args:
-            suspicion: why they may be ruined; empty: they are sound.
+            suspicion: why the weights may be ruined; empty: they are sound.
         """
         with self._lock:
             if self._verdict is None:
@@ -184,23 +187,26 @@ class Checkpointer:
                 self._settle()
 
     def _settle(self) -> None:
-        """Call with the lock. An error does not end the run: the checkpoint is complete."""
+        """Mark or remove, once checkpoint and verdict are known. Call it with the lock held.
+
+        An error is logged only and does not end the run, because the checkpoint itself is complete.
+        """
         if self._newest is None or self._verdict is None:
             return
         try:
             if self._verdict:
-                log.warning(f"{self._newest}: suspect, and not resumed from by default: {self._verdict}")
+                log.warning(f"{self._newest}: is suspect, and a run does not resume from it: {self._verdict}")
                 sealed.mark_suspect(self._newest, self._verdict)
             elif self._saved:
                 self._retention.remove_old(keep_also=self._best)
         except OSError as error:
             log.warning(
-                f"{self.folder}: old checkpoints could not be removed, or one not be marked: {error}; the disk will "
-                "fill up"
+                f"{self.folder}: cannot remove old checkpoints, or mark one as suspect: {error}; the disk will fill up"
             )
         self._newest = None
 
     def _begin(self, step: int) -> Path:
+        """Make the temporary folder of a save. Checks the free space first, by the size of the checkpoint before."""
         with _as_save_error(self.folder, step):
             self.folder.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(self.folder).free) < self._bytes:
@@ -212,12 +218,12 @@ class Checkpointer:
     def _write(
         self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
     ) -> None:
-        """Everything after the decision to save: the same in the background. A collective of the writers."""
+        """Write and seal all files; the same code in the foreground and in the thread. A collective of the writers."""
         rank, files = self.world.rank, HashedFiles()
-        # with several writer threads DCP loses the error of a full disk
+        # One thread: with several, DCP loses the error of a full disk.
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
         if self._in_background:
-            # the tensors are in host memory; copying ahead would initialise GPU 0 in this thread
+            # The tensors are in host memory already; DCP's copy-ahead would create a context on GPU 0 in this thread.
             writer.per_thread_copy_ahead = 0
         writer.fs, planner = files, DefaultSavePlanner()
         try:
@@ -241,17 +247,17 @@ class Checkpointer:
     def _write_part(
         self, writer: dcp.FileSystemWriter, planner: DefaultSavePlanner, tensors: dict[str, Tensor]
     ) -> tuple[SavePlan, list[WriteResult]]:
-        """This rank's DCP file; returns what it holds, for DCP's metadata.
+        """Write this rank's DCP file; returns its plan and results, for DCP's metadata.
 
-        dcp.save would send every rank's plan to rank 0 and back, and the metadata of all of them to each. No rank needs
-        to know before it writes: none plans what another one holds too.
+        dcp.save would send all plans to rank 0 and back, to find duplicates. Here none exist, because each tensor is
+        planned by one rank only, so a rank writes without that exchange.
         """
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.8 causes it itself
         rank = self.world.rank
         planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
         plan = writer.prepare_local_plan(planner.create_local_plan())
-        numbered = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # whose file is called by the rank
+        numbered = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # entry r writes the file __r_0.distcp
         return plan, writer.write_data(planner.finish_plan(numbered), planner).wait()
 
     def _seal(
@@ -263,17 +269,18 @@ class Checkpointer:
         record: dict[str, Any],
         best: int | None,
     ) -> None:
+        """Rank 0: add the remaining files, write the manifest and rename the folder. `written`: all ranks' files."""
         lacking = [name for name in written if not (aside / name).is_file()]
         if lacking:
             raise UserError(
-                f"{aside}: {', '.join(lacking)} are not here; on several nodes job.run_folder must be on a file "
-                "system that they share"
+                f"{aside}: does not have {', '.join(lacking)}, which other ranks wrote; on several nodes "
+                "job.run_folder must be on a file system that they share"
             )
         for name, content in self._assets.items():
             files.write(aside / name, content)
         files.write(aside / TRAINER, state.encode())
         with self._lock:
-            if self._verdict:  # before there is a checkpoint that a kill could leave unmarked
+            if self._verdict:  # marked before the rename: a kill in between must not leave it without the mark
                 sealed.mark_suspect(self.folder / f"step-{record['step']}", self._verdict)
             self._newest = sealed.seal(aside, written | files.written, record)
             self._saved = True
@@ -281,8 +288,8 @@ class Checkpointer:
             try:
                 self._retention.note(self._newest)
                 self._best = self._mark_best(best)
-            except OSError as error:  # the checkpoint is complete
-                log.warning(f"{self.folder}: the best checkpoint could not be marked: {error}")
+            except OSError as error:  # the checkpoint itself is complete
+                log.warning(f"{self.folder}: cannot mark the best checkpoint: {error}")
             self._settle()
 
     def _mark_best(self, step: int | None) -> Path | None:
@@ -297,13 +304,13 @@ class Checkpointer:
         from_rank_zero(lambda: self._mark_best(step) and None)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore model, optimizer and random state in place; returns the trainer state. A collective.
+        """Restore model, optimizer and random state in place. Returns the trainer state. A collective.
 
         Args:
-            path: a checkpoint that find_checkpoint verified.
+            path: a checkpoint that find_checkpoint has verified.
 
         Raises:
-            UserError: the checkpoint is of another model, or cannot be read.
+            UserError: the checkpoint belongs to another model, or it cannot be read.
         """
         everything = list(self._tensors())
         tensors = dict(everything)
@@ -314,7 +321,8 @@ class Checkpointer:
         names = sorted(found)
         same_on_all_ranks("\n".join(names), f"{path}: not the same on all ranks; {_SHARED}")
         held = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
-        dist.all_reduce(held, dist.ReduceOp.MAX)  # no rank has to know the names that the others hold
+        # Names that no rank holds are unexpected. A bit per name is enough; no rank has to send its names.
+        dist.all_reduce(held, dist.ReduceOp.MAX)
         with raise_together():
             unexpected = [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]
             wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -322,7 +330,9 @@ class Checkpointer:
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
         for name, tensor in everything:
-            if tensor is not tensors[name]:  # a tied weight of which this rank holds both copies
+            if (
+                tensor is not tensors[name]
+            ):  # a tied weight, both copies of which are on this rank: one name, two tensors
                 tensor.copy_(tensors[name])
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         self._model.restore_extra_state(
@@ -330,7 +340,7 @@ class Checkpointer:
         )
         states = [f"rng-{rank}.json" for rank in (self.world.rank, self._twin)]
         with raise_together():
-            # it may be there for neither, if more ranks load than have saved; dropout is seeded anyway
+            # Neither exists if more ranks load than have saved. Then nothing is restored; dropout has its own seed.
             for file in [file for file in states if file in manifest["files"]][:1]:
                 set_random_state(path / file, self.world.device)
         if self.world.rank == 0:
@@ -339,14 +349,14 @@ class Checkpointer:
         return trainer_state
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the checkpoint that this rank holds, by its name there, which is the same in every layout."""
+        """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""
         for name, parameter in self._model.trained_parameters():
             yield name, parameter.detach()
         for name, tensor in self._optimizer.named_state():
             yield OPTIMIZER + name, tensor
 
     def _written_here(self) -> dict[str, Tensor]:
-        """Those of which this rank is the first holder."""
+        """The tensors that this rank writes: those of which it is the first holder."""
         copies = set(map(id, self._model.copies()))
         owned = {name for name, parameter in self._model.trained_parameters() if id(parameter) not in copies}
 
@@ -360,7 +370,7 @@ class Checkpointer:
         return {prefix + name: tensor for name, tensor in self._model.extra_state().items()}
 
     def _empty_extra_state(self, saved: Kinds) -> dict[str, Tensor]:
-        """To load this rank's into; nothing unless the layout has such state and as many ranks as now saved theirs."""
+        """Empty tensors to load this rank's extra state into. None unless the same number of ranks has saved it."""
         kind = self._model.extra_state_name
         saved_by = {owner[1] for owner in map(rank_of, saved) if owner and owner[0] == kind}
         if not kind or saved_by != set(range(self.world.size)):
@@ -374,7 +384,7 @@ class Checkpointer:
 
 @contextmanager
 def _as_save_error(folder: Path, step: int) -> Iterator[None]:
-    """Turn an error of the file system into a SaveError with one message, which every rank raises."""
+    """Turn an error of the file system into a SaveError, whose message every rank raises."""
     try:
         yield
     except OSError as error:
@@ -386,19 +396,19 @@ def _as_save_error(folder: Path, step: int) -> Iterator[None]:
 
 
 def _not_finite(tensors: dict[str, Tensor]) -> str:
-    """The first of them that holds infinity or NaN on this rank; empty: none."""
+    """The name of the first tensor with infinity or NaN on this rank; empty if there is none."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
-    sums = [tensor.sum() for tensor in local.values()]  # the fastest pass in which infinity and NaN stay
-    device = sums[0].device  # not all are on the GPU
+    sums = [tensor.sum() for tensor in local.values()]  # a fast pass: infinity and NaN survive a sum
+    device = sums[0].device  # with offloading, some tensors are on the CPU
     if torch.stack([value.to(device, torch.float64) for value in sums]).isfinite().all():
         return ""
-    # finite values can have a sum that is not
+    # A sum of finite values can overflow, so look at the tensors themselves.
     return next((name for name, tensor in local.items() if not tensor.isfinite().all()), "")
 
 
 def _staged(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory."""
+    """A copy in host memory."""
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.detach().to("cpu", copy=True)
@@ -409,16 +419,19 @@ _SHARED = "all nodes must see the same file system"
 
 
 def _check_names(path: Path, others: list[str], found: Kinds, wanted: Kinds, unexpected: list[str]) -> None:
-    """Names, shapes and dtypes must be exactly the run's, over all ranks. Only what ranks keep for themselves may be
-    there or not: another layout resumes without it.
+    """Refuse a checkpoint whose names, shapes or dtypes differ from the run's. Per-rank extra state is not compared:
+    another layout resumes without it.
 
     Args:
-        others: entries of the checkpoint that are no tensors.
-        found, wanted: its tensors, and those that this rank holds.
-        unexpected: those of its tensors that no rank holds.
+        others: entries of the checkpoint that are not tensors.
+        found, wanted: the checkpoint's tensors; those that this rank holds.
+        unexpected: the checkpoint's tensors that no rank holds.
+
+    Raises:
+        UserError: all differences.
     """
     if others:
-        raise UserError(f"{path}: holds {len(others)} entries that are no tensors, as {others[0]}; {_OTHER}")
+        raise UserError(f"{path}: has {len(others)} entries that are not tensors, such as {others[0]}; {_OTHER}")
     problems = []
     for what, names in (
         ("missing", wanted.keys() - found.keys()),

@@ -1,4 +1,4 @@
-"""The file layer below DCP's writer: everything is synced, and its size and SHA-256 are known when it is written."""
+"""The file layer below DCP's writer: it syncs each file, and computes its size and SHA-256 while it is written."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from titan_mi100.files.durable import HashingStream
 
 
 class HashedFiles(FileSystem):
-    """Files that DCP or this package writes: synced, with the size and SHA-256 of each."""
+    """Writes files for DCP and this package. `written` maps each file's name to its size and SHA-256."""
 
     def __init__(self) -> None:
         self.written: Written = {}
@@ -24,14 +24,14 @@ class HashedFiles(FileSystem):
             stream = HashingStream(file)  # type: ignore[arg-type]
             try:
                 yield stream
-            except Exception as error:
+            except Exception as error:  # torch.save reports a full disk less precisely than the stream does
                 raise stream.error or error from None
             file.flush()
             os.fsync(file.fileno())
         self.written[Path(path).name] = stream.size, stream.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
+        super().rename(path, new_path)  # DCP renames .metadata.tmp to .metadata
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
     def write(self, path: Path, content: bytes) -> None:

@@ -1,26 +1,27 @@
-"""Names of a checkpoint's tensors that are no weights: optimizer state, and what each rank keeps for itself."""
+"""Names of a checkpoint's tensors that are not weights: optimizer state, and per-rank state of a layout."""
 
 import re
 
-OPTIMIZER = "optimizer."  # begins `optimizer.<parameter>.<state>`
+OPTIMIZER = "optimizer."  # prefix of `optimizer.<parameter>.<state>`
 _OF_A_RANK = re.compile(r"(\w+)\.rank-(\d+)\.")
 
 
 def rank_prefix(kind: str, rank: int) -> str:
-    """Begins the names of one rank's own tensors of a kind, which only the same rank of as many ranks reads again."""
+    """Prefix of a rank's own tensors. Only the same rank, among the same number of ranks, reads them again."""
     return f"{kind}.rank-{rank}."
 
 
 def rank_of(name: str) -> tuple[str, int] | None:
-    """(kind, rank) of a tensor that one rank keeps for itself; None: it belongs to the whole job."""
+    """(kind, rank) of a tensor that is per-rank state; None: it belongs to the whole job."""
     found = _OF_A_RANK.match(name)
     return (found[1], int(found[2])) if found else None
 
 
 def parameter_of(name: str) -> str:
-    """The parameter's name, from its own or that of its optimizer state."""
+    """The name of the parameter that a tensor is, or that its optimizer state belongs to."""
     return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else name
 
 
 def is_weight(name: str) -> bool:
+    """Whether a tensor is a weight: neither optimizer state nor per-rank state."""
     return not name.startswith(OPTIMIZER) and rank_of(name) is None

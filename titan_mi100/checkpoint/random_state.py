@@ -1,4 +1,4 @@
-"""The random states of a process, as a checkpoint keeps them in `rng-<rank>.json`."""
+"""Saves and restores a process's random states (Python, numpy, torch, GPU), in `rng-<rank>.json` of a checkpoint."""
 
 import base64
 import random
@@ -14,12 +14,12 @@ from titan_mi100.checkpoint.resume import REMEDY
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_checked
 
-_MT19937 = 624  # numbers of the generator's state
+_MT19937 = 624  # numbers in the state of numpy's generator
 
 
 @dataclass(frozen=True)
 class _RandomState:
-    """What rng-R.json holds; the texts are base64."""
+    """The content of rng-R.json; torch and cuda are base64. cuda is missing where there was no GPU."""
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, list[int], int, int, float]
@@ -28,7 +28,7 @@ class _RandomState:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """As JSON can hold it."""
+    """The current random states as JSON values. Args: device: its generator's state is included if it is a GPU."""
     python = random.getstate()
     numpy = np.random.get_state(legacy=True)
     state = {
@@ -42,19 +42,19 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(file: Path, device: torch.device) -> None:
-    """Raises UserError: it holds no random state."""
+    """Restore the random states. Raises UserError: the file is not a random state."""
     state = read_checked(file, _RandomState, REMEDY)
 
     def tensor(text: str) -> Tensor:
         return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
     try:
-        if state.numpy[2] > _MT19937:  # numpy would read beyond the end
-            raise ValueError(f"numpy[2] = {state.numpy[2]}, of {_MT19937}")
+        if state.numpy[2] > _MT19937:  # the position in the state; numpy would read beyond the array's end
+            raise ValueError(f"numpy[2] = {state.numpy[2]} is more than {_MT19937}")
         random.setstate(state.python)
         np.random.set_state((state.numpy[0], np.array(state.numpy[1], dtype=np.uint32), *state.numpy[2:]))
         torch.set_rng_state(tensor(state.torch))
         if device.type == "cuda" and state.cuda:
             torch.cuda.set_rng_state(tensor(state.cuda), device)
-    except Exception as error:  # of three libraries
-        raise UserError(f"{file}: is no random state: {error}; {REMEDY}") from None
+    except Exception as error:  # three libraries, each with exceptions of its own
+        raise UserError(f"{file}: is not a random state: {error}; {REMEDY}") from None

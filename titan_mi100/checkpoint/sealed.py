@@ -1,9 +1,11 @@
-"""A run's checkpoint folders as files: sealed by a manifest, verified, listed, set aside, removed. Imports no torch.
+"""A run's checkpoint folders as files: seal, verify, list, rename, remove. Imports no torch.
 
-`step-N` appears by a rename, when everything in it has been synced. `manifest.json` names every file with its size and
-SHA-256, and `manifest.sha256` holds the manifest's own, in the form of sha256sum. A folder without them, or that does
-not hold what they say, is no checkpoint. A file `step-N.suspect` beside it says why its weights may be ruined: the
-checkpoint is kept, but not counted, and a run resumes from it only when told to.
+`step-N` appears by a rename, after everything in it has been synced. `manifest.json` lists every file with its size and
+SHA-256; `manifest.sha256` holds the manifest's own hash, in the format of sha256sum. A folder without them, or with
+other content than they say, is not a checkpoint.
+
+A file `step-N.suspect` beside the folder says why its weights may be ruined. A suspect checkpoint is kept, does not
+count in retention, and is resumed from only on request.
 """
 
 import hashlib
@@ -32,6 +34,8 @@ class _Sealed(TypedDict):
 
 
 class _Fingerprints(TypedDict, total=False):
+    """Properties of a run that must not change on resume."""
+
     model: dict[str, Any]
     tokenizer: str
     data: str
@@ -54,7 +58,7 @@ class _Head(TypedDict):
 
 
 class _Chosen(TypedDict, total=False):
-    """What a run measured or counted and then keeps, because it decides in which order numbers are added."""
+    """Choices that a run makes once and keeps on resume, because they determine the order of floating-point sums."""
 
     attention: _Attention
     head: _Head
@@ -74,7 +78,7 @@ class _Adapter(TypedDict):
 
 
 class _Manifest(_Sealed, total=False):
-    """What a manifest may hold; a converter's lacks what is of a run."""
+    """The keys of a manifest. A converter's manifest lacks those that describe a run."""
 
     torch: str
     processes: int
@@ -88,28 +92,32 @@ class _Manifest(_Sealed, total=False):
 
 
 FORMAT = 1
-BEST = "best"  # the name of a link to the checkpoint with the lowest validation loss
+BEST = "best"  # name of a symbolic link to the checkpoint with the lowest validation loss
 MANIFEST, MANIFEST_HASH = "manifest.json", "manifest.sha256"
 _NAME = re.compile(r"step-\d+")
-Written = dict[str, tuple[int, str]]  # file -> size and SHA-256, as they were written
+Written = dict[str, tuple[int, str]]  # file name -> size and SHA-256 of what was written
 
 
 class DamagedError(Exception):
-    """A folder is not the checkpoint that was sealed; the message names the file."""
+    """A checkpoint's content differs from what was sealed. The message names the file."""
 
 
 def list_checkpoints(folder: Path, suspect: bool = False) -> list[Path]:
-    """The folders `step-N`, intact or not, oldest first: those that are not suspect, or only those that are."""
+    """The folders `step-N`, intact or not, the lowest step first.
+
+    Args:
+        suspect: list only the suspect ones; otherwise only the others.
+    """
     return [path for path in all_checkpoints(folder) if _suspicion(path).exists() == suspect]
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The folders `step-N`, whatever is in them, oldest first."""
+    """All folders `step-N`, intact or not, suspect or not, the lowest step first."""
     return [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
 
 
 def in_the_way(folder: Path) -> list[Path]:
-    """What has a checkpoint's name and is a link, or no folder: never read, and a save there would fail."""
+    """Links and files that have a checkpoint's name. They are never read, and a save of that step would fail."""
     return [path for path in _named(folder) if path.is_symlink() or not path.is_dir()]
 
 
@@ -122,7 +130,7 @@ def step_of(path: Path) -> int:
 
 
 def mark_suspect(path: Path, why: str) -> None:
-    """Keep a checkpoint, which is there already or about to be, out of what is counted and resumed from."""
+    """Mark a checkpoint as suspect. Works before the folder exists, so that it never appears without its mark."""
     write_synced(_suspicion(path), why + "\n")
     sync(path.parent)
 
@@ -136,30 +144,32 @@ def _suspicion(path: Path) -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A fresh folder for the files of a step."""
-    unmark_suspect(folder / f"step-{step}")  # of one that was removed by hand
+    """Make a temporary folder for the files of a step."""
+    unmark_suspect(folder / f"step-{step}")  # a mark may be left of a checkpoint that the user removed
     aside = folder / f".step-{step}.{uuid.uuid4().hex[:12]}.incomplete"
     aside.mkdir()
     return aside
 
 
 def seal(aside: Path, written: Written, record: dict[str, Any]) -> Path:
-    """Make a folder of written and synced files the checkpoint of its step; returns its path.
+    """Write the manifest into a folder of synced files, and rename the folder to `step-N`. Returns the new path.
 
     Args:
-        record: what else the manifest says; `step` among it.
+        aside: the temporary folder, see `begin`.
+        written: all its files.
+        record: the manifest's other keys; includes `step`.
     """
     final = aside.with_name(f"step-{record['step']}")
     write_manifest(aside, written, record)
     if final.exists():
-        raise FileExistsError(f"{final} is there already, and is never overwritten")
+        raise FileExistsError(f"{final} exists already, and is never overwritten")
     aside.rename(final)
     sync(aside.parent)
     return final
 
 
 def write_manifest(aside: Path, written: Written, record: dict[str, Any]) -> None:
-    """Write the manifest and its hash."""
+    """Write the manifest and its hash. Args: see `seal`."""
     files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
     text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
     write_synced(aside / MANIFEST, text)
@@ -172,23 +182,24 @@ def _hash_line(content: bytes) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, if it is as it was written.
+    """Read the manifest and compare it with its hash.
 
     Raises:
-        DamagedError: it is not, or there is none.
-        OSError: it may be, but it cannot be read.
+        DamagedError: it is missing, or not as it was written.
+        OSError: it cannot be read, so nothing is known about its content.
     """
     try:
         content = {name: read_plain(_regular_file(path / name), LARGEST_CONFIG) for name in (MANIFEST, MANIFEST_HASH)}
         if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
-            raise DamagedError(f"{path / MANIFEST}: is not what was written (its SHA-256 in {MANIFEST_HASH} differs)")
+            raise DamagedError(f"{path / MANIFEST}: has changed since it was written (see its hash in {MANIFEST_HASH})")
         manifest = json.loads(content[MANIFEST])
         checked(manifest, _Manifest)
-        # a run's checkpoint is called by its step; elsewhere, and what a converter wrote (step 0), may have any name
+        # A folder named step-N must hold step N. A copy under another name, or a converter's output (step 0), may have
+        # any name.
         expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
         plain = all(map(is_plain_name, manifest["files"]))
         if (manifest["format"], manifest["step"]) != (FORMAT, expected) or not plain:
-            raise ValueError("another step or format, or names of files elsewhere")
+            raise ValueError("it has another step or format, or names files outside the folder")
     except (ValueError, RecursionError) as error:
         problem = f"is not the manifest of {path.name} in format {FORMAT}: {error}"
         raise DamagedError(f"{path / MANIFEST}: {problem}") from None
@@ -196,14 +207,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _regular_file(file: Path) -> Path:
-    """The path, if it is a regular file and no link."""
+    """Return the path. Raises DamagedError: it is missing, a link, or not a regular file."""
     if file.is_symlink() or not file.is_file():
-        raise DamagedError(f"{file}: there is no such file")
+        raise DamagedError(f"{file}: is missing, or not a regular file")
     return file
 
 
 def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
-    """Compare one of a checkpoint's files with the manifest's entry.
+    """Compare one file of a checkpoint with its entry in the manifest: first the size, then the hash.
 
     Raises:
         DamagedError, OSError: as read_manifest.
@@ -213,14 +224,15 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
         raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
     found = sha256_of(file)
     if found != entry["sha256"]:
-        raise DamagedError(f"{file}: is not what was written: SHA-256 {found[:12]}..., was {entry['sha256'][:12]}...")
+        raise DamagedError(f"{file}: has changed: SHA-256 is {found[:12]}..., was {entry['sha256'][:12]}...")
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """Check a checkpoint; returns its manifest.
+    """Verify a checkpoint's files. Returns its manifest.
 
     Args:
-        share, shares: check only the content of every `shares`-th file, from this one, large ones dealt first.
+        share, shares: verify only every `shares`-th file, beginning with number `share`, in the order of their size, so
+            that ranks verify about as many bytes each.
 
     Raises:
         DamagedError, OSError: as read_manifest.
@@ -233,10 +245,10 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint, so that it is none of the run's any more; returns its new path.
+    """Rename a checkpoint, so that the run ignores it. Returns its new path.
 
     Args:
-        why: begins the new name: `damaged`, `later`.
+        why: prefix of the new name: `damaged` or `later`.
     """
     aside = path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
@@ -253,7 +265,7 @@ def _unmark_best(path: Path) -> None:
 
 
 def mark_best(path: Path) -> None:
-    """Point the symbolic link `best` to this checkpoint."""
+    """Point the symbolic link `best` to this checkpoint. The rename replaces an existing link atomically."""
     aside = path.with_name(f".{BEST}.tmp")
     aside.unlink(missing_ok=True)
     aside.symlink_to(path.name)
@@ -261,31 +273,33 @@ def mark_best(path: Path) -> None:
 
 
 def damaged(folder: Path) -> list[Path]:
-    """What was set aside."""
+    """The checkpoints that were renamed because of damage."""
     return sorted(folder.glob("damaged-step-*"))
 
 
 class Retention:
-    """Keeps the newest verified checkpoints and removes older ones. Damaged ones do not count as kept."""
+    """Keeps the newest intact checkpoints and removes older ones. Damaged ones do not count as kept."""
 
     def __init__(self, folder: Path, keep_latest_k: int) -> None:
-        """Remember what is kept where.
-
+        """
         Args:
-            keep_latest_k: verified checkpoints to keep; 0: all.
+            folder: of the checkpoints.
+            keep_latest_k: intact checkpoints to keep; 0: all.
         """
         self._folder, self._keep = folder, keep_latest_k
         self._verified: dict[Path, list[tuple[str, int, int]]] = {}
 
     def note(self, path: Path) -> None:
-        """This checkpoint has just been sealed or verified."""
+        """Remember that this checkpoint has just been sealed or verified, so that it is not read again."""
         self._verified[path] = _stamps(path)
 
     def remove_old(self, keep_also: Path | None = None) -> None:
-        """Remove what is older than the newest verified ones. Suspect ones stay, and with each the one before it.
+        """Remove checkpoints older than the newest `keep_latest_k` intact ones.
+
+        Suspect ones stay, and so does the one before each of them: it may be the last one with sound weights.
 
         Args:
-            keep_also: the best one.
+            keep_also: the best checkpoint.
         """
         intact, newest_first = 0, list_checkpoints(self._folder)[::-1]
         keep = {keep_also}
@@ -299,7 +313,7 @@ class Retention:
                 intact += 1
 
     def _is_intact(self, path: Path) -> bool:
-        """Reads a checkpoint once to verify it; afterwards, unchanged sizes and times of change are enough."""
+        """Whether a checkpoint is intact. It is read once; afterwards, unchanged sizes and ctimes are enough."""
         try:
             if self._verified.get(path) != _stamps(path):
                 verify(path)
@@ -315,18 +329,18 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that a kill in between leaves none that looks intact."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no half-removed `step-N`."""
     gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.removed")
-    _unmark_best(path)  # it is not kept as the best any more
+    _unmark_best(path)  # a link to it would dangle
     path.rename(gone)
     sync(path.parent)
     shutil.rmtree(gone)
 
 
 def clear(folder: Path) -> None:
-    """Remove what saves and removals left that were killed. Only for the run that has the folder's lock."""
+    """Remove leftovers of killed saves and removals. Call it only with the run folder's lock."""
     for left in (*folder.glob(".step-*.incomplete"), *folder.glob(".step-*.removed")):
         try:
             remove_left(left)
         except OSError as error:
-            log.warning(f"{left}: a leftover of an earlier start, cannot be removed: {error.strerror}")
+            log.warning(f"{left}: is a leftover of an earlier start, and cannot be removed: {error.strerror}")

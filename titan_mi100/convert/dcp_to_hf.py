@@ -1,4 +1,4 @@
-"""Writes the weights of a DCP folder, such as a run's checkpoint, as an HF folder: transformers and vLLM load it."""
+"""Converts a DCP folder, such as a run's checkpoint, to an HF folder, which transformers and vLLM load."""
 
 from titan_mi100.weights import convert
 
@@ -7,7 +7,7 @@ def main() -> None:
     convert.command(
         str(__doc__),
         "DCP folder, such as RUN/checkpoint/step-500",
-        "HF folder to make; must not be there yet",
+        "HF folder to create; must not exist yet",
         convert.to_hf,
         "auto",
     )

@@ -1,4 +1,4 @@
-"""Writes the weights of a DCP folder as one file of torch.save, model.pt; optimizer state stays behind."""
+"""Converts a DCP folder to one file of torch.save, model.pt. Only weights are written, no optimizer state."""
 
 from titan_mi100.weights import convert
 
@@ -7,7 +7,7 @@ def main() -> None:
     convert.command(
         str(__doc__),
         "DCP folder, such as RUN/checkpoint/step-500",
-        "folder to make; must not be there yet",
+        "folder to create; must not exist yet",
         convert.to_torch,
     )
 

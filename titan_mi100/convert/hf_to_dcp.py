@@ -1,4 +1,4 @@
-"""Writes the weights of an HF folder as a DCP folder: what the trainer starts from, and torch's own tools read."""
+"""Converts an HF folder to a DCP folder, which the trainer can start from and torch's own tools read."""
 
 from titan_mi100.weights import convert
 
@@ -6,8 +6,8 @@ from titan_mi100.weights import convert
 def main() -> None:
     convert.command(
         str(__doc__),
-        "HF folder: config.json and safetensors",
-        "DCP folder to make; must not be there yet",
+        "HF folder with config.json and safetensors",
+        "DCP folder to create; must not exist yet",
         convert.to_dcp,
     )
 

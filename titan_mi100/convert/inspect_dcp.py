@@ -1,6 +1,6 @@
-"""Lists what a checkpoint holds, or what is different in two. Any form will do: DCP, HF folder, file of torch.save.
+"""Lists the content of a checkpoint, or compares two. Reads DCP folders, HF folders and files of torch.save.
 
-Exit codes: 0; with two, as of `diff`: 0 alike, 1 different, 2 one cannot be read.
+Exit codes: 0 done, 2 it cannot be read. With two checkpoints, as `diff`: 0 equal, 1 different, 2 one cannot be read.
 """
 
 import argparse
@@ -20,21 +20,22 @@ from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 from titan_mi100.wording import printable
 
-_AT_ONCE = 1 << 22  # values that are compared in fp64 at a time
+_AT_ONCE = 1 << 22  # values compared in fp64 at a time, to bound memory
 
 
 def main() -> None:
     parser = tool.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
-    parser.add_argument("other", type=Path, nargs="?", help="another one, to be compared with")
+    parser.add_argument("other", type=Path, nargs="?", help="a second one, to compare with")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
-    parser.add_argument("--json", action="store_true", help="for a program to read")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args()
     setup_logging(0)
     sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
 
 
 def show(options: argparse.Namespace) -> None:
+    """Print the facts, fingerprints and tensors of one checkpoint."""
     found = describe(options.checkpoint, options.verify)
     if options.json:
         print(json.dumps(found))
@@ -48,11 +49,19 @@ def show(options: argparse.Namespace) -> None:
 
 
 def describe(path: Path, verify: bool) -> dict[str, Any]:
-    """All that is known without reading tensors."""
+    """What is known of a checkpoint without reading tensor values, as JSON values.
+
+    Args:
+        verify: also compare its files with the manifest.
+
+    Raises:
+        UserError: it cannot be read, or it is damaged.
+    """
     weights = open_weights(path, only_weights=False)
     manifest = read_manifest(path)
     if verify:
         verify_files(path)
+    # A checkpoint of another version may have further keys, which are ignored here.
     layout = {key: value for key, value in manifest.get("layout", {}).items() if key in Layout.__dataclass_fields__}
     tensors = {name: {"shape": kind.shape, "dtype": dtype_name(kind.dtype)} for name, kind in weights.kinds.items()}
     return {
@@ -70,16 +79,18 @@ def describe(path: Path, verify: bool) -> dict[str, Any]:
 
 
 def facts(found: dict[str, Any]) -> str:
+    """The result of `describe` in one line, without fingerprints and tensors."""
     parts = [f"step {found['step']}" if found["sealed"] else "no manifest"]
     parts += [f"{found['layout']}, {found['processes']} process(es)"] if found["layout"] else []
     parts += [f"torch {found['torch']}"] if found["torch"] else []
     weights = sum(map(is_weight, found["tensors"]))
     parts.append(f"{weights} weights with {found['model_values']:,} values")
-    parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in all")
+    parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in total")
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
 
 
 def diff(options: argparse.Namespace) -> None:
+    """Print the differences between two checkpoints. Exits with 1 if there are any (the manifest does not count)."""
     paths = options.checkpoint, options.other
     found = compare(*paths)
     if options.json:
@@ -94,13 +105,19 @@ def diff(options: argparse.Namespace) -> None:
             print(printable(f"{name}: values differ by up to {largest:.3g}"))
         for words in found["manifest"]:
             print(printable(f"manifest: {words}"))
-        print(f"{found['equal']} tensors are bit-identical, {len(found['values'])} have other values")
+        print(f"{found['equal']} tensors are bit-identical, {len(found['values'])} have different values")
     if any(found[key] for key in ("only_first", "only_second", "kinds", "values")):
         sys.exit(1)
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
-    """What is different; the difference of values is NaN where only one of the two is."""
+    """The differences between two checkpoints, as JSON values.
+
+    Returns:
+        only_first, only_second: names of tensors; kinds: name -> both shapes and dtypes, where they differ; values:
+        name -> largest absolute difference (NaN if only one of the values is NaN); equal: number of bit-identical
+        tensors; manifest: differing entries.
+    """
     a, b = (open_weights(path, only_weights=False) for path in (first, second))
     manifests = [read_manifest(path) for path in (first, second)]
     facts = [{key: m.get(key) for key in ("step", "layout", "processes", "fingerprints")} for m in manifests]
@@ -126,9 +143,9 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
 
 
 def largest_difference(a: Weights, b: Weights, name: str) -> float | None:
-    """Of all values; None: the same bytes."""
+    """The largest absolute difference between two tensors of one shape and dtype; None if they are bit-identical."""
     left, right = a.tensor(name).flatten(), b.tensor(name).flatten()
-    if torch.equal(raw_bytes(left), raw_bytes(right)):
+    if torch.equal(raw_bytes(left), raw_bytes(right)):  # bytes, because NaN is not equal to itself
         return None
     pairs = zip(left.split(_AT_ONCE), right.split(_AT_ONCE), strict=True)
     return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()

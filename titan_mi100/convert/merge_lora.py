@@ -1,4 +1,4 @@
-"""Writes a base with a LoRA adapter merged into it as an HF folder: W + (alpha / rank) B A, summed in fp32."""
+"""Merges a LoRA adapter into its base, W + (alpha / rank) B A in fp32, and writes the result as an HF folder."""
 
 from pathlib import Path
 
@@ -14,15 +14,16 @@ def main() -> None:
     parser.add_argument(
         "--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500"
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to make; must not be there yet")
+    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to create; must not exist yet")
     parser.add_argument(
-        "--dtype", choices=convert.DTYPES, default="keep", help="of the written weights (default: the base's)"
+        "--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)"
     )
     parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
     hub.add_options(parser)
     options = parser.parse_args()
 
     def merge() -> None:
+        # Nothing is computed here: `merged` adds B A to each matrix when the conversion reads it.
         source = merged(open_source(options.base), options.adapter)
         convert.to_hf(source, options.output_dir, options.dtype, options.verify)
 

@@ -1,4 +1,4 @@
-"""Writes the weights in a file of torch.save as a DCP folder."""
+"""Converts a file of torch.save to a DCP folder."""
 
 from titan_mi100.weights import convert
 
@@ -6,8 +6,8 @@ from titan_mi100.weights import convert
 def main() -> None:
     convert.command(
         str(__doc__),
-        "a file of torch.save with a dict of tensors; nothing else in it is run",
-        "DCP folder to make; must not be there yet",
+        "file of torch.save with a dict of tensors; its pickle is never executed",
+        "DCP folder to create; must not exist yet",
         convert.to_dcp,
     )
 

@@ -380,7 +380,7 @@ def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[i
 
 
 def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """Load the pickle of a zip that `torch.save` wrote. Returns it as inert objects, and (first byte, bytes) by storage.
+    """Load the pickle of a zip of `torch.save`. Returns it as inert objects, and (first byte, bytes) per storage.
 
     Args:
         file: ends where the zip ends.

@@ -1,7 +1,7 @@
-"""The report that `inspect_data` shows, as JSON values: packed rows token by token, and the whole set in numbers.
+"""Makes the report of `inspect_data` as JSON values: packed rows token by token, and a summary of the whole set.
 
-Rows come from the `PackedDataset` that training reads. A token is supervised if it is the label of the position before
-it.
+Rows come from the same `PackedDataset` that training reads. A token is supervised if it is the label of the position
+before it.
 """
 
 import argparse
@@ -37,15 +37,15 @@ from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.wording import some
 
-_SAMPLE_TOKENS = 1 << 22  # of a larger set only every k-th document is examined, to bound time and memory
-_FIRST = 5  # examples of each status in the ledger
+_SAMPLE_TOKENS = 1 << 22  # of a set with more tokens only every k-th document is examined, to bound time and memory
+_FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
 _MARKS = {"\n": "↵", "\t": "⇥"}
-_OURS = set("↵⇥⟨⟩⟦⟧")  # the views use these as marks, so in the data they are shown as ⟨U+...⟩
+_OURS = set("↵⇥⟨⟩⟦⟧")  # marks of the views; the same characters in the data are shown as ⟨U+...⟩
 
 
-# --- what is read ---
+# --- the command's options ---
 
 
 @dataclass(frozen=True)
@@ -59,25 +59,32 @@ class _Set:
     origins: Origins
 
     def rows_with(self, documents: Sequence[int] | np.ndarray) -> list[int]:
-        """The packed rows that hold any of these documents; none if they are in the other set."""
+        """The packed rows that hold any of these documents, ascending. Documents of other sets are in none."""
+        # places: positions in the packing's concatenated rows; `starts` then tells the row of each position
         places = np.flatnonzero(np.isin(self.dataset.packing.documents, documents))
         return np.unique(np.searchsorted(self.dataset.packing.starts, places, side="right") - 1).tolist()
 
 
 def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """What `inspect_data` shows.
+    """Make the report of `inspect_data`.
 
     Args:
-        options: row, where, source, validation and html of its command line.
+        config: of the run; its data are prepared if they are not yet.
+        options: row, where, source, validation and html of the command line.
+
+    Returns:
+        JSON values: the set's name and counts; `where`: ledger lines of --where; the summary, see `_summary`, if it is
+        wanted; `shown`: rows, see `_row`.
 
     Raises:
-        UserError: an option names what is not there, or the data are refused.
+        UserError: an option names something that does not exist, or the data are refused.
     """
     name, seq_len = "validation" if options.validation else "train", config.training.seq_len
     try:
         data = prepare_run(config, None)
     except RefusedData as refused:
-        lines = _ledger_lines(refused.ledger, options.where) if options.where else []  # the reason for this line
+        # Refused data have no rows to show, but --where can still tell the reason for one line.
+        lines = _ledger_lines(refused.ledger, options.where) if options.where else []
         reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
     source = _chosen(data.validation if options.validation else data.sources, options.source)
@@ -85,7 +92,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     name += f" of {source.name}" if options.source else ""
     if not isinstance(dataset, PackedDataset):
         if options.where or options.html or not options.row:
-            what = "is a corpus: only its rows are shown, --row N; its ledger.csv and bad_rows.csv say what is in it"
+            what = "is a corpus; only single rows can be shown, with --row N; for totals see its ledger.csv"
             raise UserError(f"--source {source.name}: {what}")
         tokenizer, rows = load_tokenizer(config.tokenizer_path()), _numbers(options.row, len(dataset))
         of_rows = [_row(dataset, tokenizer, dataset.where(row), row) for row in dict.fromkeys(rows)]
@@ -113,24 +120,25 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chosen(sources: Sequence[SourceRows], name: str) -> SourceRows:
-    """The source that --source names, or the only one. Raises UserError: there is no such."""
+    """The source that --source names, or the only one. Raises UserError: there is no such source."""
     if not sources:
         raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
     names = ", ".join(source.name for source in sources)
     found = [source for source in sources if source.name == name or not name]
     if len(found) != 1:
-        raise UserError(f"there are several sources: name one with --source, of {names}")
+        raise UserError(f"there are several sources; name one of them with --source: {names}")
     return found[0]
 
 
 def _numbers(text: str, rows: int) -> list[int]:
+    """The row numbers of --row, such as "0,3-5". Args: rows: of the set. Raises UserError: not a number or range."""
     numbers: list[int] = []
     for part in text.split(",") if text else ():
         if not (match := re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)):
-            raise UserError(f"--row {text}: {part!r} is not a row's number or a range such as 3-5")
+            raise UserError(f"--row {text}: {part!r} is not a row number or a range such as 3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < rows:
-            raise UserError(f"--row {part}: the rows are 0 to {rows - 1:,}")
+            raise UserError(f"--row {part}: rows are numbered 0 to {rows - 1:,}")
         numbers += range(first, last + 1)
     return numbers
 
@@ -139,7 +147,7 @@ def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
     """The ledger's entries for the input line `FILE:LINE`; several if a file is read twice."""
     file, _, line = where.rpartition(":")
     if not (file and line[:1].isdecimal()):
-        raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12 (of an array train.json:1[12])")
+        raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12 (in an array train.json:1[12])")
     found, files = [], set()
     for number, entry in enumerate(_read_ledger(ledger)):
         files.add(entry["file"])
@@ -147,7 +155,7 @@ def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
             kept = {name: entry[name] for name in ("status", "set", "reason")}
             found.append({"number": number, "where": f"{entry['file']}:{line}", **kept})
     if not found:
-        raise UserError(f"--where {where}: no such line was read from {', '.join(sorted(files))}")
+        raise UserError(f"--where {where}: no such line was read; the files are {', '.join(sorted(files))}")
     return found
 
 
@@ -161,19 +169,20 @@ def _read_ledger(path: Path) -> Iterator[dict[str, str]]:
 
 def _supervised(row: Row) -> np.ndarray:
     """(seq_len,) bool: which tokens of the row are the label of the position before them."""
-    assert row.labels[-1] == IGNORE
+    assert row.labels[-1] == IGNORE  # otherwise roll would mark the first token
     return np.roll(row.labels != IGNORE, 1)
 
 
 def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int) -> dict[str, Any]:
-    """A packed row as training reads it, with lists of one value per token.
+    """A packed row as training reads it: its documents, and lists with one value per token.
 
     Args:
-        origins: `file:line` of its documents; where all are one to attention, as in a classic stream, of its parts.
+        origins: `file:line` of its documents, from left to right. If documents are concatenated (a classic token
+            stream), the row is one document with several origins.
     """
     row = rows.row(index)
     supervised = _supervised(row)
-    assert (np.roll(row.labels, 1) == row.input_ids)[supervised].all()
+    assert (np.roll(row.labels, 1) == row.input_ids)[supervised].all()  # a label is the next token
     documents, texts = [], []
     for place in range(int(row.document_ids.max()) + 1):
         inside = row.document_ids == place
@@ -196,14 +205,15 @@ def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int)
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token of a document as readable text: a space is a space, other invisible characters are ↵, ⇥ or ⟨U+00A0⟩.
+    """Each token of a document as readable text. Invisible characters other than spaces become ↵, ⇥ or ⟨U+00A0⟩.
 
-    A token with a part of a character is shown as bytes, ⟨F0 9F⟩, and the last part with the character: ⟨98 80⟩→😀.
+    A token can hold a part of a character. Its bytes are shown, ⟨F0 9F⟩; the last part also shows the character:
+    ⟨98 80⟩→😀.
     """
     decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
     for token_id in ids:
         spelled = tokenizer.token_bytes(token_id)
-        pending = decoder.getstate()[0]
+        pending = decoder.getstate()[0]  # bytes of an incomplete character from the tokens before
         character = decoder.decode(spelled)[:1]
         completed = f"→{visible(character)}" if pending and character not in ("", "\ufffd") else ""
         texts.append(_readable(spelled) + completed)
@@ -211,17 +221,18 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _readable(spelled: bytes) -> str:
+    """The bytes of a token as readable text; bytes that are no complete character in hexadecimal."""
     try:
         return visible(spelled.decode())
     except UnicodeDecodeError as error:
-        # bytes of this range continue a character, so they are part of the damaged one
+        # Continuation bytes (0x80 to 0xBF) after the error belong to the same incomplete character.
         rest = spelled[error.end :].lstrip(bytes(range(0x80, 0xC0)))
         part = spelled[error.start : len(spelled) - len(rest)].hex(" ").upper()
         return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(rest)
 
 
 def visible(text: str) -> str:
-    """The text without invisible characters (except spaces) and without control characters of a terminal."""
+    """The text with invisible and control characters (except spaces) replaced by marks such as ↵ or ⟨U+001B⟩."""
     hidden = {char for char in text if not char.isprintable() or char in _OURS}
     return text.translate({ord(char): _MARKS.get(char, f"⟨U+{ord(char):04X}⟩") for char in hidden})
 
@@ -230,34 +241,36 @@ def visible(text: str) -> str:
 
 
 class _Sample:
-    """Every step-th document of the set, end to end: document i is ids[edges[i]:edges[i + 1]]."""
+    """Every step-th document of the set, concatenated: document i is ids[edges[i]:edges[i + 1]]."""
 
     def __init__(self, dataset: PackedDataset) -> None:
-        documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # np.unique is slow on millions
+        documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # sorted and unique; faster than np.unique
         lengths = np.diff(dataset.documents.starts)
         self.step = max(1, -(-int(lengths[documents].sum()) // _SAMPLE_TOKENS))
         self.documents = documents[:: self.step]  # (documents,): their numbers in the set
-        self.lengths = lengths[self.documents]  # (documents,): tokens of each
+        self.lengths = lengths[self.documents]  # (documents,): tokens per document
         self.edges = np.concatenate(([0], np.cumsum(self.lengths)))
         values = np.concatenate([dataset.documents[number] for number in self.documents])
         self.ids = (values >> 1).astype(np.int64)  # (tokens,)
         self.supervised = (values & 1).astype(bool)  # (tokens,)
-        self.supervised[self.edges[:-1]] = False  # no token before it could predict it
-        # (documents,): supervised share of each
+        self.supervised[self.edges[:-1]] = False  # a document's first token is never predicted
+        # (documents,): supervised share per document
         self.shares = np.add.reduceat(self.supervised, self.edges[:-1], dtype=np.int64) / self.lengths
 
     def starts_of(self, pattern: Sequence[int]) -> np.ndarray:
         """The positions in `ids` where this sequence of ids begins."""
-        if not 0 < len(pattern) <= len(self.ids):  # some tokenizers drop some texts
+        if not 0 < len(pattern) <= len(self.ids):  # empty: the tokenizer drops the text
             return np.empty(0, dtype=np.int64)
         return np.flatnonzero((sliding_window_view(self.ids, len(pattern)) == pattern).all(axis=1))
 
 
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
+    """The summary of the whole set: log lines, options and effects, ledger, histograms, packing, odd documents."""
     data, sample, seq_len = shown.data, _Sample(shown.dataset), config.training.seq_len
     statuses, overlong, unrolled = _ledger_summary(data.ledger())
     template = config.model.chat_template or "the tokenizer's own"
     lengths = np.diff(shown.dataset.documents.starts)[shown.dataset.packing.documents]
+    # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
     edges = np.unique(np.linspace(0, seq_len, 17).round().astype(int)).tolist()
     while edges[-1] < max(overlong, default=0):
         edges.append(2 * edges[-1])
@@ -284,7 +297,7 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
 
 
 def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int], int]:
-    """Rows and first reasons per status; the lengths of rows that did not fit; the number of unrolled rows."""
+    """Read the ledger: rows and first reasons per status; lengths of rows that did not fit; number of unrolled rows."""
     statuses: dict[str, dict[str, Any]] = {}
     overlong: list[int] = []
     unrolled = 0
@@ -300,11 +313,14 @@ def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int], i
 
 
 def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
-    """The options that decide what is supervised -> what each of them did, in numbers."""
+    """Option of [data] that decides what is supervised -> its effect in numbers.
+
+    Think blocks are found by searching for token ids, so the numbers are for ChatML templates, as Qwen3's.
+    """
     encode, counts = shown.tokenizer.encode, shown.counts
     header = encode("<|im_start|>assistant")
-    answers = sample.starts_of(header) + len(header) + 1  # + 1: the line break
-    answers = answers[(answers < len(sample.ids)) & ~np.isin(answers, sample.edges)]  # without turns cut off there
+    answers = sample.starts_of(header) + len(header) + 1  # first token of each answer; + 1: the header's line break
+    answers = answers[(answers < len(sample.ids)) & ~np.isin(answers, sample.edges)]  # drop answers that were cut off
     empty = np.isin(answers, sample.starts_of(encode("<think>\n\n</think>")))
     thinking = np.isin(answers, sample.starts_of(encode("<think>"))) & ~empty
 
@@ -322,14 +338,14 @@ def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
 
 
 def _bins(edges: list[int], documents: np.ndarray, overlong: list[int]) -> list[dict[str, int]]:
-    """How many of the whole numbers lie in each bin; a bin is without its lower edge and with its upper one."""
+    """Counts per bin. A bin includes its upper edge but not its lower one; all values are integers."""
     counts = [np.histogram(values, np.array(edges) + 0.5)[0].tolist() for values in (documents, overlong)]
     bins = zip([edge + 1 for edge in edges[:-1]], edges[1:], *counts, strict=True)
     return [{"from": low, "to": high, "documents": fit, "overlong": over} for low, high, fit, over in bins]
 
 
 def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
-    """A row sampled at `_COLUMNS` positions, a character each: █ supervised, ░ not, · padding."""
+    """A row as a line of `_COLUMNS` characters, each for one sampled position: █ supervised, ░ not, · padding."""
     row = dataset.row(index)
     kinds = np.where(row.document_ids == PADDING_DOCUMENT, 2, _supervised(row))
     picture = "".join("░█·"[kind] for kind in kinds[np.arange(_COLUMNS) * dataset.seq_len // _COLUMNS])
@@ -340,12 +356,13 @@ def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
 
 
 def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
-    """For each kind of oddity the document with the highest score, if that is not 0."""
+    """For each kind of oddity the document with the highest score, if the score is not 0."""
     unended = _supervised_after_end(sample, shown.tokenizer.eos_token_id)
     repeated = _repeated_pairs(sample, shown.data.facts.n_vocab)
     spelled = [map(shown.tokenizer.token_bytes, ids.tolist()) for ids in np.split(sample.ids, sample.edges[1:-1])]
-    texts = [b"".join(pieces).decode(errors="ignore") for pieces in spelled]  # a cut document may end in a character
-    damaged = np.array([text.count("\ufffd") for text in texts])  # mostly from a wrong decoding
+    # errors="ignore": a truncated document may end in the middle of a character.
+    texts = [b"".join(pieces).decode(errors="ignore") for pieces in spelled]
+    damaged = np.array([text.count("\ufffd") for text in texts])  # U+FFFD in data mostly comes from wrong decoding
     with_such = "documents with such: {:,}".format
     scores_of = {
         "longest: {:,.0f} tokens": sample.lengths,
@@ -371,23 +388,26 @@ def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
 
 
 def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
-    """(documents,): supervised tokens after the last supervised end token. One is the template's line break, so 0."""
+    """(documents,): supervised tokens after the last supervised end token. A single one (a newline) counts as 0."""
     starts, so_far = sample.edges[:-1], np.cumsum(sample.supervised)
     at_ends = np.where(sample.supervised & (sample.ids == end_id), so_far, 0)
-    at_last = np.maximum(np.maximum.reduceat(at_ends, starts), so_far[starts])  # the latter where there is no end token
+    # The count at the last end token; if a document has none, the count at its beginning.
+    at_last = np.maximum(np.maximum.reduceat(at_ends, starts), so_far[starts])
     count = so_far[sample.edges[1:] - 1] - at_last
     return np.where(count > 1, count, 0)
 
 
 def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
-    """(documents,): tokens that are not the first of a pair of neighbours that is new in the document."""
+    """(documents,): tokens minus distinct pairs of neighbouring tokens: large if a document repeats itself."""
     document = np.repeat(np.arange(len(sample.documents)), sample.lengths)
+    # One integer per (document, token, next token), so that np.unique counts all documents at once. A pair across a
+    # boundary counts for the later document.
     pairs = (document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:]
     return sample.lengths - np.bincount(np.unique(pairs) // n_vocab**2, minlength=len(sample.documents))
 
 
 def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:
-    """Beginning and end of a document: (text, supervised)."""
+    """(text, supervised) of a document's tokens; the middle of a long document is left out."""
     inside = slice(sample.edges[place], sample.edges[place + 1])
     texts = token_texts(tokenizer, sample.ids[inside].tolist())
     tokens = list(zip(texts, sample.supervised[inside].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The report of `inspect_data` as lines of text, which a terminal and a page show alike."""
+"""Renders the report of `inspect_data` as lines of text, for a terminal and for an HTML page."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -14,8 +14,8 @@ class Part(NamedTuple):
     """A part of a line.
 
     Attributes:
-        kind: of `_STYLES`, or "" for plain text.
-        hint: what a page shows when one points at it.
+        kind: a key of `_STYLES`, or "" for plain text.
+        hint: the tooltip on a page.
     """
 
     text: str
@@ -31,7 +31,7 @@ _STYLES = {
     "document": ("1;36", "h3"),
     "soft": ("2", "small"),
     "supervised": ("32", "mark"),
-    "supervised row": ("32", "mark"),  # of the table, which has a column for it: no brackets where there is no color
+    "supervised row": ("32", "mark"),  # in the table; without color it needs no brackets, as a column says yes or -
 }
 
 _STYLE = """
@@ -44,19 +44,19 @@ _HELP = "Green and underlined: supervised. Point at a token for its id and posit
 
 
 def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
-    """The lines with color; without it, what is supervised is in brackets."""
+    """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
     for line in lines:
         shown = ""
         for kind, parts in groupby(line, lambda part: part.kind):
             text = printable("".join(part.text for part in parts))
-            if kind and color:  # line by line, because a pager resets the color at the end of a line
+            if kind and color:  # set for each line, because pagers reset the color at the end of a line
                 text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
             shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
         yield shown
 
 
 def page(title: str, lines: Iterable[Line]) -> str:
-    """The lines as one self-contained HTML page. Every text is escaped."""
+    """The lines as one self-contained HTML page. All text is escaped, because data may contain HTML."""
     body = ""
     for line in lines:
         for kind, parts in groupby(line, lambda part: part.kind):
@@ -67,10 +67,11 @@ def page(title: str, lines: Iterable[Line]) -> str:
 
 
 def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
-    """The whole report.
+    """The lines of a report.
 
     Args:
-        table: show the rows with a line per token.
+        report: as returned by `make_report`.
+        table: show rows as tables with one line per token, instead of running text.
     """
     if "read" in report:
         yield from _summary(report)
@@ -94,6 +95,7 @@ def _heading(text: str) -> Line:
 
 
 def _running(row: dict[str, Any], inside: range) -> Line:
+    """A document as running text. Args: inside: positions of its tokens in the row."""
     kinds = ("", "supervised")
     hint = "id {}, position {}".format
     return [
@@ -103,6 +105,7 @@ def _running(row: dict[str, Any], inside: range) -> Line:
 
 
 def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
+    """A document as a table with one line per token."""
     yield [Part("   place       id   position  supervised  text")]
     for i in inside:
         text, supervised = row["text"][i].replace(" ", "·"), row["supervised"][i]
@@ -111,11 +114,13 @@ def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
 
 
 def _summary(report: dict[str, Any]) -> Iterator[Line]:
-    """The whole set."""
+    """The lines of the summary."""
     texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
     texts += [f"warning: {line}" for line in report["warnings"]]
     if report["sampled"] > 1:
-        texts.append(f"one document in {report['sampled']} was examined for what counts or compares tokens below")
+        texts.append(
+            f"for the counts and comparisons of tokens below, one document in {report['sampled']} was examined"
+        )
     yield from ([Part(text)] for text in texts)
     yield _heading("options and their effects")
     for entry in report["options"]:
@@ -125,7 +130,7 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     for status, rows in report["ledger"]["statuses"].items():
         yield [Part(f"  {status}: {rows['rows']:,}")]
         yield from ([Part(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
-    yield _heading("documents by length (x: rows that did not fit, with their length before)")
+    yield _heading("documents by length (x: rows that did not fit, by their original length)")
     yield from _bars(report["lengths"], report["seq_len"])
     yield _heading("documents by supervised share in percent")
     yield from _bars(report["shares"], 0)
@@ -138,8 +143,10 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
 
 
 def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
+    """A histogram with bars of at most 50 characters. Args: seq_len: marks the bin that ends there; 0: no mark."""
     most = max(max(entry["documents"], entry["overlong"]) for entry in bins)
     for entry in bins:
+        # Rounded up, so that a count of 1 is visible.
         bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
         end = "  ─ seq_len" if entry["to"] == seq_len else ""
         count = entry["documents"] or entry["overlong"]

@@ -1,5 +1,7 @@
-"""Whether a tokenizer_config.json says what the tokenizer.json beside it says. transformers builds its tokenizer from
-both, the `tokenizers` library and we from the second alone: a folder where these would differ is refused.
+"""Checks that tokenizer_config.json and tokenizer.json agree.
+
+transformers builds its tokenizer from both files; the `tokenizers` library and we use tokenizer.json alone. A folder is
+refused if the two would give different ids.
 """
 
 import json
@@ -11,19 +13,23 @@ from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, TokenizerConfig, cl
 from titan_mi100.wording import shown
 
 _AS_DEFINED = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # as defined only where it is byte-level
-# they change the ids of a text, or which file is read
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")  # follow tokenizer.json only if it is byte-level
+# Keys of tokenizer_config.json that change the ids of a text, or the file that is read.
 _UNSUPPORTED = ("split_special_tokens", "add_prefix_space", "fast_tokenizer_files", "init_inputs", "gguf_file")
 _FLAGS = ("lstrip", "rstrip", "single_word")
-_REMEDY = "programs read either, so correct it, or use the files that came with the model"
+_REMEDY = "programs differ in which file they read, so correct it, or use the files that came with the model"
 
 
 def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_as_qwen2: bool) -> None:
-    """Raises UserError: what the two disagree on.
+    """Compare the two files.
 
     Args:
-        definition: the tokenizer.json, or what stands for it.
-        splits_as_qwen2: the definition splits and normalises text as the Qwen2 classes do.
+        config: tokenizer_config.json.
+        definition: tokenizer.json, or the equivalent made of vocab.json and merges.txt.
+        splits_as_qwen2: whether the definition splits and normalises text as the Qwen2 classes do.
+
+    Raises:
+        UserError: the first disagreement found.
     """
     content, kind = config.content, class_of(config.content)
     added = {token.content: token for token in map(AddedToken.read, definition.get("added_tokens", []))}
@@ -31,14 +37,14 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
     if unsupported := [key for key in _UNSUPPORTED if content.get(key)]:
         what = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
     elif kind in QWEN2_CLASSES and not splits_as_qwen2:
-        what = f"tokenizer_class {kind} (the default) splits and normalises text in its own way, tokenizer.json in "
-        what += f"another; if that is right, name {_AS_DEFINED[0]}"
+        what = f"tokenizer_class {kind} (the default) splits and normalises text differently than tokenizer.json; "
+        what += f"if tokenizer.json is right, set tokenizer_class to {_AS_DEFINED[0]}"
     elif kind not in QWEN2_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
-        what = f"tokenizer_class {shown(kind)} may split text in its own way; name {_AS_DEFINED[0]}"
+        what = f"tokenizer_class {shown(kind)} may split text in its own way; set it to {_AS_DEFINED[0]}"
     elif "added_tokens_decoder" in content:
         if _seen(config.entries()) != _seen(definition.get("added_tokens", [])):
             what = "added_tokens_decoder has other tokens or flags than tokenizer.json's added_tokens"
-    else:  # the files of before are read
+    else:  # without added_tokens_decoder, transformers reads two files of its older format
         content = {**content, **_beside(config, "special_tokens_map.json")}
         if named != named_tokens(content):
             what = "names other tokens than special_tokens_map.json"
@@ -56,7 +62,7 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
 
 
 def _seen(entries: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
-    """All of added tokens that changes ids."""
+    """The properties of added tokens that influence the ids of a text."""
     return {(*AddedToken.read(entry)[:3], *(bool(entry.get(flag)) for flag in _FLAGS)) for entry in entries}
 
 

@@ -1,7 +1,8 @@
-"""Byte-level BPE as Qwen's, run by tiktoken, which is several times as fast as the `tokenizers` library.
+"""Byte-level BPE as in Qwen, run by tiktoken, which is several times as fast as the `tokenizers` library.
 
-The ids are that library's. What differs between the two is handled: which pairs may merge (`merges_are_exact`), the
-Unicode version behind NFC (`_UNKNOWN_TO_HF_NFC`), and very long runs of spaces (`BpeTokenizer._encode_segment`).
+The ids equal those of `tokenizers`. Three differences between the two are handled: which pairs may merge
+(`merges_are_exact`), the Unicode version of NFC (`_UNKNOWN_TO_HF_NFC`), and very long runs of spaces
+(`BpeTokenizer._encode_segment`).
 """
 
 import hashlib
@@ -26,27 +27,30 @@ QWEN2_PATTERN = (
 _NFC = {"type": "NFC"}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _SPLIT = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
-_PRE_TOKENIZERS = [  # `trim_offsets` changes no id
+_PRE_TOKENIZERS = [  # two variants: `trim_offsets` does not change the ids
     {"type": "Sequence", "pretokenizers": [_SPLIT, {**_BYTE_LEVEL, "trim_offsets": trim}]} for trim in (False, True)
 ]
-# The bytes 0..255 by their printable stand-ins in HF's byte-level files: Latin-1 where that is visible.
+# HF's byte-level files write each byte as a printable character: bytes that are visible in Latin-1 as that character,
+# the others as U+0100, U+0101, ...
 _VISIBLE, _OTHERS = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))
 BYTE_OF = {chr(byte if byte in _VISIBLE else next(_OTHERS)): bytes([byte]) for byte in range(256)}
-# Options of a BPE model that change no id here: `ignore_merges` turns a piece that is a token into that token at once,
-# and every token in `_ranks` is what BPE makes of its bytes anyway; nothing is unknown to a byte-level vocabulary.
+# Options of a BPE model that do not change the ids here. `ignore_merges` encodes a piece that is a token as that token;
+# BPE gives the same for every token in `_ranks`. `fuse_unk` is for unknown bytes; a byte-level vocabulary has none.
 _HARMLESS = ("type", "vocab", "merges", "ignore_merges", "fuse_unk")
 
-# Unicode's White_Space, which is what \s means to both regex engines, without line breaks: `\s*[\r\n]+` takes those.
-# (Python's own \s adds U+001C to U+001F.)
+# \s in both regex engines (Unicode's White_Space), without line breaks, which `\s*[\r\n]+` matches. Python's own \s
+# would add U+001C to U+001F.
 _SPACE = "[\t\v\f \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _LONG = 1 << 16  # fancy-regex's backtracking stack overflows at a million characters, and kills the process
-# What `\s+(?!\S)` takes of such a run as one piece: all but the last space if a visible character follows, which that
-# may belong to. No piece crosses the run's start: it begins the text or follows a visible character or a line break. A
-# run before a line break is not meant: `\s*[\r\n]+` takes it, without backtracking.
+# The part of a long run of spaces that `\s+(?!\S)` matches as one piece: all spaces, or all but the last one if a
+# visible character follows, because that space belongs to the next piece. No piece crosses the run's beginning, since
+# the run begins the text or follows a visible character or a line break. A run before a line break is not included:
+# `\s*[\r\n]+` matches it without backtracking.
 _LONG_RUN = re.compile(f"((?<!{_SPACE}){_SPACE}{{{_LONG},}}(?:\\Z|(?={_SPACE}(?!{_SPACE})[^\r\n])))")
 
-# The code points of Unicode 10 to 18 that have a combining class or take part in a composition, and some between them
-# that nothing moves or composes. Python's newer tables move and compose them; `tokenizers` has those of Unicode 9.
+# Code points added in Unicode 10 to 18 that have a combining class or take part in a composition; the ranges also
+# include some neighbours that normalisation leaves alone. Python's tables reorder and compose them, but `tokenizers`
+# uses the tables of Unicode 9, which do not know them.
 _UNKNOWN_TO_HF_NFC = """
     5C8-5C9 7FD 897-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1AF0 1DF6-1DFA A82C 105C9-105E4 10D24-10F85 11070 1133B
     11382-113D0 1145E 11839-11A99 11D42-1612F 16D63-16FF1 1D127-1D128 1D250-1D281 1E08F-1E6F5"""
@@ -59,16 +63,23 @@ class BpeTokenizer(Tokenizer):
     """Byte-level BPE that splits text by Qwen2's pattern, run by tiktoken."""
 
     def __init__(self, ranks: dict[bytes, int], added: list[AddedToken], nfc: bool, ends: Ends) -> None:
-        """`ranks`: bytes to id, the 256 single bytes first, then in the order in which BPE prefers them."""
+        """
+        Args:
+            ranks: bytes -> id, the 256 single bytes first, then by merge priority.
+            added: added tokens.
+            nfc: whether text is normalised to NFC first.
+            ends: see `Ends`.
+        """
         digest = hashlib.sha256(np.array(list(ranks.values()), dtype="<i8").tobytes())
         digest.update(np.array(list(map(len, ranks)), dtype="<i8").tobytes() + b"".join(ranks))
         digest.update(json.dumps([sorted(token[:4] for token in added), QWEN2_PATTERN, nfc]).encode())
         spelled = {token_id: token for token, token_id in ranks.items()}
         super().__init__(spelled, {token.content: token.id for token in added}, ends, digest.hexdigest())
         self._nfc = nfc
-        # No special tokens: of two that start alike tiktoken would take either, HF takes the longer.
+        # Special tokens are cut out by `_segments`, not by tiktoken: if two begin alike, HF takes the longer one, while
+        # tiktoken may take either.
         self._bpe = tiktoken.Encoding("titan_mi100", pat_str=QWEN2_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        self._byte_lengths = np.zeros(self.n_vocab, dtype=np.int64)  # an unused id keeps 0; no text encodes to it
+        self._byte_lengths = np.zeros(self.n_vocab, dtype=np.int64)  # (n_vocab,); unused ids keep 0, and never occur
         self._byte_lengths[list(self._bytes)] = list(map(len, self._bytes.values()))
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -76,9 +87,11 @@ class BpeTokenizer(Tokenizer):
         return ids, np.cumsum(self._byte_lengths[ids])
 
     def _segments(self, text: str) -> Segments:
-        for token_id, segment in super()._segments(text):  # an added token never composes with what follows it
-            # What is NFC by newer tables is NFC by older ones (Unicode's stability policy), as most text is. To HF's
-            # older tables a code point they do not know is inert: nothing moves across it or composes with it.
+        # Segments are normalised one by one, as in HF: an added token never composes with the text after it.
+        for token_id, segment in super()._segments(text):
+            # Most text is in NFC already. Text in NFC by newer tables is in NFC by older ones, too (Unicode's stability
+            # policy). For HF's older tables an unknown code point is inert: nothing is reordered across it or composed
+            # with it. So the text is split at such code points, and the parts are normalised separately.
             if token_id is None and self._nfc and not unicodedata.is_normalized("NFC", segment):
                 segment = "".join(map(nfc, _HF_NFC_BARRIER.split(segment)))
             yield token_id, segment
@@ -86,14 +99,18 @@ class BpeTokenizer(Tokenizer):
     def _encode_segment(self, segment: str) -> list[int]:
         if len(segment) < _LONG:
             return self._bpe.encode_ordinary(segment)
-        # Every second part is a run, which goes around the regex: by a private method, the only way to hand tiktoken a
-        # piece; its name is that of the first release.
+        # Every second part is a long run. It must not go through the regex, so it is encoded as a single piece. Only a
+        # private method of tiktoken does that; its name is unchanged since the first release.
         encoders = (self._bpe.encode_ordinary, self._bpe._encode_single_piece)
         return [token for i, part in enumerate(_LONG_RUN.split(segment)) for token in encoders[i % 2](part)]
 
 
 def nfc(text: str) -> str:
-    """The text in NFC, in linear time. Python alone puts combining marks into order by swapping neighbours."""
+    """Normalise a text to NFC in linear time.
+
+    Python sorts combining marks by swapping neighbours, which takes quadratic time for long runs of marks. So long runs
+    are decomposed and sorted here first.
+    """
 
     def decomposed(run: re.Match[str]) -> str:
         characters = "".join(unicodedata.normalize("NFD", character) for character in run[0])
@@ -104,14 +121,14 @@ def nfc(text: str) -> str:
 
 
 def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
-    """The JSON of a tokenizer.json, or the same made of a `vocab.json` with its merges.txt and config."""
+    """The content of tokenizer.json; or its equivalent, made of `vocab.json`, merges.txt and the config."""
     content = parse_object(read_plain(file), file, "download it again")
     if file.name == "tokenizer.json":
         return content
     if config.content.get("tokenizer_class") not in QWEN2_CLASSES:
-        # These files do not say how to split and normalise a text; the class does, and only this one is known.
-        what = "only the tokenizer_class Qwen2Tokenizer needs no tokenizer.json"
-        raise UserError(f"{config.file}: {what}; save the tokenizer with one")
+        # These files do not say how a text is split and normalised. The class determines it, and we know this one only.
+        what = "without a tokenizer.json only tokenizer_class Qwen2Tokenizer is supported"
+        raise UserError(f"{config.file}: {what}; save the tokenizer with a tokenizer.json")
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {
         "added_tokens": config.entries(),
@@ -123,15 +140,15 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
 
 
 def read_bpe(definition: dict[str, Any], config: TokenizerConfig) -> BpeTokenizer | None:
-    """The tokenizer of a tokenizer.json; None where tiktoken is not known to give the ids of `tokenizers`."""
+    """Build a tokenizer from tokenizer.json. Returns None if tiktoken may give other ids than `tokenizers`."""
     model = definition["model"]
     added = [AddedToken.read(entry) for entry in definition.get("added_tokens", [])]
     ids = {token.content: token.id for token in added}
-    # The post_processor, truncation and padding come after a text's own ids.
+    # post_processor, truncation and padding are not checked: they act after the ids of the text are known.
     if (
         not splits_as_qwen2({**definition, "normalizer": definition.get("normalizer") or _NFC})
         or any(token.normalized or not token.plain for token in added)
-        # `tokenizers` does not read an added token's id, it counts.
+        # `tokenizers` ignores the ids of added tokens in the file, and numbers them itself.
         or [token.id for token in added] != list(range(len(model["vocab"]), len({*model["vocab"], *ids})))
         or (ranks := _ranks(model["vocab"], model["merges"])) is None
     ):
@@ -140,7 +157,7 @@ def read_bpe(definition: dict[str, Any], config: TokenizerConfig) -> BpeTokenize
 
 
 def splits_as_qwen2(definition: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json says what the Qwen2 classes do to a text before BPE, whatever it says."""
+    """Whether tokenizer.json splits and normalises text as the Qwen2 classes of transformers always do."""
     model = definition["model"]
     return (
         model.get("type", "BPE") == "BPE"
@@ -152,7 +169,15 @@ def splits_as_qwen2(definition: dict[str, Any]) -> bool:
 
 
 def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:
-    """Bytes and ids of all tokens that BPE can make, single bytes first and then in merge order; None: not exact."""
+    """Bytes -> id of all tokens that BPE can make: single bytes first, then in merge order.
+
+    Args:
+        vocab: token in printable characters -> id.
+        merges: pairs of tokens, by priority.
+
+    Returns:
+        None if tiktoken would give other ids than HF's BPE.
+    """
     tokens = list(BYTE_OF.values())
     number = {character: byte for byte, character in enumerate(BYTE_OF)}
     lefts, rights = list[int](), list[int]()
@@ -160,45 +185,48 @@ def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         left, right, product = number.get(first), number.get(second), first + second
         if left is None or right is None or product in number:
-            return None  # it joins what is not made yet, or makes what is
+            return None  # the merge uses a token that does not exist yet, or makes one that exists already
         lefts.append(left)
         rights.append(right)
         number[product] = len(tokens)
         tokens.append(tokens[left] + tokens[right])
     ids = [vocab.get(token, -1) for token in number]
+    # tiktoken merges by rank, and the rank is the id. So ids must ascend in merge order.
     fit = {*map(type, ids)} == {int} and sorted(ids) == [*range(len(vocab))] and ids[256:] == sorted(ids[256:])
     exact = fit and merges_are_exact(np.array(lefts, dtype=np.int64), np.array(rights, dtype=np.int64))
     return dict(zip(tokens, ids, strict=True)) if exact else None
 
 
 def merges_are_exact(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether tiktoken and HF's BPE agree on every text.
+    """Whether tiktoken and HF's BPE give the same ids for every text.
 
-    HF merges listed pairs only; tiktoken any neighbours that together spell a token. They agree if and only if each
-    token, spelled out in bytes, is put together from the two tokens that its merge lists.
+    HF merges only the listed pairs. tiktoken merges any neighbours whose bytes together are a token. They agree if and
+    only if BPE on the bytes of each token ends with the two tokens that its merge lists.
 
     Args:
-        left, right: int64, `(merges,)`: the two tokens of each merge, in merge order. A token is a byte (0..255) or 256
-            plus the number of the merge that makes it, which must come earlier.
+        left, right: int64, `(merges,)`: the two tokens of each merge, in merge order. A token is a byte (0..255), or
+            256 + the number of the merge that makes it, which must come earlier.
 
-    BPE builds (a, b) if a and b are themselves built as listed and no merge across the seam ever comes before one that
-    is needed inside of a or b. The seam is walked back in time: undo the later of the two tokens that meet there, and
-    see whether the two that met before would have merged first. (H. van Antwerpen and A. Neubeck, "So many tokens, so
-    little time", GitHub, 2024.) All merges are walked at once.
+    BPE on the bytes of (a, b) ends with a and b if a and b are themselves built as listed, and no merge across the
+    boundary between them ever has priority over a merge that is needed inside a or b. The boundary is checked backwards
+    in time: undo the later of the two tokens that meet there, and test whether the two tokens that met before would
+    have merged first. (H. van Antwerpen and A. Neubeck, "So many tokens, so little time", GitHub, 2024.) All merges are
+    checked at once.
     """
     n_tokens = 256 + len(left)
     keys = left * n_tokens + right
     order = np.argsort(keys)
-    left_part, right_part = (np.concatenate([np.arange(256), side]) for side in (left, right))  # bytes have none
-    a, b, limit = left, right, np.arange(256, n_tokens)  # tokens that meet at a seam, the merge that comes next in them
+    left_part, right_part = (np.concatenate([np.arange(256), side]) for side in (left, right))  # a byte is its own part
+    # (merges,): the tokens left and right of the boundary; and the token whose merge comes next inside them.
+    a, b, limit = left, right, np.arange(256, n_tokens)
     while limit.size:
         key = a * n_tokens + b
         merged = order[np.minimum(np.searchsorted(keys, key, sorter=order), len(keys) - 1)]
         if ((keys[merged] == key) & (merged + 256 < limit)).any():
             return False
-        # Of equal merges the leftmost comes first: the seam's comes after one in `a` but before one in `b`.
+        # Among equal merges the leftmost is first: a merge at the boundary comes after one in `a`, before one in `b`.
         undo_left = a > b
         limit = np.where(undo_left, a, b + 1)
         a, b = np.where(undo_left, right_part[a], a), np.where(undo_left, b, left_part[b])
-        a, b, limit = (x[limit > 256] for x in (a, b, limit))  # else both were bytes already
+        a, b, limit = (x[limit > 256] for x in (a, b, limit))  # otherwise both are single bytes: nothing left to undo
     return True

@@ -1,7 +1,8 @@
-"""The folder's own chat template, sandboxed; and where in its output each message stands.
+"""Runs a model's own chat template in a sandbox, and finds each message in the rendered text.
 
-The second is known by provenance, not by searching the text: each string of a message enters the template as a
-`Traced`, which remembers through the template's string operations where each character came from.
+Messages are found by provenance, not by searching the text: each string of a message enters the template as a `Traced`,
+which keeps the source of each character through the template's string operations. So text in a message that looks like
+a turn's header cannot mislead it.
 """
 
 import json
@@ -26,25 +27,25 @@ from titan_mi100.text.base import named_tokens
 from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
 from titan_mi100.wording import shortened
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the names `transformers` knows, best first
-_REASONING = _REASONING_FIELDS[0]  # the source's field of all reasoning, wherever in a message it stands
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that `transformers` accepts, by priority
+_REASONING = _REASONING_FIELDS[0]  # `Source.field` of all reasoning, also of think blocks in the content
 _PROBE = ({"role": "user", "content": "Hello"},)
-_MOST_TRIED = 1 << 20  # characters that a template may make of the next line
+_MOST_TRIED = 1 << 20  # characters that a template may render from _TRIED
 _TRIED = ({"role": "system", "content": "Be brief."}, *_PROBE, {"role": "assistant", "content": "Hello!"}, *_PROBE)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Where one message stands in the text: the characters `[start, stop)`; none where nothing of it shows."""
+    """The characters `[start, stop)` of one message in the text; empty if the template shows nothing of it."""
 
-    message: int  # its index
+    message: int  # index
     role: str
-    start: int  # assistant: after the turn's header; others: their first own character (not the role's)
+    start: int  # assistant: after the turn's header; others: their first own character (not that of the role)
     stop: int  # assistant: after the turn's eos_token; others: after their last own character and an eos_token there
-    answer: int  # start, or behind an empty think block that the template itself put there
-    lost_reasoning: bool  # the assistant's message has reasoning, and the template left it out of the text
+    answer: int  # `start`, or the end of an empty think block that the template itself wrote there
+    lost_reasoning: bool  # the assistant's message has reasoning, but the template left it out of the text
     reasons: bool = False  # the text shows reasoning of the assistant's message
-    # the characters of it that the template marks with {% generation %}; None: the template has no such marks
+    # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
     marked: tuple[tuple[int, int], ...] | None = None
 
 
@@ -58,31 +59,36 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Prompt:
-    header: str  # what opens an assistant's turn
-    empty_think: str  # what turning thinking off puts behind that
+    header: str  # begins an assistant's turn
+    empty_think: str  # follows the header if enable_thinking is False; "" if the template does not know the variable
 
 
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
-    _asked: Callable[..., str]  # of the child process
+    _asked: Callable[..., str]  # renders a prompt in the child process
 
     def __init__(self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str]) -> None:
-        """`sources`: the template by the name "default", and maybe the one for conversations with tools, "tool_use"."""
+        """
+        Args:
+            file: where the template came from, for messages.
+            sources: Jinja texts: "default", and optionally "tool_use" for conversations with tools.
+            special_tokens: variables of the template, such as eos_token.
+        """
         self._file = file
         self._special_tokens = special_tokens
         self.is_dated = any("strftime_now" in source for source in sources.values())
         try:
             self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
-        except Exception as error:  # Jinja's own, or Python's about code that it cannot compile
+        except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
         self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
     def from_folder(cls, path: str | Path, template: str | Path = "", eos_token: str = "") -> "ChatTemplate":
-        """Read the templates of the folder's files `chat_template.jinja` and `additional_chat_templates/`, else those
-        in `tokenizer_config.json`.
+        """Read a folder's templates: `chat_template.jinja` and `additional_chat_templates/`, or if there are none,
+        those in `tokenizer_config.json`.
 
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
@@ -93,8 +99,7 @@ class ChatTemplate:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
 
         Raises:
-            UserError: a file is missing or malformed, there is no template, or trying it takes memory or time without
-                end.
+            UserError: a file is missing or malformed, there is no template, or it needs too much memory or time.
         """
         ask("text.chat_template:try_template", Path(path), str(template), eos_token)
         made = cls._read(path, template, eos_token)
@@ -105,10 +110,10 @@ class ChatTemplate:
     def _read(cls, path: str | Path, template: str | Path, eos_token: str) -> "ChatTemplate":
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         config_file = folder / "tokenizer_config.json"
-        # a link that the user names is the user's; one in a folder came with it
+        # A link that the user names is followed. A link inside a model folder is not: it came with the folder.
         files = {"default": Path(os.path.realpath(template))} if template else template_files(folder)
         try:
-            # Beside a tokenizer file there may be none; a folder's is part of it.
+            # A folder must have a tokenizer_config.json; beside a single tokenizer file it is optional.
             needed = folder == Path(path) or os.path.lexists(config_file)
             config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
             refuse_code(config_file, config)
@@ -141,7 +146,7 @@ class ChatTemplate:
         """Render a conversation, byte for byte as `apply_chat_template(tokenize=False)` does.
 
         Args:
-            messages: dicts of JSON values, with a `role` and what else the template reads.
+            messages: dicts of JSON values, with a `role` and all other keys that the template reads.
             add_generation_prompt: end with the header of an assistant's turn.
             variables: further variables of the template, such as `tools` or `enable_thinking`.
 
@@ -149,27 +154,26 @@ class ChatTemplate:
             The text.
 
         Raises:
-            UserError: the template refuses the conversation, or fails on it.
+            UserError: the template refuses the conversation, or fails.
         """
         return str.__str__(self._run(self._prepared(messages), add_generation_prompt, variables))
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """`render`, ending with the header of an answer, in the child process, whose memory and time are limited."""
+        """`render` with add_generation_prompt, in the child process with limits on memory and time."""
         return self._asked(messages, variables)
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
-        """Render a conversation and say where each message stands in the text.
+        """Render a conversation and find each message in the text.
 
         Args:
-            messages: as for `render`.
-            variables: as for `render`.
+            messages, variables: see `render`.
 
         Returns:
-            The text, the same as `render`'s, and a turn for every message, in their order.
+            The same text as from `render`, and one turn per message, in order.
 
         Raises:
-            UserError: as `render`; or the template treats an assistant's message in a way that hides what came from
-                where. Of other messages, what is hidden does not show.
+            UserError: from `render`; or the template rewrites an assistant's message so that the source of its
+                characters is lost. (Rewritten text of other messages counts as the template's own.)
         """
         prepared, environment = self._prepared(messages), self._template(variables).environment
         assert isinstance(environment, TracingEnvironment)
@@ -177,7 +181,7 @@ class ChatTemplate:
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
         finder = _TurnFinder(text, self._special_tokens.get("eos_token") or "")
         if environment.issued != {number for _, _, number in finder.marks}:
-            raise UserError(f"{self._file}: rewrites or drops what {{% generation %}} marks; mark what is written")
+            raise UserError(f"{self._file}: rewrites or drops text inside {{% generation %}}; mark the final text")
         prompt: _Prompt | None = None
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
@@ -186,13 +190,13 @@ class ChatTemplate:
                 continue
             if not finder.eos_token:
                 config_file = self._file.parent / "tokenizer_config.json"
-                raise UserError(f"{config_file}: eos_token is missing; name what ends a turn")
+                raise UserError(f"{config_file}: eos_token is missing; add the token that ends a turn")
             prompt = prompt or self._prompt(prepared[:i], variables)
             try:
                 turns.append(finder.assistant(i, message, prompt))
             except _Untraceable as problem:
                 raise UserError(
-                    f"{self._file}: message {i}: {problem}, so what the assistant generates cannot be told apart; "
+                    f"{self._file}: message {i}: {problem}, so the assistant's own text cannot be located; "
                     "use a template that writes each assistant message as Qwen3's does"
                 ) from problem
         if environment.has_marks:
@@ -200,8 +204,12 @@ class ChatTemplate:
         return Rendered(finder.text, turns)
 
     def _marked(self, turns: list[Turn], finder: "_TurnFinder") -> list[Turn]:
-        """The assistant's turns with what the template marks of each."""
-        own = [turn for turn in turns if turn.role == "assistant"]  # sorted and disjoint
+        """The turns, with the spans that the template marks in each assistant turn.
+
+        Raises:
+            UserError: a mark covers text outside a single assistant turn.
+        """
+        own = [turn for turn in turns if turn.role == "assistant"]  # ascending and disjoint, so bisect finds owners
         starts, stops = [turn.start for turn in own], [turn.stop for turn in own]
         marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in own}
         for start, stop, _ in finder.marks:
@@ -209,18 +217,21 @@ class ChatTemplate:
             if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
                 raise UserError(
                     f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
-                    "no single assistant message; use a template that marks each of them by itself"
+                    "not a single assistant message; use a template that marks each of them separately"
                 )
             marks[owners.pop()].append((start, stop))
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
-        """The prompt under these variables. It does not depend on the conversation, so a fixed one is asked, once; the
-        conversation's own beginning only where the template refuses that one."""
+        """The generation prompt with these variables.
+
+        It does not depend on the conversation. So it is rendered for a fixed conversation, once per set of variables;
+        only if the template refuses that one, for the beginning of this conversation.
+        """
         variables = {key: value for key, value in variables.items() if key != "enable_thinking"}
         try:
             prompt = self._probed(json.dumps(variables))
-        except (TypeError, ValueError):  # no JSON
+        except (TypeError, ValueError):  # a variable is not JSON, so it cannot be a key of the cache
             prompt = None
         return prompt or self._prompt_behind(prefix or list(_PROBE), variables)
 
@@ -231,6 +242,7 @@ class ChatTemplate:
             return None
 
     def _prompt_behind(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+        """The generation prompt after some messages: the difference between renderings with and without it."""
         without = self.render(messages, **variables)
         opened = self.render(messages, add_generation_prompt=True, **variables)
         unthinking = self.render(messages, add_generation_prompt=True, **{**variables, "enable_thinking": False})
@@ -239,7 +251,7 @@ class ChatTemplate:
         return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as `transformers` hands them to a template: keys without a value dropped, reasoning aliased."""
+        """The messages as `transformers` passes them to a template: no null keys, reasoning under its usual names."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise UserError(f"{self._file}: a conversation is a list of at least one message, each an object")
         prepared = []
@@ -253,7 +265,7 @@ class ChatTemplate:
         return prepared
 
     def _template(self, variables: dict[str, Any]) -> jinja2.Template:
-        """The template that `transformers` takes."""
+        """The template that `transformers` would choose."""
         has_tools = variables.get("tools") is not None
         return self._templates["tool_use" if has_tools and "tool_use" in self._templates else "default"]
 
@@ -262,13 +274,16 @@ class ChatTemplate:
         context = {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
         try:
             return self._template(variables).render(context)
-        except Exception as error:  # the template is data: whatever it does wrong is for its user to see
+        except Exception as error:  # the template is data, so each of its errors is reported to the user
             reason = str(error) or type(error).__name__
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
 
 
 def try_template(path: str, template: str, eos_token: str) -> None:
-    """In the child process, where time and memory are limited: render a conversation. What it refuses is its right."""
+    """Runs in the child process, with limits on time and memory: render a conversation in all ways that are used.
+
+    A template may refuse this conversation; that is no error.
+    """
     tried = ChatTemplate._read(path, template, eos_token)
     prompted: Callable[..., str] = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
     for render in (tried.render, tried.render_turns, prompted):
@@ -284,11 +299,12 @@ _read_once = lru_cache(ChatTemplate._read)
 
 
 def render_apart(path: str, template: str, eos_token: str, messages: list[Any], variables: dict[str, Any]) -> str:
-    """In the child process, for render_prompt."""
+    """Runs in the child process, for `render_prompt`."""
     return _read_once(path, template, eos_token).render(messages, add_generation_prompt=True, **variables)
 
 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with all its strings as `Traced`. Reasoning inside the content gets the field _REASONING."""
     traced = {
         key: trace(value, Source(index, _REASONING if key in _REASONING_FIELDS else key))
         for key, value in message.items()
@@ -301,9 +317,10 @@ def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thoughts(message: dict[str, Any]) -> list[tuple[int, int]]:
-    """What of an assistant's content is reasoning: where its think blocks say something, and no field of its own does.
+    """Spans of reasoning in an assistant's content: its think blocks that are not blank.
 
-    The first block may lack its opening tag, which some models' prompts end with.
+    None if the message has a reasoning field. The first block may lack its opening tag, because the prompts of some
+    models end with that tag.
     """
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str) or _says(message.get(_REASONING)):
@@ -324,21 +341,22 @@ def _says(value: Any) -> bool:
 
 
 class _Untraceable(Exception):
-    """What is known of the text's provenance does not settle where an assistant's turn begins or ends."""
+    """The sources of the characters do not determine where an assistant's turn begins or ends."""
 
 
 class _TurnFinder:
-    """Finds the turns of a rendered text, message after message, by where its characters came from."""
+    """Finds the turns of a rendered text by the sources of its characters. Call it for the messages in order."""
 
     def __init__(self, text: str, eos_token: str) -> None:
         self.text, self.eos_token = str.__str__(text), eos_token
-        self.marks: list[tuple[int, int, int]] = []  # begin, end and number of what {% generation %} marks
-        self._spans: list[tuple[int, int, Source]] = []  # of characters that came from messages, in order
-        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # begin, end, field
+        self.marks: list[tuple[int, int, int]] = []  # (begin, end, number) of {% generation %} blocks, in order
+        self._spans: list[tuple[int, int, Source]] = []  # (begin, end, source) of text from messages, in order
+        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # message -> (begin, end, field)
         end = 0
         for length, source in runs_of(text):
             begin, end = end, end + length
             if source is not None and source.mark:
+                # Adjacent runs with the same number belong to one block.
                 last = self.marks.pop() if self.marks and self.marks[-1][1:] == (begin, source.mark) else (begin,)
                 self.marks.append((last[0], end, source.mark))
             if source is not None and source.message >= 0:
@@ -346,8 +364,8 @@ class _TurnFinder:
                 self._of_message[source.message].append((begin, end, source.field))
         self._begins = [begin for begin, _, _ in self._spans]
         self._ends = [end for _, end, _ in self._spans]
-        self._behind = 0  # where the last turn stops
-        self._behind_assistant = 0
+        self._behind = 0  # end of the last turn
+        self._behind_assistant = 0  # end of the last assistant turn
 
     def other(self, index: int, role: str) -> Turn:
         """The turn of a message that is not the assistant's."""
@@ -359,7 +377,7 @@ class _TurnFinder:
         return Turn(index, role, start, stop, start, False)
 
     def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
-        """The assistant's turn in message `index`, which begins where the one before ends."""
+        """The turn of an assistant's message. Raises _Untraceable."""
         spans = self._of_message[index]
         fields = {field for _, _, field in spans}
         start = self._header_end(spans, message["role"], prompt.header)
@@ -376,19 +394,19 @@ class _TurnFinder:
             raise _Untraceable(f"no {self.eos_token!r} ends the turn")
         stop = found + len(self.eos_token)
         if not self.messages_between(start, stop) <= {index}:
-            raise _Untraceable("text of another message stands inside of its turn")
+            raise _Untraceable("text of another message is inside its turn")
         reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
         lost = reasoned and not fields & {_REASONING, MIXED}
         self._behind = self._behind_assistant = stop
         return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
-        """Where the header ends that the template wrote around this message's role.
+        """The end of the turn's header, which the template wrote around this message's role.
 
-        It is the generation prompt, whole or up to the end of a line after the role: a prompt can open a think block
-        in further lines, which turns without reasoning do not have. The longest header counts.
+        The header is the generation prompt, or the prompt up to the end of a line after the role: a prompt can open a
+        think block in further lines, which turns without reasoning lack. The longest match counts.
         """
-        readings = []  # each way to take the prompt apart: what stands before a role in it, and the lines behind
+        readings = []  # ways to split the prompt: (text before the role, lines after it), the longest first
         for match in re.finditer(re.escape(role), header):
             lines = header[match.end() :].splitlines(keepends=True) or [""]
             readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
@@ -400,11 +418,11 @@ class _TurnFinder:
         raise _Untraceable("the template does not write its role between the lines of the generation prompt")
 
     def _is_literal(self, position: int, expected: str) -> bool:
-        """Whether the template itself wrote `expected` there."""
+        """Whether `expected` is at this position, written by the template itself and not by a message."""
         stop = position + len(expected)
         return position >= 0 and self.text[position:stop] == expected and not self.messages_between(position, stop)
 
     def messages_between(self, start: int, stop: int) -> set[int]:
-        """Those from which characters in `[start, stop)` came."""
+        """Indices of the messages that characters in `[start, stop)` came from."""
         first, last = bisect_right(self._ends, start), bisect_left(self._begins, stop)
         return {source.message for _, _, source in self._spans[first:last]}

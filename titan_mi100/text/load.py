@@ -1,4 +1,4 @@
-"""Which engine runs a tokenizer's files: tiktoken where it gives the same ids, else the files' own library."""
+"""Loads a tokenizer: with tiktoken if it gives the same ids, otherwise with the library that the files are for."""
 
 import os
 import re
@@ -15,30 +15,31 @@ from titan_mi100.text.bpe import read_bpe, read_definition, splits_as_qwen2
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
-_TRIED = "Hello, this is a text of 1 line: 2 + 2 = 4.\n" * 400  # 18 kB: what takes quadratic time shows
+_TRIED = "Hello, this is a text of 1 line: 2 + 2 = 4.\n" * 400  # 18 kB: long enough to notice quadratic time
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=*[ \t]+[0-9]+\s*(\n|\Z)")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a folder or a file, told apart by name and content.
+    """Load the tokenizer of a folder or a file. Its kind is detected by name and content.
 
     Args:
         path: an HF folder, with `tokenizer.json` or with `vocab.json` and `merges.txt`; or a folder with exactly one
-            `.tiktoken` or `.model` file instead; or such a file. A `.model` file is a sentencepiece model or, as
-            Llama 3 has it, a tiktoken rank file. The `tokenizer_config.json` beside a file goes with it.
+            `.tiktoken` or `.model` file instead; or such a file. A `.model` file is a sentencepiece model or, as in
+            Llama 3, a tiktoken rank file. A `tokenizer_config.json` beside a file is read, too.
 
     Raises:
-        UserError: there is no such tokenizer, a file of it is malformed, or no engine here can run it.
+        UserError: there is no tokenizer, a file is malformed, or no engine here supports it.
     """
+    # First in the child process with limits: a hostile tokenizer.json can take endless time or memory.
     ask("text.load:try_tokenizer", Path(path))
     return _load(Path(path))
 
 
 def try_tokenizer(path: str) -> None:
-    """In the child process, where time and memory are limited: load it and encode some text."""
+    """Runs in the child process, with limits on time and memory: load the tokenizer and encode some text."""
     allow(sum(file.stat().st_size for file in tokenizer_files(path) if file.suffix != ".jinja"))
     tokenizer = _load(Path(path))
-    with suppress(UserError):  # a vocabulary may lack these characters
+    with suppress(UserError):  # the vocabulary may lack these characters, which is no reason to refuse it
         tokenizer.encode(_TRIED)
 
 
@@ -54,7 +55,7 @@ def _load(path: Path) -> Tokenizer:
         if file.suffix == ".model":
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
-        exact = read_bpe(definition, config)
+        exact = read_bpe(definition, config)  # None: tiktoken would give other ids
         check_definition(file, definition, exact is not None)
         tokenizer = exact or HfTokenizer(file, definition, config)
         as_qwen2 = splits_as_qwen2(definition) and bool(exact or not definition["model"].get("ignore_merges"))
@@ -62,33 +63,37 @@ def _load(path: Path) -> Tokenizer:
         return tokenizer
     except UserError:
         raise
-    except Exception as error:  # the libraries raise no class of their own
-        what = f"not there or not laid out as it should be ({type(error).__name__}: {error})"
+    except Exception as error:  # the libraries have no exception class of their own
+        what = f"is missing or malformed ({type(error).__name__}: {error})"
         raise UserError(f"{file}, or {config_file}: {what}; download it again") from error
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
-    """The files whose content decides what `load_tokenizer(path)` and the chat template there do. None is read.
+    """The files that determine the result of `load_tokenizer(path)` and the chat template there. No file is read.
 
     Returns:
-        Those that exist: what defines the tokenizer first, then `tokenizer_config.json` and the templates' files.
+        The existing ones: first the file that defines the tokenizer, then `tokenizer_config.json` and template files.
 
     Raises:
-        UserError: there is no tokenizer, or a file of it is a link out of the folder, or larger than any real one.
+        UserError: there is no tokenizer; or a file is a link out of the folder, or larger than any real one.
     """
     file = _definition_file(Path(path))
     merges = ["merges.txt"] if file.name == "vocab.json" else []
     names = [file.name, *merges, "tokenizer_config.json"]
     found = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
     found += template_files(file.parent).values()
-    # they will be hashed, which must not be led elsewhere, nor take hours
+    # The caller hashes these files: a link must not lead elsewhere, and hashing must not take hours.
     if odd := [file for file in found if plain_path(file).stat().st_size > LARGEST_TABLE]:
-        raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes, which no real one is; download it again")
+        raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes; no real file is; download it again")
     return found
 
 
 def _definition_file(path: Path) -> Path:
-    """tokenizer.json, else vocab.json, else the only rank file or model of a folder; a rank file or model itself."""
+    """The file that defines the tokenizer.
+
+    If `path` is a rank file or model, that file. In a folder: tokenizer.json, else vocab.json, else its only rank file
+    or model.
+    """
     if path.is_file() and path.suffix in _FILE_KINDS:
         return path
     found = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]

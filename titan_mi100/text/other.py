@@ -1,4 +1,4 @@
-"""Tokenizers that are not HF's byte-level BPE as Qwen's, through their own libraries; and tiktoken's rank files."""
+"""Tokenizers other than Qwen's byte-level BPE, run by their own libraries; and tiktoken's rank files."""
 
 import base64
 import hashlib
@@ -18,33 +18,34 @@ from titan_mi100.files.plain import read_plain
 from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import BYTE_OF, BpeTokenizer
 
-Spans = list[tuple[int, int]]  # of each token the bytes [begin, end) of the text that it stands for
+Spans = list[tuple[int, int]]  # per token the bytes [begin, end) of the text that it represents
 
-# The tokens behind a rank file's ranks where no config says it: the first three, or all if the ranks are Qwen3's.
-_QWEN3_RANKS, _QWEN3_SPECIAL = 151_643, 14  # the number of ranks, and how many of the added tokens are special
+# The added tokens of a rank file without a config, with the ids after its ranks: all of them if the file has as many
+# ranks as Qwen3, otherwise the first three.
+_QWEN3_RANKS, _QWEN3_SPECIAL = 151_643, 14  # number of ranks; number of the added tokens that are special
 _QWEN3_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
     <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
     <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
     <tool_response> </tool_response> <think> </think>"""
-# The protobuf of a sentencepiece model: tags of its pieces and of a piece's type, and which types there are.
+# The protobuf of a sentencepiece model: the tags of a piece and of a piece's type; all types, and the user-defined one.
 _PIECE, _TYPE, _TYPES, _USER_DEFINED = 0x0A, 0x18, range(1, 7), 4
-_FIXED_SIZES = {1: 8, 5: 4}  # of values, by how they are stored
-_ANY = "\ue000"  # a private character: the only token of the vocabulary that check_definition tries
+_FIXED_SIZES = {1: 8, 5: 4}  # protobuf's wire type -> bytes of a value of fixed size
+_ANY = "\ue000"  # a private-use character: the only token of the tiny vocabulary in check_definition
 _NEVER_IN_UTF8 = b"\xc0\xc1" + bytes(range(0xF5, 0x100))
 
 
 class _WithSpans(Tokenizer):
-    """A tokenizer whose library says for which bytes of a text each token stands."""
+    """A tokenizer whose library reports the bytes of the text that each token represents."""
 
     @abstractmethod
     def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]: ...
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """As for every tokenizer. Text that leaves no token, such as spaces that are dropped, goes to the next token of
-        its segment, or to its last one; a segment that leaves none goes to the added token behind it."""
+        """As for every tokenizer. The bytes of text without a token (such as dropped spaces) count for the next token
+        of their segment, or for its last one. A segment without any token counts for the added token after it."""
         ids: list[int] = []
         ends: list[int] = []
-        done = 0
+        done = 0  # bytes of the segments so far
         for token_id, segment in self._segments(text):
             size = len(segment.encode())
             new, spans = self._encode_with_spans(segment) if token_id is None else ([token_id], [(0, size)])
@@ -55,12 +56,12 @@ class _WithSpans(Tokenizer):
 
 
 def _ends(spans: Spans, size: int) -> list[int]:
-    """Where each token of a segment of `size` bytes ends, so that a mask of bytes picks the right tokens.
+    """The end of each token in a segment of `size` bytes, such that a mask of bytes selects the right tokens.
 
-    Several tokens can stand for one character (its bytes, or letters that it is normalised to), and one for nothing (an
-    added leading space), which is taken as standing for the next one's text. A token that ended where it starts would
-    be in no mask, so those that share a character get a byte of it each. Where these do not suffice, the first end
-    behind its first byte, inside of the character, where a mask that has the character has them too.
+    Several tokens can represent one character: its bytes, or the letters that it is normalised to. A token with an
+    empty range would be in no mask, so each of these tokens gets one byte of the character. If the character has too
+    few bytes, the first tokens all end after its first byte; so a mask with the character includes them, too. A token
+    can also represent nothing (an added leading space). It is treated as part of the next token's text.
     """
     ends = [size] * len(spans)
     for i in range(len(spans) - 2, -1, -1):
@@ -72,10 +73,15 @@ def _ends(spans: Spans, size: int) -> list[int]:
 
 
 def check_definition(file: Path, definition: dict[str, Any], exact: bool) -> None:
-    """Refuse what the `tokenizers` library refuses of a tokenizer.json, and what it would add to a text by itself.
+    """Refuse a tokenizer.json that the `tokenizers` library refuses, or with which it would change a text's own ids.
 
-    It gets the file without the vocabulary, which takes no time; `exact`: with the options of the model, because that
-    will be run by tiktoken, which does not see them.
+    The library gets the file with a vocabulary of one token, so that loading takes no time.
+
+    Args:
+        exact: tiktoken will run the tokenizer. It never sees the options of the model, so the library checks them here.
+
+    Raises:
+        UserError: the post_processor drops or repeats tokens. (The library's own exceptions pass through.)
     """
     options = definition["model"] if exact else {}
     model = {**options, "type": "BPE", "vocab": {_ANY: 0}, "merges": []}
@@ -88,12 +94,12 @@ def check_definition(file: Path, definition: dict[str, Any], exact: bool) -> Non
 
 
 class HfTokenizer(_WithSpans):
-    """Any other `tokenizer.json`, run by the `tokenizers` library."""
+    """A tokenizer.json that tiktoken cannot run exactly, run by the `tokenizers` library."""
 
     def __init__(self, file: Path, definition: dict[str, Any], config: TokenizerConfig) -> None:
         if definition["model"].get("dropout"):
-            raise UserError(f"{file}: model.dropout draws the ids of a text at random; set it to null")
-        # Nothing is to be added to a text, or trimmed off its offsets.
+            raise UserError(f"{file}: model.dropout makes the ids of a text random; set it to null")
+        # Remove everything that adds tokens to a text, or trims the offsets.
         definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
         self._library = tokenizers.Tokenizer.from_str(json.dumps(definition))
         vocab = self._library.get_vocab(with_added_tokens=True)
@@ -103,10 +109,12 @@ class HfTokenizer(_WithSpans):
         lost = [c for c, byte in byte_of.items() if c not in vocab and byte not in _NEVER_IN_UTF8]
         odd = [*sorted(added.items() - vocab.items()), *lost]
         if odd or len({*vocab.values()}) != len(vocab):
-            raise UserError(f"{file}: {odd[0] if odd else 'an id'} is missing or there twice; download it again")
+            raise UserError(f"{file}: {odd[0] if odd else 'an id'} is missing or occurs twice; download it again")
         if byte_of:
             spelled = {i: b"".join(byte_of.get(c, c.encode()) for c in token) for token, i in vocab.items()}
-        else:  # by the library; behind itself, because many decoders take a space from a text's beginning
+        else:
+            # Ask the library. A token is decoded twice in a row and the first copy removed, because many decoders strip
+            # a space at the beginning of a text.
             ids = list(vocab.values())
             once, twice = (self._library.decode_batch([[i] * n for i in ids], False) for n in (1, 2))
             spelled = {i: b.removeprefix(a).encode() for i, a, b in zip(ids, once, twice, strict=True)}
@@ -122,34 +130,35 @@ class HfTokenizer(_WithSpans):
         return self._library.decode(ids, skip_special_tokens=False)
 
     def _encode_segment(self, segment: str) -> list[int]:
-        return self._run(segment, with_offsets=False).ids  # on long pieces the offsets take quadratic time
+        return self._run(segment, with_offsets=False).ids  # offsets take quadratic time on long pieces
 
     def _run(self, segment: str, with_offsets: bool) -> Any:
         try:
             return self._library.encode(segment) if with_offsets else self._library.encode_batch_fast([segment])[0]
-        except Exception as error:  # a character that is not in the vocabulary of a model without unknown token
+        except Exception as error:  # such as a character outside the vocabulary of a model without an unknown token
             raise UserError(f"the tokenizers library cannot encode a text: {error}") from error
 
     def _encode_with_spans(self, segment: str) -> tuple[list[int], Spans]:
         encoding = self._run(segment, with_offsets=True)
         utf8 = np.frombuffer(segment.encode(), dtype=np.uint8)
-        bounds = [*np.flatnonzero(utf8 & 0xC0 != 0x80).tolist(), len(utf8)]  # where each character begins
+        # The library counts characters; bounds[c] is the byte where character c begins.
+        bounds = [*np.flatnonzero(utf8 & 0xC0 != 0x80).tolist(), len(utf8)]
         spans = [(bounds[begin], bounds[end]) for begin, end in encoding.offsets]
-        for i in range(1, len(spans)):  # dropped spaces in front of an added token are not its own
+        for i in range(1, len(spans)):  # dropped spaces before an added token count for the token before it
             if encoding.ids[i] in self._added and encoding.ids[i - 1] not in self._added:
                 spans[i - 1] = (spans[i - 1][0], max(spans[i - 1][1], spans[i][0]))
         return encoding.ids, spans
 
 
 class SentencePieceTokenizer(_WithSpans):
-    """Special tokens are cut out of the text first, the longest first; each segment between them is encoded by itself.
+    """A sentencepiece model. Special tokens are cut out of the text first; the segments between are encoded separately.
 
-    Special are the model's control and user-defined pieces, and the `added_tokens_decoder` of the config, by the ids
-    that it states. Nothing is added to a text but what the model adds to each segment, such as its leading space.
+    Special tokens are the model's control and user-defined pieces, and the config's `added_tokens_decoder` with the ids
+    given there. Nothing is added to a text except what the model adds to each segment, such as a leading space.
     """
 
     def __init__(self, file: Path, config: TokenizerConfig) -> None:
-        from sentencepiece import SentencePieceProcessor  # only these files need it
+        from sentencepiece import SentencePieceProcessor  # imported here, because only these files need it
 
         if not hasattr(SentencePieceProcessor, "encode_as_offset_mapping"):
             raise UserError(f"{file}: needs a newer sentencepiece; run: pip install 'sentencepiece>=0.2.3'")
@@ -163,14 +172,16 @@ class SentencePieceTokenizer(_WithSpans):
         spelled = {i: piece.replace("▁", " ").encode() for piece, i in pieces.items()}
         spelled |= {i: bytes.fromhex(piece[3:5]) for piece, i in pieces.items() if library.is_byte(i)}
         ids = {content: token_id for token_id, content in special.items()}
-        self.warning = f"{file}: transformers converts it, and gives other ids; use a tokenizer.json to have the same"
+        self.warning = (
+            f"{file}: transformers converts this file and gives other ids; use a tokenizer.json to avoid that"
+        )
         self._library, self._contents = library, special
         digest = hashlib.sha256(model + json.dumps(sorted(ids.items())).encode())
         ends = config.ends(ids, special.get(library.eos_id(), ""), special.get(library.pad_id(), ""))
         super().__init__(spelled, ids, ends, digest.hexdigest())
 
     def _decode(self, ids: list[int], spelled: bytes) -> str:
-        """The text is as sentencepiece normalises it, and unknown pieces are its " ⁇ "."""
+        """The text as normalised by sentencepiece; it writes unknown pieces as " ⁇ "."""
         runs = [(content, list(run)) for content, run in groupby(ids, self._contents.get)]
         return "".join(content * len(run) if content else self._library.decode(run) for content, run in runs)
 
@@ -183,25 +194,27 @@ class SentencePieceTokenizer(_WithSpans):
 
 
 def _user_defined(model: bytes) -> list[int]:
-    """Ids of the user-defined pieces, read from the protobuf: the processor does not tell, and the generated code that
-    comes with sentencepiece runs under the newest protobuf library only."""
+    """Ids of the user-defined pieces, read from the model's protobuf.
+
+    The processor does not tell them, and sentencepiece's generated protobuf code needs the newest protobuf library.
+    """
     pieces = [value for tag, value in _fields(model) if tag == _PIECE]
     kinds = ([value for tag, value in _fields(piece) if tag == _TYPE and value in _TYPES] for piece in pieces)
     return [i for i, found in enumerate(kinds) if found[-1:] == [_USER_DEFINED]]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protobuf message, each a tag (8 times its number, plus how its value is stored) and its value."""
+    """The fields of a protobuf message: (tag, value). A tag is 8 * field number + wire type."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
-        kind = tag & 7
+        kind = tag & 7  # wire type: 0 an integer, 2 a size and bytes, 1 and 5 fixed sizes
         number, at = _varint(message, at) if kind in (0, 2) else (_FIXED_SIZES[kind], at)  # the value, or its size
         yield tag, number & 0xFFFFFFFF if kind == 0 else message[at : (at := at + number)]
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number, 7 bits in each byte, the lowest first, and where it ends."""
+    """A variable-length integer, 7 bits per byte, the lowest first; and the position after it."""
     value, shift = message[at] & 127, 7
     while message[at] > 127:
         at += 1
@@ -210,25 +223,30 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
-    """A tiktoken rank file: lines of a token in base64 and its rank, which is its id.
+    """Read a tiktoken rank file: each line has a token in base64 and its rank, which is its id.
 
-    The file says neither how text is split nor what else there is. What the config leaves open is as Qwen has it:
-    Qwen2's pattern, the tokens of a chat, eos <|im_end|>, pad <|endoftext|>. Rank files know no normaliser, so text
-    stays as it is, unless the config says `tokenizer_class` Qwen2Tokenizer, which puts it in NFC.
+    The file says neither how text is split nor which added tokens exist. Whatever the config leaves open is as in Qwen:
+    Qwen2's pattern, the tokens of a chat, eos <|im_end|>, pad <|endoftext|>. Rank files have no normaliser, so text is
+    not changed, unless the config names `tokenizer_class` Qwen2Tokenizer, which normalises to NFC.
+
+    Raises:
+        UserError: the file is incomplete, or belongs to another model family.
     """
     words = read_plain(file).split()
     ranks = {base64.b64decode(token): int(rank) for token, rank in zip(words[::2], words[1::2], strict=True)}
     written = [word for token, rank in ranks.items() for word in (base64.b64encode(token), b"%d" % rank)]
     single = {*BYTE_OF.values()}
     if words != written or sorted(ranks.values()) != list(range(len(ranks))) or not ranks.keys() >= single:
-        what = "each of its tokens once, all bytes among them, and ranks from 0 without a gap"
-        raise UserError(f"{file}: is no whole tiktoken rank file, which has {what}; download it again")
+        what = "each token once, all 256 bytes among them, and ranks from 0 without gaps"
+        raise UserError(f"{file}: is not a complete tiktoken rank file, which has {what}; download it again")
+    # Other families merge digits; with Qwen2's pattern their text would get wrong ids.
     if digits := [token for token in ranks if re.search(rb"[0-9]{2}", token)]:
         what = f"has the token {digits[0].decode(errors='replace')!r}, but Qwen splits numbers into digits"
-        raise UserError(f"{file}: {what}; these are another model family's ranks, use a Qwen tokenizer's files")
+        raise UserError(f"{file}: {what}; the file is another model family's; use the files of a Qwen tokenizer")
     added = config.added({token.decode(errors="backslashreplace"): rank for token, rank in ranks.items()})
-    if added and len(ranks) not in [token.id for token in added]:  # else a file cut off at a line's end looks whole
-        what = f"no added token has the id behind the ranks in {file.name}, {len(ranks)}"
+    # A rank file that was truncated at the end of a line looks complete, but then the added tokens leave a gap.
+    if added and len(ranks) not in [token.id for token in added]:
+        what = f"no added token has the id {len(ranks)}, which follows the ranks in {file.name}"
         raise UserError(f"{config.file}: {what}; download both files again")
     eos, pad = ("", "") if added else ("<|im_end|>", "<|endoftext|>")
     for i, content in enumerate([] if added else _QWEN3_ADDED.split()[: None if len(ranks) == _QWEN3_RANKS else 3]):

@@ -1,4 +1,4 @@
-"""Strings that remember which message their characters came from, and a Jinja environment that keeps them so."""
+"""Strings that remember which message their characters came from, and a Jinja environment that preserves this."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,26 +12,26 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MIXED = "*"  # the field of a source where several fields of one message cannot be told apart
+MIXED = "*"  # field of a source whose characters come from several fields of one message, in unknown order
 
 
 class Source(NamedTuple):
-    """Where characters came from."""
+    """The origin of characters."""
 
-    message: int  # its index; -1: of none, but the template's own inside of a mark
-    field: str  # its key in the message, or MIXED
-    mark: int = 0  # which `{% generation %}` block of the output it is in; 0: none
+    message: int  # index of the message; -1: the template's own text inside a `{% generation %}` block
+    field: str  # key in the message, or MIXED
+    mark: int = 0  # number of the `{% generation %}` block that they are in; 0: none
 
 
-Run = tuple[int, Source | None]  # so many characters; None: the template's own
+Run = tuple[int, Source | None]  # (number of characters, their source); None: the template's own text
 
 
 class Traced(str):
-    """A string that knows from which message field its characters came: its `runs`, in order, neighbours distinct.
+    """A string with the source of each character: its `runs`, in order; neighbours have different sources.
 
-    Operations that keep characters keep their sources. Those that rewrite them (`replace`, `upper` ...) give the whole
-    result one source if the string had one; else the result is a plain `str`, and whoever reads the runs finds them
-    missing.
+    Operations that keep characters (slicing, strip, joining) keep their sources. Operations that rewrite characters
+    (`replace`, `upper` ...) give the whole result one source, if all characters came from one message. Otherwise the
+    result is a plain `str`; the turn finder then misses the source and refuses the template.
     """
 
     runs: tuple[Run, ...]
@@ -48,13 +48,14 @@ class Traced(str):
         return traced
 
     def __str__(self) -> str:
-        return self  # `str(x)` around each output of a template must not lose the runs
+        return self  # Jinja calls `str(x)` on each output, which must not lose the runs
 
     def __add__(self, other: str) -> str:
         return _concat((self, other)) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> str:
-        return _concat((other, self))  # reached because str has no number protocol: Python asks the right operand first
+        # Also called for `"plain" + traced`: str implements + as a sequence only, so Python asks the right side first.
+        return _concat((other, self))
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         text = super().__getitem__(key)
@@ -107,7 +108,12 @@ class Traced(str):
         return before, found, after
 
     def _located(self, pieces: list[str], gap: int) -> list[str]:
-        """The pieces as slices of this string: in order, `gap` characters (or, for 0, spaces) left out between them."""
+        """Turn pieces of this string into slices of it, which keep their sources.
+
+        Args:
+            pieces: in order, not overlapping.
+            gap: characters between two pieces (the separator's length); 0: none or white space.
+        """
         located, position = [], 0
         for piece in pieces:
             position = super().find(piece, position)
@@ -132,7 +138,7 @@ def _as_rewritten(origin: Traced, text: str) -> str:
 
 
 def _whole(text: str, sources: set[Source | None]) -> str:
-    """The text with one source for all of it, if they are of one message; else without any."""
+    """The text with one source, if all sources belong to one message; otherwise a plain string."""
     first = next(iter(sources), None)
     if first is None or any(source is None or source.message != first.message for source in sources):
         return text
@@ -149,12 +155,12 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 def runs_of(text: str) -> tuple[Run, ...]:
-    """The runs of a string; of a plain one the template's own."""
+    """The runs of a string. A plain string counts as the template's own text."""
     return text.runs if isinstance(text, Traced) else ((len(text), None),)
 
 
 def trace(value: Any, source: Source) -> Any:
-    """The JSON value with every string of it, keys too, as a `Traced`."""
+    """Copy a JSON value with all its strings, including keys, as `Traced`."""
     if isinstance(value, str):
         return Traced(value, [(len(value), source)])
     if isinstance(value, Mapping):
@@ -165,6 +171,7 @@ def trace(value: Any, source: Source) -> Any:
 
 
 def _sources(value: Any) -> set[Source | None]:
+    """The sources of all strings in a JSON value."""
     if isinstance(value, str):
         return {source for _, source in runs_of(value)}
     if isinstance(value, Mapping):
@@ -175,8 +182,8 @@ def _sources(value: Any) -> set[Source | None]:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter of `transformers`: no escaping of HTML. The JSON of one message's data is that message's as a whole,
-    also where the template put keys of its own around them."""
+    """The filter `tojson` of `transformers`, which does not escape HTML. If all data in it come from one message, the
+    whole JSON counts as that message's, including keys that the template adds."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return _whole(text, _sources(value) - {None})
 
@@ -186,8 +193,8 @@ def _raise_exception(message: str) -> None:
 
 
 class _GenerationTag(ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, a tag of `transformers`: it marks what the assistant generates. Each
-    block's output carries a number of its own."""
+    """The tag `{% generation %} ... {% endgeneration %}` of `transformers`, which marks text that the assistant
+    generates. Each time a block is rendered, its output gets a number of its own."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -200,7 +207,9 @@ class _GenerationTag(ext.Extension):
     def mark(self, caller: Callable[[], str]) -> str:
         text, number = caller(), next(_MARKS)
         marked = [(n, source or Source(-1, "")) for n, source in runs_of(text)]
-        if any(n and not source.mark for n, source in marked):  # what a mark inside of this one does not have
+        # Characters of a nested block keep its number. `issued` collects the numbers that must occur in the final text:
+        # if one is missing there, the template has dropped or rewritten marked text.
+        if any(n and not source.mark for n, source in marked):
             self.environment.issued.add(number)  # type: ignore[attr-defined]
         return Traced(text, [(n, source._replace(mark=source.mark or number)) for n, source in marked])
 
@@ -209,8 +218,11 @@ _MARKS = count(1)
 
 
 class _TracingCodeGenerator(CodeGenerator):
-    """Jinja's `~` joins by a module's function; this one by the environment's `concat`, as all other output. And Jinja
-    computes `'a' * 4000000000` when it compiles, where no limits hold, whether or not it is ever reached."""
+    """Changes two things in the code that Jinja generates.
+
+    `~` joins with a function of a Jinja module; here it uses the environment's `concat`, as all other output does. And
+    constants are not folded: Jinja would compute `'a' * 4000000000` at compile time, where no memory limit is set.
+    """
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -229,7 +241,7 @@ class _TracingCodeGenerator(CodeGenerator):
 
 
 class _Dict:
-    """`dict` in a template. The class itself would give away its methods: `dict.update` changes what a row holds."""
+    """`dict` for templates. With Python's own class, a template could call `dict.update` and change a row's data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -239,7 +251,7 @@ class _Dict:
 
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
-    """The environment in which `transformers` runs chat templates, keeping the runs of what it concatenates."""
+    """Jinja's environment as `transformers` sets it up for chat templates; it keeps the runs of `Traced` strings."""
 
     code_generator_class = _TracingCodeGenerator
     concat = staticmethod(_concat)
@@ -248,9 +260,9 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = [_GenerationTag, ext.loopcontrols]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-        self.issued: set[int] = set()  # the numbers of all marks
-        del self.filters["random"]  # a row is the same each time
-        self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum draws a text at random")
+        self.issued: set[int] = set()  # numbers of rendered {% generation %} blocks, see _GenerationTag
+        del self.filters["random"]  # a row must render to the same text each time
+        self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum makes random text")
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["dict"] = _Dict()

@@ -1,4 +1,4 @@
-"""A LoRA adapter on its base: found in a PEFT folder or a run's checkpoint, and merged as the weights are read."""
+"""Merges a LoRA adapter (a PEFT folder or a run's checkpoint) into its base while the weights are read."""
 
 from dataclasses import replace
 from os.path import lexists
@@ -19,44 +19,51 @@ from titan_mi100.weights.source import ModelSource, open_source, verify_files
 
 
 def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
-    """The base with an adapter's products added.
+    """A model whose weights are W + (alpha / rank) B A.
 
     Args:
+        base: the model that the adapter was trained on.
         adapter: a PEFT folder, or a checkpoint of a LoRA run.
 
     Raises:
-        UserError: one of them cannot be read, or the adapter is another model's.
+        UserError: one of them cannot be read, or the adapter belongs to another model.
     """
     if base.spec is None:
         raise UserError(f"{base.path}: has no config.json; name the base's HF folder")
     if base.lora is not None:
-        raise UserError(f"{base.path}: is an adapter; name the base that it was trained on, and this as the adapter")
+        raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
     weights = MergedWeights(base.weights, matrices, lora.alpha / max(lora.rank, 1))
+    # The adapter was trained with certain prompts (thinking or not); its prompt settings replace the base's.
     trained = {name: content for name, content in read_assets(Path(adapter)).items() if name == PROMPTS}
     return replace(base, weights=weights, assets=base.assets | trained)
 
 
 def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights]:
-    """An adapter's settings and matrices. A run's is refused on other weights than it was trained on."""
+    """An adapter's settings and matrices.
+
+    A run's checkpoint stores a fingerprint of its base, so it is refused on other weights. A PEFT folder names its base
+    only, so there is only a warning.
+    """
     if lexists(path / peft_io.CONFIG):
         named = peft_io.base_of(path)
         if named and Path(named).is_dir() and not base.path.samefile(named):
-            log.warning(f"{path}: was trained on {named}, and is merged into {base.path}")
+            log.warning(f"{path}: was trained on {named}, but is merged into {base.path}")
         return peft_io.read_adapter(path)
     source = open_source(path)
     if source.lora is None:
         raise UserError(f"{path}: is neither a PEFT folder ({peft_io.CONFIG}) nor a checkpoint of a LoRA run")
     verify_files(path)
     named, trained_on = source.manifest["lora"]["base"], source.manifest["fingerprints"]["base"]
+    # named is empty if the run started from random weights; then there is nothing to compare with
     if named and trained_on != base_fingerprint(base.weights.read, parameter_shapes(spec)):
-        raise UserError(f"{path}: was trained on other weights than those in {base.path}; name its base ({named})")
+        raise UserError(f"{path}: was not trained on the weights in {base.path}; name its base ({named})")
     return source.lora, source.weights
 
 
 class MergedWeights(Weights):
-    """W + scale * B A, in fp32, where there is an adapter; the base's own elsewhere."""
+    """W + scale * B A in fp32, for matrices that have an adapter; the base's own tensor otherwise."""
 
     def __init__(self, base: Weights, adapter: Weights, scale: float) -> None:
         self.source, self.kinds = base.source, base.kinds
@@ -68,5 +75,6 @@ class MergedWeights(Weights):
         if a not in self._adapter.kinds:
             return part
         rows, columns = box(offset, size)
+        # Only the part's rows of B (out, rank) and columns of A (rank, in) are multiplied.
         product = self._adapter.tensor(b)[rows].float() @ self._adapter.tensor(a)[:, columns].float()
         return part.float() + self._scale * product

@@ -1,4 +1,4 @@
-"""A model's stored weights, in any format: the kind of each tensor, and reading a tensor or a part of it."""
+"""A model's stored weights, in any format: shape and dtype of each tensor, and reading a tensor or a part of it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from titan_mi100.wording import some
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OLD_BUFFER = ".rotary_emb.inv_freq"  # follows from the config; folders of old programs hold one, or one per layer
+_OLD_BUFFER = ".rotary_emb.inv_freq"  # old programs stored this buffer; it is computed from the config instead
 
 
 class Kind(NamedTuple):
@@ -32,11 +32,11 @@ Kinds = dict[str, Kind]
 
 
 class Weights(ABC):
-    """Tensors by their HF names.
+    """A model's tensors by their HF names.
 
     Attributes:
-        source: the folder or file.
-        kinds: of all tensors.
+        source: the folder or file, for messages.
+        kinds: name -> shape and dtype, of all tensors.
     """
 
     source: Path
@@ -44,30 +44,36 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """A box of a tensor, for distributed.fill_parameters. Little more than its bytes is read.
+        """Read a box (a slice in every dimension) of a tensor; few other bytes are read.
+
+        The signature is that of distributed.fill_parameters.
 
         Args:
             shape: of the whole tensor.
             offset, size: of the box, one number per dimension.
+
+        Returns:
+            A tensor of shape `size`.
         """
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor, cast to `dtype`; None: as `read` gives it."""
+        """Read a whole tensor. Args: dtype: to cast to; None: as returned by `read`."""
         shape = self.kinds[name].shape
         whole = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
         return whole if dtype is None else whole.to(dtype)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], with_values: bool = True) -> None:
-        """Compare names, shapes and kinds with those of a model (HF names, a tied weight once).
+        """Compare names, shapes and dtypes with those of a model.
 
-        Many tied folders hold the head as well; that is accepted when it is the same tensor. The rotary embedding's old
-        buffers are ignored, as transformers does.
+        Many folders of tied models store the head as well; that is accepted if it equals the embedding. Old buffers of
+        the rotary embedding are ignored, as in transformers.
 
         Args:
-            with_values: read a tied head and the embedding to compare them; one rank is enough.
+            shapes: HF name -> shape; a tied weight occurs once, as the embedding.
+            with_values: read the head and embedding of a tied model and compare them; on one rank is enough.
 
         Raises:
-            UserError: every tensor that is missing, unexpected or mis-shaped.
+            UserError: lists every tensor that is missing, unexpected, or has a wrong shape or dtype.
         """
         tied_head = HEAD in self.kinds and HEAD not in shapes and EMBEDDING in shapes
         wanted = {**shapes, HEAD: shapes[EMBEDDING]} if tied_head else shapes
@@ -79,12 +85,13 @@ class Weights(ABC):
         for name in sorted(wanted.keys() & self.kinds.keys()):
             shape, dtype = self.kinds[name]
             if shape != tuple(wanted[name]):
-                problems.append(f"{name} has shape {shape}, the model's is {tuple(wanted[name])}")
+                problems.append(f"{name} has shape {shape}, but the model needs {tuple(wanted[name])}")
             if dtype not in _TRAINABLE:
                 problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
         if with_values and not problems and tied_head and not self._same(HEAD, EMBEDDING):
             problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
         if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
+            # replaces the other problems, which follow from this one
             problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
@@ -95,10 +102,10 @@ class Weights(ABC):
 
 
 class StoredWeights(Weights):
-    """Tensors in files, which are mapped, not read."""
+    """Tensors in memory-mapped files."""
 
     def __init__(self, source: Path, stored: StoredTensors, names: Mapping[str, str] | None = None) -> None:
-        """`names`: the stored one of each tensor; None: all, by their own."""
+        """Args: names: HF name -> name in the file; None: all tensors, under their own names."""
         self.source, self._stored = source, stored
         self._names = {name: name for name in stored.kinds} if names is None else names
         self.kinds = {name: Kind(*stored.kinds[own]) for name, own in self._names.items()}
@@ -107,13 +114,13 @@ class StoredWeights(Weights):
         return self._stored.read(self._names[name], offset, size)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """As of Weights; cast part by part, so that the whole of it is in memory in one dtype only."""
+        """As in Weights, but parts are cast one by one, so that memory never holds the tensor in two dtypes."""
         shape = self.kinds[name].shape
         return self._stored.read(self._names[name], (0,) * len(shape), shape, dtype)
 
 
 def box(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
-    """The index of a part of a tensor."""
+    """The index (slices) of a part of a tensor."""
     return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
 
 

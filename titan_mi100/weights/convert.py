@@ -1,4 +1,8 @@
-"""HF safetensors <-> DCP <-> `torch.save`: tensor by tensor, read again and compared, complete or not there at all."""
+"""Converts between HF safetensors, DCP and `torch.save`.
+
+Works tensor by tensor, so that memory holds few of them. The output is read again and compared with the input, and
+appears under its name only when it is complete.
+"""
 
 import warnings
 import zlib
@@ -44,15 +48,15 @@ from titan_mi100.wording import some
 DTYPES = ("keep", "bfloat16", "float16", "float32")
 VERIFY = ("auto", "logits", "bytes", "off")
 VERIFY_HELP = (
-    "bytes: read every tensor again and compare; logits: also load the HF folder with transformers and compare what it "
-    "computes; auto: logits below 4 GB where transformers is installed, else bytes"
+    "how to check the output. bytes: read every tensor again and compare; logits: also load the HF folder with "
+    "transformers and compare the logits; auto: logits for weights below 4 GB if transformers is installed, else bytes"
 )
 _DTYPE_HELP = (
-    "of the written weights (default: %(default)s); keep: as they are; auto (dcp_to_hf): of a run's checkpoint the "
-    "dtype that its config.json names, of everything else as they are"
+    "dtype of the written weights (default: %(default)s). keep: unchanged; auto (dcp_to_hf): for a run's checkpoint "
+    "the dtype that its config.json names, otherwise unchanged"
 )
-SHARD_BYTES = 5_000_000_000
-_LOGITS_BELOW = 4_000_000_000  # bytes of weights; they are held in fp32
+SHARD_BYTES = 5_000_000_000  # bytes of a safetensors file, as transformers writes them
+_LOGITS_BELOW = 4_000_000_000  # bytes of weights up to which `auto` compares logits: it holds the model in fp32
 _VERIFIED = {
     "off": "not verified",
     "bytes": "every tensor read again and equal",
@@ -61,10 +65,10 @@ _VERIFIED = {
 
 
 class Digest(NamedTuple):
-    """What a tensor must be after a conversion."""
+    """Identifies a tensor's content: the written one must have the same digest as the original."""
 
     kind: Kind
-    crc: int  # CRC-32 of the bytes; SHA-256 would take longer than the copying
+    crc: int  # CRC-32 of the bytes; SHA-256 would take longer than the copy
     finite: bool
 
 
@@ -72,11 +76,16 @@ Digests = dict[str, Digest]
 
 
 def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
-    """Write the weights as a DCP folder, sealed by a manifest, with the model's other files in it.
+    """Write the weights as a DCP folder with the model's other files, sealed by a manifest.
+
+    Args:
+        output: folder to make.
+        dtype: one of DTYPES.
+        verify: one of VERIFY.
 
     Raises:
-        UserError: the output exists, or what --verify needs is missing.
-        SaveError: what was written is not the source.
+        UserError: the output exists, or something that --verify needs is missing.
+        SaveError: the written tensors differ from the source.
     """
     kinds = _kinds(source, dtype)
     comparable = isinstance(source.weights, HFWeights) and source.spec is not None
@@ -90,24 +99,26 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         _compare(written, digests, verify)
         if verify == "logits":
             _compare_logits(source.path, written, source.spec)
+        # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_a_runs).
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
 
 
 def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
-    """Write the weights as an HF folder that transformers and vLLM load; a LoRA run's checkpoint as a PEFT folder.
+    """Write the weights as an HF folder that transformers and vLLM load. A LoRA run's checkpoint becomes a PEFT folder.
 
     Args:
-        dtype: one of DTYPES; or auto: the dtype that config.json names for a run's checkpoint, whose weights are in
-            fp32; as stored for everything else.
+        output, verify: see to_dcp.
+        dtype: one of DTYPES, or "auto". auto: a run's checkpoint (fp32) gets the dtype that its config.json names;
+            everything else stays as stored.
 
     Raises:
-        UserError, SaveError: as to_dcp; or nothing says the model's shape.
+        UserError, SaveError: as to_dcp; or the model's shape is unknown.
     """
     if source.lora is not None:
         _to_peft(source, source.lora, output, "keep" if dtype == "auto" else dtype, verify)
         return
     if source.spec is None:
-        raise UserError(f"{source.path}: needs a config.json; name a folder with one by --hf_assets_path")
+        raise UserError(f"{source.path}: needs a config.json; name a folder that has one with --hf_assets_path")
     if dtype == "auto":
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"
@@ -118,7 +129,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         digests = Digests()
         write_hf(aside, kinds, _originals(source, kinds, digests), SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
-            safe_open(file, framework="pt")  # what others read it by also finds it whole
+            safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
         written = HFWeights(aside)
         _compare(written, digests, verify)
         if verify == "logits":
@@ -126,7 +137,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
-    """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files beside it.
+    """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files. Args: see to_dcp.
 
     Raises:
         UserError, SaveError: as to_dcp.
@@ -141,23 +152,26 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
 
 
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
-    """Write an adapter that peft loads, with the tokenizer's files.
+    """Write an adapter as a PEFT folder, with the tokenizer's files.
 
-    With verify = logits it is also loaded by peft onto its base, and compared with our merge.
+    With verify = "logits", peft loads it onto its base, and its logits are compared with those of our merge.
     """
     assert source.spec is not None
     base, kinds = source.manifest["lora"]["base"], _kinds(source, dtype)
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
-    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if comparable else needed)  # as in bf16
+    # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
+    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if comparable else needed)
     if base and not is_hf_folder(base):
-        log.warning(f"{output}: peft will not find its base: {base} is no HF folder; export that, and name the export")
+        log.warning(
+            f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
+        )
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         peft_io.write_adapter(aside, dict(_originals(source, kinds, digests)), lora, base)
         again, written = peft_io.read_adapter(aside)
         if verify != "off" and lora_identity(again) != lora_identity(lora):
-            raise SaveError("the adapter's settings are not what was written")
+            raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)
         _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})
         if verify == "logits":
@@ -165,11 +179,15 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
 
 
 def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> None:
-    """Write a run's checkpoint as an HF folder, `hf-step-N`, unless an earlier start has. A collective.
+    """Write a run's checkpoint as an HF folder `hf-step-N`, unless an earlier start has done so. A collective.
+
+    Args:
+        folder: the run folder.
+        is_adapter: the run trains a LoRA adapter.
 
     Raises:
-        UserError: something else has that name.
-        SaveError: on all ranks.
+        UserError: another folder or file has that name.
+        SaveError: on all ranks; the export could not be written.
     """
     target = folder / f"hf-step-{step}"
     with raise_together():
@@ -178,19 +196,19 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
                 to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, dtype)
         except OSError as error:
             raise SaveError(f"{target}: could not be written: {error}") from error
-        finally:
+        finally:  # the other ranks wait over the store: a collective would time out during a long export
             wait_for_all("exported")
 
 
 def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
-    """Whether an earlier start has left what this one would. Writing refuses anything else that has its name."""
+    """Whether an earlier start has written this export. Anything else under that name makes the export fail."""
     if is_adapter:
         return (target / peft_io.CONFIG).exists()
     return (target / CONFIG).exists() and dtype in ("auto", config_dtype(read_assets(target)))
 
 
 def _kinds(source: ModelSource, dtype: str) -> Kinds:
-    """Of the tensors to write."""
+    """Shape and dtype of the tensors to write. Only floating-point tensors are cast."""
     kinds = source.weights.kinds
     if dtype == "keep":
         return kinds
@@ -199,11 +217,14 @@ def _kinds(source: ModelSource, dtype: str) -> Kinds:
 
 
 def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
-    """What `auto` stands for.
+    """Replace "auto" by "logits" or "bytes".
 
     Args:
         nbytes: of the weights.
-        needed: what a comparison of logits lacks, besides transformers; empty: nothing.
+        needed: what is missing for a comparison of logits, other than transformers; "": nothing.
+
+    Raises:
+        UserError: logits are asked for, but something is missing.
     """
     if not needed and find_spec("transformers") is None:
         needed = "transformers: pip install 'titan_mi100[eval]'"
@@ -216,9 +237,9 @@ def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
 
 @contextmanager
 def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) -> Iterator[Path]:
-    """A folder to fill with tensors of these kinds; it appears at the end, complete and synced, or not at all."""
+    """Yield a temporary folder for the output. It is synced and renamed at the end, or removed after an error."""
     if source.path.is_dir() and output.resolve().is_relative_to(source.path.resolve()):
-        raise UserError(f"{output}: is inside of {source.path}; name a folder elsewhere")
+        raise UserError(f"{output}: is inside {source.path}; name a folder elsewhere")
     with atomic_output_folder(output, _total(kinds)) as aside:
         yield aside
         for file in aside.iterdir():
@@ -232,8 +253,8 @@ def _total(kinds: Kinds) -> int:
 
 
 def _originals(source: ModelSource, kinds: Kinds, digests: Digests) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to write, as `_tensors` gives them; a thread reads the next one while one is written."""
-    verify_files(source.path)
+    """The tensors to write, see `_tensors`. A thread reads the next tensor while the caller writes this one."""
+    verify_files(source.path)  # a sealed checkpoint with damage is refused before anything is written
     tensors = _tensors(source.weights, kinds, digests, "writing")
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, tensors, None)
@@ -241,56 +262,58 @@ def _originals(source: ModelSource, kinds: Kinds, digests: Digests) -> Iterator[
             coming = pool.submit(next, tensors, None)
             yield item
     if odd := [name for name, digest in digests.items() if not digest.finite]:
-        log.warning(f"{source.weights.source}: NaN or infinite values in {len(odd)} tensors: {some(odd)}")
+        log.warning(f"{source.weights.source}: {len(odd)} tensors have NaN or infinite values: {some(odd)}")
 
 
 def _tensors(weights: Weights, kinds: Kinds, digests: Digests, what: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in order, contiguous and in the dtype of `kinds`.
+    """Read all tensors in order, contiguous and cast to the dtypes of `kinds`.
 
     Args:
-        digests: receives each tensor's digest.
-        what: the progress bar's label.
+        digests: receives the digest of each tensor.
+        what: label of the progress bar.
 
     Raises:
-        UserError: a value that the dtype cannot hold.
+        UserError: the dtype cannot hold a value of the tensor.
     """
     with ByteProgress(what, _total(kinds)) as progress:
         for name, kind in kinds.items():
             tensor = weights.tensor(name, kind.dtype).contiguous()
             finite = _is_finite(tensor)
-            if not finite and _is_finite(weights.tensor(name)):
+            if not finite and _is_finite(weights.tensor(name)):  # finite as stored, so the cast overflowed
                 problem = f"{name} has values that {dtype_name(kind.dtype)} cannot hold"
                 raise UserError(f"{weights.source}: {problem}; use bfloat16 or float32")
             digests[name] = Digest(kind, zlib.crc32(raw_bytes(tensor).numpy().data), finite)
             yield name, tensor
-            del tensor  # or it stays in memory while the next one is read
+            del tensor  # otherwise it would stay in memory while the next one is read
             progress.advance(kind.nbytes)
 
 
 def _is_finite(values: Tensor) -> bool:
     if not values.numel() or not values.dtype.is_floating_point:
         return True
-    wide = values.float() if values.itemsize == 1 else values  # float8 has no minimum
-    return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))  # NaN is both
+    wide = values.float() if values.itemsize == 1 else values  # torch has no aminmax for float8
+    # One pass without a temporary tensor: if there is a NaN, both extremes are NaN.
+    return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))
 
 
 def _compare(written: Weights, digests: Digests, verify: str) -> None:
-    """Read again what was written, unless verify is off."""
+    """Read the written tensors again and compare their digests, unless verify is off. Raises SaveError."""
     if verify == "off":
         return
     found = Digests()
-    deque(_tensors(written, written.kinds, found, "verifying"), maxlen=0)  # keeps none
+    deque(_tensors(written, written.kinds, found, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
     if wrong := [name for name in {**digests, **found} if digests.get(name) != found.get(name)]:
-        raise SaveError(f"{len(wrong)} tensors are not what was read from the source: {some(wrong)}")
+        raise SaveError(f"{len(wrong)} written tensors differ from the source: {some(wrong)}")
 
 
 def _compare_logits(
     folder: Path, weights: Weights, spec: ModelSpec | None, texts: bool = False, adapter: Path | None = None
 ) -> None:
-    from titan_mi100.weights.verify_logits import compare  # here: importing transformers takes seconds
+    """Compare the logits of transformers with ours. Args: see verify_logits.compare. Raises SaveError."""
+    from titan_mi100.weights.verify_logits import compare  # imported here, because transformers takes seconds to load
 
     assert spec is not None
-    with warnings.catch_warnings():  # transformers and peft warn each other of what will be renamed
+    with warnings.catch_warnings():  # deprecation warnings between transformers and peft, of no use to our users
         warnings.simplefilter("ignore")
         problems, difference = compare(folder, weights, spec, texts, adapter)
     if problems:
@@ -314,11 +337,11 @@ def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Ass
 def command(
     description: str, input_help: str, output_help: str, convert: Callable[..., None], dtype: str = "keep"
 ) -> None:
-    """A converter's command line.
+    """Run a converter's command line.
 
     Args:
         convert: to_dcp, to_hf or to_torch.
-        dtype: the default.
+        dtype: default of --dtype.
     """
     parser = tool.Parser(description=description)
     parser.add_argument("--input_dir", type=Path, required=True, help=input_help)
@@ -326,7 +349,9 @@ def command(
     dtypes = DTYPES if dtype == "keep" else (dtype, *DTYPES)
     parser.add_argument("--dtype", choices=dtypes, default=dtype, help=_DTYPE_HELP)
     parser.add_argument("--verify", choices=VERIFY, default="auto", help=VERIFY_HELP)
-    parser.add_argument("--hf_assets_path", default="", help="folder of config.json and tokenizer, if not the input's")
+    parser.add_argument(
+        "--hf_assets_path", default="", help="folder with config.json and tokenizer, if not the input's"
+    )
     if convert is to_hf:
         hub.add_options(parser)
     options = parser.parse_args()

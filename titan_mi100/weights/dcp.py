@@ -1,4 +1,4 @@
-"""DCP folders and files of `torch.save` as weights: reading them, and writing them tensor by tensor."""
+"""Reads weights from DCP folders and files of `torch.save`, and writes them tensor by tensor."""
 
 import pickle
 import tempfile
@@ -22,27 +22,31 @@ from titan_mi100.files.stored import open_dcp, open_torch
 from titan_mi100.weights.base import EMBEDDING, StoredWeights, raw_bytes
 
 MODEL_FILE = "model.pt"
-_WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")
+_WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")  # DDP and torch.compile add the last two
 
 
 def _without_wrapper(stored: Collection[str]) -> dict[str, str]:
-    """The stored names by those without the prefix that other trainers put before the names of all weights."""
+    """HF name -> stored name. Removes a prefix that other trainers put before the names of all weights.
+
+    The prefix is recognised by the embedding's name. HF names themselves begin with "model.", so a prefix cannot be
+    removed without looking.
+    """
     prefix = next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in stored), "")
     return {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
 
 
 class DCPWeights(StoredWeights):
-    """The weights of a DCP folder, whoever wrote it. Entries that are no tensors are ignored."""
+    """The weights of a DCP folder, written by us or by another trainer. Entries that are not tensors are ignored."""
 
     def __init__(self, folder: str | Path, only_weights: bool = True, files: Collection[str] | None = None) -> None:
-        """Look at the folder's metadata.
+        """Read the folder's metadata.
 
         Args:
-            only_weights: leave out optimizer state and what ranks keep for themselves.
-            files: the only ones that are read, as of a manifest; None: any of the folder.
+            only_weights: leave out optimizer state and per-rank state.
+            files: read only these files (those of a manifest); None: any file of the folder.
 
         Raises:
-            UserError: it is no DCP folder, damaged, or holds anything that no DCP metadata needs.
+            UserError: it is not a DCP folder, it is damaged, or its metadata has classes that DCP never writes.
         """
         stored = open_dcp(Path(folder), files)
         names = _without_wrapper([*stored.kinds, *stored.others])
@@ -52,26 +56,30 @@ class DCPWeights(StoredWeights):
 
 
 def read_torch_weights(path: Path) -> StoredWeights:
-    """The weights of a file that `torch.save` wrote: a dict of tensors, alone or under one of the usual keys.
+    """The weights of a file of `torch.save`: a dict of tensors, at top level or under one of tables.STATE_DICTS.
 
     Raises:
-        UserError: it is damaged, asks for anything but tensors and plain values, or holds no such dict.
+        UserError: the file is damaged, its pickle needs other classes than tensors and plain values, or it holds no
+            such dict.
     """
     stored = open_torch(path)
     return StoredWeights(path, stored, _without_wrapper(stored.kinds))
 
 
 def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a DCP folder by `files`, which syncs them and keeps their hashes; each tensor is one chunk.
+    """Write a DCP folder. Each tensor is one chunk.
 
-    The format is that of DCP's own writer, which cannot take tensors one after the other: it holds what it has written
-    until the end (torch 2.8).
+    The format is that of DCP's own writer. That writer needs all tensors in memory until the end (torch 2.8).
+
+    Args:
+        files: writes the files, syncs them and keeps their hashes.
+        tensors: (HF name, tensor), one after the other.
     """
     metadata, file = Metadata({}, {}, {}), "__0_0.distcp"
     with files.create_stream(folder / file, "wb") as stream:
         for name, tensor in tensors:
             start, begin = torch.Size([0] * tensor.ndim), stream.tell()
-            # a tensor that is a part of another would be saved with all of it
+            # torch.save stores a tensor's whole storage, so a view is copied first.
             torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
             place = _StorageInfo(file, begin, stream.tell() - begin)
             metadata.storage_data[MetadataIndex(name, start, 0)] = place
@@ -83,7 +91,10 @@ def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Ten
 
 
 def write_torch(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a dict of tensors with `torch.save`. They are collected in mapped files, not in memory."""
+    """Write a dict of tensors with `torch.save`.
+
+    torch.save needs all tensors at once. They are collected in memory-mapped temporary files instead of memory.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         mapped: dict[str, Tensor] = {}
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""HF safetensors folders: reading tensors or parts of them without reading the rest, and writing them one by one."""
+"""HF safetensors folders: reads tensors or parts of them without the rest, and writes tensors one by one."""
 
 import json
 import os
@@ -14,40 +14,41 @@ from titan_mi100.files.stored import open_hf
 from titan_mi100.files.tables import HF_DTYPES, INDEX, SINGLE
 from titan_mi100.weights.base import Kinds, StoredWeights, dtype_name, raw_bytes
 
-_NAME_OF = {dtype: name for name, dtype in HF_DTYPES.items()}
+_NAME_OF = {dtype: name for name, dtype in HF_DTYPES.items()}  # torch's name of a dtype -> safetensors' name
 
 
 def is_hf_folder(path: str | Path) -> bool:
-    """Whether it holds safetensors under HF's names."""
+    """Whether a folder has safetensors under HF's names."""
     return any(os.path.lexists(Path(path) / name) for name in (SINGLE, INDEX))
 
 
 class HFWeights(StoredWeights):
-    """The weights of an HF folder, one file or sharded with an index."""
+    """The weights of an HF folder: one file, or shards with an index."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Look at the folder's files, whoever wrote them.
+        """Read the headers of the folder's files. They are treated as untrusted.
 
         Raises:
-            UserError: no weights, a shard that is missing, not a whole safetensors file or outside of the folder, an
-                index that names other tensors than the shards hold.
+            UserError: there are no weights; a shard is missing, incomplete or outside the folder; or the index names
+                other tensors than the shards hold.
         """
         folder = Path(folder)
         if not is_hf_folder(folder):
             pickled = sorted(folder.glob("pytorch_model*.bin"))
             instead = f", only {pickled[0].name}, whose pickle may run code" if pickled else ""
-            raise UserError(f"{folder}: holds no model: neither {SINGLE} nor {INDEX} nor DCP's .metadata{instead}")
+            raise UserError(f"{folder}: has no model: neither {SINGLE} nor {INDEX} nor DCP's .metadata{instead}")
         super().__init__(folder, open_hf(folder))
 
 
 def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write safetensors files, one after the other, and the index if there are several.
+    """Write safetensors files one after the other, and an index if there are several.
 
     Args:
-        kinds: of all tensors.
-        tensors: in the order of kinds, contiguous.
-        shard_bytes: most bytes of tensors in a file, unless a single tensor has more.
+        kinds: shape and dtype of all tensors.
+        tensors: in the order of `kinds`, contiguous.
+        shard_bytes: largest number of tensor bytes in a file, unless a single tensor has more.
     """
+    # The header comes first in a file, so all shapes must be known before the first tensor is read.
     file_of = _shard_plan(kinds, shard_bytes)
     for file, group in groupby(tensors, lambda item: file_of[item[0]]):
         with (folder / file).open("wb") as output:
@@ -60,7 +61,7 @@ def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], 
 
 
 def _shard_plan(kinds: Kinds, shard_bytes: int) -> dict[str, str]:
-    """The file of each tensor, filled in order; one file if they fit. Names are those that transformers gives."""
+    """The file of each tensor. Files are filled in order, and named as transformers names them."""
     shard_of, shard, size = {}, 1, 0
     for name, kind in kinds.items():
         if size and size + kind.nbytes > shard_bytes:
@@ -71,9 +72,9 @@ def _shard_plan(kinds: Kinds, shard_bytes: int) -> dict[str, str]:
 
 
 def _header(kinds: Kinds) -> bytes:
-    """What a safetensors file begins with: the length of a JSON text, and the text: each tensor's place behind it.
+    """The beginning of a safetensors file: the length of a JSON text, then that text, with the offset of each tensor.
 
-    The library's own writer wants all tensors of a file at once.
+    Written by hand, because the library's writer needs all tensors of a file at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -81,5 +82,5 @@ def _header(kinds: Kinds) -> bytes:
         begin, end = end, end + kinds[name].nbytes
         header[name] = {"dtype": _NAME_OF[dtype_name(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # padding, so that the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text

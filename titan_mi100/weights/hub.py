@@ -1,4 +1,4 @@
-"""Uploading a finished folder to the Hugging Face hub, with huggingface_hub (the extra `hub`)."""
+"""Uploads a finished folder to the Hugging Face hub, with huggingface_hub (the extra `hub`)."""
 
 import argparse
 from collections.abc import Callable
@@ -15,13 +15,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push_to_hub", metavar="NAME", help="then upload the folder to this model repository, such as me/my-model"
     )
-    parser.add_argument("--public", action="store_true", help="with --push_to_hub: everybody may see the repository")
+    parser.add_argument("--public", action="store_true", help="with --push_to_hub: make a public repository")
 
 
 def run(convert: Callable[[], object], options: argparse.Namespace) -> None:
-    """Convert to `options.output_dir` and upload it if the options say so; exits as tool.run does.
+    """Convert to `options.output_dir`, and upload it if the options say so. Exits as tool.run does.
 
-    What would make the upload fail is looked for first, as far as that goes without network.
+    Whatever can be checked for the upload without network is checked before the conversion, which may take long.
     """
     name = options.push_to_hub
 
@@ -29,19 +29,20 @@ def run(convert: Callable[[], object], options: argparse.Namespace) -> None:
         if name is not None:
             check(name)
         elif options.public:
-            raise UserError("--public: goes with --push_to_hub NAME; add that, or leave it out")
+            raise UserError("--public: needs --push_to_hub NAME; add that option, or remove --public")
         convert()
 
     tool.run(prepared)
     if name is not None:
-        tool.run(lambda: push(options.output_dir, name, options.public), "what has arrived is not sent again")
+        tool.run(lambda: push(options.output_dir, name, options.public), "files that were uploaded are not sent again")
 
 
 def check(name: str) -> None:
-    """Look for what stands in the way of an upload, without network.
+    """Check, without network, whether an upload can succeed.
 
     Raises:
-        UserError: the library is missing, the name is no repository's, or there is no token or no network.
+        UserError: the library is missing, the name is not valid for a repository, there is no token, or
+            HF_HUB_OFFLINE is set.
     """
     try:
         import huggingface_hub
@@ -51,21 +52,21 @@ def check(name: str) -> None:
     try:
         utils.validate_repo_id(name)
     except errors.HFValidationError:
-        raise UserError(f"--push_to_hub {name}: is no name of a repository; write it as OWNER/NAME") from None
+        raise UserError(f"--push_to_hub {name}: is not a valid repository name; write it as OWNER/NAME") from None
     if constants.HF_HUB_OFFLINE:
         raise UserError("--push_to_hub: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     if huggingface_hub.get_token() is None:
-        raise UserError(f"--push_to_hub: there is no token of the hub; {_TOKEN}")
+        raise UserError(f"--push_to_hub: no token for the hub was found; {_TOKEN}")
 
 
 def push(folder: Path, name: str, public: bool) -> None:
-    """Upload a folder in one commit, to a repository that is made if it is not there.
+    """Upload a folder in one commit. The repository is created if it does not exist.
 
     Args:
-        public: everybody may see it. Otherwise it is made private, and one that is public already is refused.
+        public: create a public repository. Otherwise create a private one, and refuse an existing public one.
 
     Raises:
-        UserError: the hub refuses it, or the repository is public.
+        UserError: the hub refuses the upload, or the repository is public.
         RuntimeError: the hub cannot be reached, or answers with an error.
     """
     from huggingface_hub import HfApi
@@ -73,8 +74,8 @@ def push(folder: Path, name: str, public: bool) -> None:
     try:
         api = HfApi()
         repository = api.create_repo(name, private=not public, exist_ok=True).repo_id
-        if not public and not api.model_info(repository).private:  # it was there before
-            raise UserError(f"{name}: is there already and public; name another one, or add --public")
+        if not public and not api.model_info(repository).private:  # it existed before: exist_ok keeps its visibility
+            raise UserError(f"{name}: exists already and is public; name another one, or add --public")
         about = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name}")
     except Exception as error:
         remedy = f"{folder} is complete; upload it with: hf upload {name} {folder}{'' if public else ' --private'}"
@@ -84,16 +85,16 @@ def push(folder: Path, name: str, public: bool) -> None:
 
 
 def _explained(error: Exception, name: str) -> tuple[type[Exception], str]:
-    """What a person can do about the library's error: UserError where the same again would be refused again."""
+    """The exception type and message for an error of the library. UserError: trying again would not help."""
     from huggingface_hub import constants, errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, UserError):
         return UserError, str(error)
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
-        return UserError, f"{name}: the hub refuses the upload: no token, or one that may not write there; {_TOKEN}"
+        return UserError, f"{name}: the hub refuses the upload: no token, or it may not write there; {_TOKEN}"
     if status is not None:
-        return RuntimeError, f"{constants.ENDPOINT} answers {status} for {name}; try again later"
+        return RuntimeError, f"{constants.ENDPOINT} answered with HTTP status {status} for {name}; try again later"
     if isinstance(error, errors.HTTPError | ConnectionError | TimeoutError):
         problem = f"{constants.ENDPOINT} cannot be reached ({error})"
         return RuntimeError, f"{problem}; check the network, the proxy or HF_ENDPOINT"

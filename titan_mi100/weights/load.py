@@ -1,4 +1,4 @@
-"""The weights of a run's model, from wherever they come."""
+"""Fills a run's model with weights: from files, at random, or from a LoRA adapter."""
 
 import math
 from functools import partial
@@ -24,8 +24,14 @@ from titan_mi100.weights.source import open_weights, verify_files
 
 
 def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
-    """Each rank fills its own parts, from what the config names or at random, unless a checkpoint will: a LoRA run's
-    holds the adapters only.
+    """Fill the model, each rank its own shards, with the weights that the config names, or at random.
+
+    Args:
+        checkpoint: the checkpoint that the run resumes from. Nothing is filled then, because the checkpoint will do it.
+            Except in a LoRA run: its checkpoints hold the adapter only, so the base is filled here.
+
+    Raises:
+        UserError: on all ranks; the weights cannot be read, or belong to another model.
     """
     source = config.checkpoint.initial_load_path
     origin = f"resumed from {checkpoint}"
@@ -44,7 +50,11 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:
-    """Set all weights but LoRA's matrices, each rank its own part only; those that are kept in 4 bits are made so."""
+    """Set all weights except LoRA's matrices, on each rank its own shards. Layers in 4 bits are quantized.
+
+    Args:
+        read: returns a box of a tensor, see model.init.Read.
+    """
     layers = [(f"{name}.", m) for part in model.parts for name, m in part.named_modules() if isinstance(m, NF4Linear)]
     small = {name + parameter for name, _ in layers for parameter in ("weight", "largest")}
     whole = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and n not in small)
@@ -54,7 +64,10 @@ def fill_base(model: ParallelModel, read: Read) -> None:
 
 
 def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
-    """This rank's part of a matrix: read, and made smaller."""
+    """Read this rank's shard of a matrix and quantize it.
+
+    Codes are packed, `per_value` weights in each stored value, so the shard's offset and size are scaled by it.
+    """
     codes, largest = layer.weight, layer.largest
     local, dtype = (x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)), codes.dtype
     size, offset = tuple(codes.shape), tuple[int, ...]((0, 0))
@@ -69,7 +82,7 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
 
 def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
-    """As load_weights, LoRA's matrices."""
+    """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
     lora = config.lora
     shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
     origin = f"resumed from {checkpoint}"
@@ -83,13 +96,17 @@ def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSp
     trained = sum(map(math.prod, shapes.values()))
     everything = model_spec.parameter_count(spec) + trained
     log.info(
-        f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), of rank "
-        f"{lora.rank} and alpha {lora.alpha:g} beside {', '.join(lora.target_modules)}; {origin}"
+        f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
+        f"{lora.rank} and alpha {lora.alpha:g} on {', '.join(lora.target_modules)}; {origin}"
     )
 
 
 def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
-    """What the frozen weights of a LoRA run are known by: no checkpoint of it holds them. A collective."""
+    """Identifies the frozen weights of a LoRA run, which its checkpoints do not hold. A collective.
+
+    Returns:
+        A fingerprint of the values, or the seed of random weights.
+    """
     source, shapes = config.checkpoint.initial_load_path, model_spec.parameter_shapes(spec)
     if not source:
         return f"random weights, seed {config.training.seed}"
@@ -98,5 +115,6 @@ def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
 
 def _open_base(source: str, spec: model_spec.ModelSpec) -> Weights:
     weights = open_weights(source)
+    # Comparing the values of a tied head reads two large matrices; rank 0 does it for all.
     weights.check(model_spec.parameter_shapes(spec), with_values=dist.get_rank() == 0)
     return weights

@@ -1,6 +1,6 @@
-"""LoRA adapters in PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`. Does not import peft.
+"""Reads and writes PEFT folders: `adapter_config.json` and `adapter_model.safetensors`. Does not import peft.
 
-Source: the folders that peft 0.21 writes; checked against it in tests/test_lora.py.
+The format is that of peft 0.21; tests/test_lora.py compares with it.
 """
 
 import json
@@ -22,26 +22,29 @@ from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of PEFT's names, before the model's own
+_PREFIX = "base_model.model."  # PEFT puts it before the model's own names
 _NAME = re.compile(
     rf"{re.escape(_PREFIX)}model\.layers\.\d+\.(?:self_attn|mlp)\.({'|'.join(LINEARS)})\.lora_[AB]\.weight"
 )
-# keys of adapter_config.json that do not change what an adapter with the tensors of the file computes
+# Keys of adapter_config.json that do not change the result of an adapter with given tensors. Any other key that is set
+# is refused: the adapter would compute something else here than in peft.
 _HARMLESS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", "megatron_core", "qalora_group_size",
     "runtime_config", "eva_config",
 }  # fmt: skip
 _LONGEST_NAME = 4095  # bytes of a path
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights as well
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # other initialisations also change the base's weights
 
 
 def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAConfig, base_model_name: str) -> None:
     """Write an adapter that `peft.PeftModel.from_pretrained` loads.
 
     Args:
-        folder: made if it is not there; files in it are overwritten.
-        tensors: every matrix by our name, `model.layers.0.self_attn.q_proj.lora_A.weight` and so on.
+        folder: created if it does not exist; files in it are overwritten.
+        tensors: all matrices by our names, such as `model.layers.0.self_attn.q_proj.lora_A.weight`: A is (rank, in),
+            B is (out, rank).
+        lora: the settings that the adapter was trained with.
         base_model_name: path or hub name of the base, or empty.
     """
     folder = Path(folder)
@@ -66,37 +69,41 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
 
 
 def base_of(folder: str | Path) -> str:
-    """The base that an adapter folder names: a path, a hub name, or empty. Raises UserError as read_adapter."""
+    """The base named by an adapter folder: a path, a hub name, or empty. Raises UserError as read_adapter."""
     return _read_config(Path(folder) / CONFIG).get("base_model_name_or_path") or ""
 
 
 def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
-    """An adapter's settings and its matrices by our names, whoever wrote the folder.
+    """Read an adapter's settings, and its matrices by our names. The folder is treated as untrusted.
 
-    Whether they are all there, with the rank of the settings, `Weights.check` says, which needs the model.
+    The caller must compare names and shapes with the model (`Weights.check`).
 
     Raises:
-        UserError: not a LoRA adapter, one that this model cannot express, or not readable.
+        UserError: it is not a LoRA adapter, it has features that we do not support, or it cannot be read.
     """
     raw, path = _read_config(Path(folder) / CONFIG), Path(folder) / WEIGHTS
     pickled = path.with_name("adapter_model.bin")
     if not os.path.lexists(path) and os.path.lexists(pickled):
-        raise UserError(f"{pickled}: is pickled, which is not read; save it with save_pretrained of peft 0.8 or later")
+        raise UserError(
+            f"{pickled}: is a pickle, which is never read; save it with save_pretrained of peft 0.8 or later"
+        )
     stored = open_safetensors(path)
     if not stored.kinds:
-        raise UserError(f"{path}: holds no tensors; copy it again")
+        raise UserError(f"{path}: has no tensors; copy it again")
     found = {name: _NAME.fullmatch(name) for name in stored.kinds}
     if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
-            f"{path}: holds {some(odd, 1)}, which is no LoRA matrix of a linear layer of Qwen3; train the "
+            f"{path}: has {some(odd, 1)}, which is not a LoRA matrix of a linear layer of Qwen3; train the "
             f"adapter on {', '.join(LINEARS)} only, without modules_to_save"
         )
     named = {match[1] for match in found.values() if match}
     targets = raw.get("target_modules")
-    if isinstance(targets, list):  # else a pattern, which is not tried, or null, which peft's save never writes
+    # The file's tensors tell the targets. But peft drops matrices that target_modules lacks, so that would be another
+    # adapter there than here. A text is a regular expression, which is not evaluated; peft never saves null.
+    if isinstance(targets, list):
         ends, modules = tuple(f".{target}" for target in targets), {name.rsplit(".", 2)[0] for name in found}
         if left_out := sorted(module for module in modules if not module.endswith(ends)):
-            what = f"target_modules lacks {some(left_out)}, whose matrices {WEIGHTS} holds and peft leaves out"
+            what = f"target_modules lacks {some(left_out)}, so peft would ignore their matrices in {WEIGHTS}"
             raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
     lora = LoRAConfig(
         rank=raw["r"],
@@ -108,13 +115,13 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
 
 
 def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
-    """The adapter that a run starts from.
+    """Open the adapter that a run starts from (lora.initial_load_path).
 
     Args:
-        shapes: of the run's adapter; the folder's must be the same.
+        shapes: HF name -> shape, of the run's adapter; the folder's must be equal.
 
     Raises:
-        UserError: as read_adapter; or it is of other settings or of another model.
+        UserError: from read_adapter; or the settings differ, or the adapter belongs to another model.
     """
     folder = lora.initial_load_path
     found, weights = read_adapter(folder)
@@ -122,12 +129,13 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:
-        raise UserError(f"[lora] initial_load_path = {folder!r} has {'; '.join(differing)}; set [lora] to what it has")
+        raise UserError(f"[lora] initial_load_path = {folder!r} has {'; '.join(differing)}; set [lora] to its values")
     weights.check(shapes)
     return weights
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Read and check adapter_config.json. Raises UserError: all problems at once."""
     raw = read_object(path, "name a folder that peft's save_pretrained wrote")
     refuse_code(path, raw)
     if raw.get("peft_type") != "LORA":
@@ -138,7 +146,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         problems.append(f"r = {shortened(repr(raw.get('r')))} is not a rank, a whole number above 0")
     for key, is_good in (("lora_alpha", lambda x: 0 < x < 1e9), ("lora_dropout", lambda x: 0 <= x < 1)):
         if type(raw[key]) not in (int, float) or not is_good(raw[key]):
-            problems.append(f"{key} = {shortened(repr(raw[key]))} is not a number that it can be")
+            problems.append(f"{key} = {shortened(repr(raw[key]))} is not a valid number for this key")
     if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         problems.append(
             f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; convert it with peft's "
@@ -146,12 +154,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     base = raw.get("base_model_name_or_path") or ""
     if not isinstance(base, str) or len(base) > _LONGEST_NAME:
-        problems.append(f"base_model_name_or_path = {shortened(repr(base))} is no name and no path")
+        problems.append(f"base_model_name_or_path = {shortened(repr(base))} is neither a name nor a path")
     for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
             problems.append(
                 f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
-                "train without"
+                "train without it"
             )
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

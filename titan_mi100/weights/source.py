@@ -1,4 +1,4 @@
-"""A model that the user names by a path: an HF folder, a DCP folder (a run's checkpoint) or a file of torch.save."""
+"""Opens a model by its path: an HF folder, a DCP folder (such as a run's checkpoint) or a file of torch.save."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,38 +23,39 @@ from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
 
 
 def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
-    """The weights, in whatever form; nothing is read but what says where they are.
+    """Open weights in any of the formats. Only headers and metadata are read, no values.
 
     Args:
-        only_weights: leave out what else a run's checkpoint holds, as optimizer state.
+        path: folder or file.
+        only_weights: leave out the optimizer state and per-rank state of a run's checkpoint.
 
     Raises:
-        UserError: there are none, or their form cannot be read safely.
+        UserError: there are no weights, or they cannot be read safely.
     """
     path = Path(path)
     if lexists(path / ADAPTER_CONFIG):
-        raise UserError(f"{path}: is a PEFT adapter; name its base, and this as the adapter")
+        raise UserError(f"{path}: is a PEFT adapter; name its base model here, and this folder as the adapter")
     if lexists(path / ".metadata"):
         return DCPWeights(path, only_weights, read_manifest(path).get("files"))
     if path.is_file() and path.suffix != ".safetensors":
         return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
-        raise UserError(f"{path}: is a run; name one of its checkpoints, such as {checkpoints[-1]}")
+        raise UserError(f"{path}: is a run folder; name one of its checkpoints, such as {checkpoints[-1]}")
     if not path.exists():
         raise UserError(f"{path}: no such folder or file{hub_hint(str(path))}")
-    if path.is_file():
-        raise UserError(f"{path}: name its folder, which has to hold config.json as well")
+    if path.is_file():  # a .safetensors file
+        raise UserError(f"{path}: name its folder, which must have a config.json as well")
     return HFWeights(path)
 
 
 def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.read_manifest) -> dict[str, Any]:
-    """Of a DCP folder that was sealed; empty: there is none, as in those that others write.
+    """The manifest of a DCP folder; empty if there is none, because another program wrote the folder.
 
     Args:
-        read: sealed.verify also compares the folder's files with it.
+        read: sealed.read_manifest, or sealed.verify, which also compares the folder's files with it.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the checkpoint is damaged.
     """
     if not all(lexists(path / name) for name in (".metadata", sealed.MANIFEST)):
         return {}
@@ -65,28 +66,31 @@ def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.re
 
 
 def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare the files of a sealed DCP folder with its manifest; of others there is nothing to compare.
+    """Compare the files of a DCP folder with its manifest. A folder without a manifest only causes a warning.
 
     Args:
-        share, shares: as for sealed.verify.
+        share, shares: see sealed.verify.
 
     Raises:
-        UserError: a file is not what was written.
+        UserError: a file has changed since it was written.
     """
     manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
     if not manifest and lexists(path / ".metadata"):
-        log.warning(f"{path}: has no {sealed.MANIFEST}, so nobody knows whether it is what was written")
+        log.warning(f"{path}: has no {sealed.MANIFEST}, so its files cannot be checked for damage")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a path gives. Build it with `open_source`.
+    """An opened model. Build it with `open_source`.
 
     Attributes:
-        weights: those of the model and no others, in its order.
-        spec: None: nothing says the model's shape.
-        manifest: of a sealed DCP folder; empty: there is none.
-        lora: of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
+        path: what the user named.
+        weights: exactly the model's tensors, in its order.
+        assets_folder: folder of config.json and tokenizer files.
+        assets: their contents.
+        spec: the model's shape; None: unknown, because there is no config.json and no manifest.
+        manifest: of a sealed DCP folder; empty if there is none.
+        lora: settings of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
     """
 
     path: Path
@@ -99,21 +103,22 @@ class ModelSource:
 
 
 def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
-    """Look at a model, and compare its tensors with what its config.json or its manifest says.
+    """Open a model, and compare its tensors with its config.json or manifest.
 
     Args:
-        assets_folder: to take config.json and tokenizer files from, instead of the model's own folder.
+        path: HF folder, DCP folder, or file of torch.save.
+        assets_folder: folder of config.json and tokenizer files, if not the model's own.
 
     Raises:
-        UserError: there is none, something of it cannot be read, or its tensors are not the model's.
+        UserError: there is no model, a file cannot be read, or the tensors do not fit the config.
     """
     path = Path(path)
     weights = open_weights(path)
     if not weights.kinds:
-        raise UserError(f"{path}: holds no weights")
+        raise UserError(f"{path}: has no weights")
     manifest = read_manifest(path)
     if assets_folder and not Path(assets_folder).is_dir():
-        raise UserError(f"{assets_folder}: is no folder; name one with config.json and tokenizer files")
+        raise UserError(f"{assets_folder}: is not a folder; name one with config.json and tokenizer files")
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
     has_config = lexists(folder / asset_files.CONFIG)
     trained = manifest.get("fingerprints", {}).get("model")
@@ -121,10 +126,11 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         saved = checked(trained, ModelSpec, "fingerprints.model") if trained else None
     except ValueError as error:
         raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
+    # config.json may have been copied from another model, so it must agree with what the run recorded.
     spec = read_hf_config(folder) if has_config else saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
         raise UserError(
-            f"{folder / asset_files.CONFIG}: is not of the model that was trained ({folder}, {path}: "
+            f"{folder / asset_files.CONFIG}: does not describe the model that was trained ({folder}, {path}: "
             f"{'; '.join(differing)})"
         )
     adapter, lora = manifest.get("lora"), None
@@ -135,7 +141,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}
-    # what lies beside a lone file of torch.save is the model's only if a config.json says that it is one
+    # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
     of_model = path.is_dir() or bool(assets_folder) or has_config
     found = asset_files.read_assets(folder) if of_model else {}
     return ModelSource(path, weights, folder, found, spec, manifest, lora)

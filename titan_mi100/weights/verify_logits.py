@@ -1,4 +1,4 @@
-"""An HF folder as transformers reads it, compared with the same weights in our model. Needs transformers."""
+"""Compares an HF folder, loaded by transformers, with the same weights in our model. Needs transformers."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights
 
-_TOLERANCE = 1e-5  # of logits of size 1, in fp32: sums of thousands of products in another order
+_TOLERANCE = 1e-5  # relative to the largest logit; in fp32, the order of sums of thousands of products matters
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
 _TEXTS = (
     "What is 12 + 30?",
@@ -38,27 +38,29 @@ _MESSAGES = (
 def compare(
     folder: Path, weights: Weights, spec: ModelSpec, texts: bool = False, adapter: Path | None = None
 ) -> tuple[list[str], float]:
-    """Load the folder with transformers, on CPU in fp32, run no code of its own, and compare with `weights`.
+    """Load a folder with transformers on the CPU in fp32, and compare its logits with those of `weights` in our model.
+
+    The folder's own Python code is never run.
 
     Args:
-        weights: those of the folder are cast to their dtypes before they are used.
-        texts: also compare tokenizer, chat template and what ends a turn.
-        adapter: a PEFT folder to load onto theirs, with peft, in fp32; `weights` are then merged already.
+        weights: ours. The folder's weights are cast to the same dtypes first, so that only the computation is compared.
+        texts: also compare tokenizer, chat template and the tokens that end a turn.
+        adapter: a PEFT folder that peft loads onto the folder's model; `weights` are merged already.
 
     Returns:
-        What is wrong, and the largest difference of logits.
+        Problems, one text each; and the largest difference of the logits.
     """
     transformers.utils.logging.disable_progress_bar()
     try:
-        # one model at a time is in memory
+        # Memory holds one model at a time: theirs is deleted before ours is built.
         theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation="eager",
-            **{_DTYPE: torch.float32},  # whatever config.json names: what counts is what the files hold
+            **{_DTYPE: torch.float32},  # overrides the dtype of config.json
         )
-    except Exception as error:  # whatever a library makes of a folder that it cannot read
+    except Exception as error:  # the library raises all kinds of exceptions for a folder that it cannot read
         return [f"cannot load it: {error}"], math.nan
     problems = [] if type(theirs).__name__ == "Qwen3ForCausalLM" else [f"it is a {type(theirs).__name__}"]
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
@@ -66,7 +68,7 @@ def compare(
         problems.append(f"head and embedding are {'' if tied else 'not '}tied")
     theirs = theirs.eval()
     if adapter is not None:
-        import peft  # here: only this needs it
+        import peft  # imported here, because only this needs it
 
         theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     else:
@@ -77,7 +79,7 @@ def compare(
     expected = [theirs(ids).logits for ids in prompts]
     del theirs
     difference, largest = 0.0, 1.0
-    with torch.device("meta"):
+    with torch.device("meta"):  # no time spent on initial values
         ours = Qwen3(spec)
     ours.to_empty(device="cpu")
     for name, parameter in ours.named_parameters():
@@ -85,8 +87,8 @@ def compare(
     for ids, logits in zip(prompts, expected, strict=True):
         found, finite = ours(ids), logits.isfinite()
         if not torch.equal(found.isfinite(), finite):
-            problems.append("logits are not finite where ours are, or the other way round")
-        elif finite.any():  # weights that are not finite are warned of, and compared byte by byte
+            problems.append("their logits are finite at other places than ours")
+        elif finite.any():  # weights with NaN give no finite logits; they were compared byte by byte already
             difference = max(difference, (found - logits)[finite].abs().max().item())
             largest = max(largest, logits[finite].abs().max().item())
     del ours
@@ -96,7 +98,7 @@ def compare(
 
 
 def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
-    """(1, tokens) each: some that reach all over the vocabulary, and texts if there is a tokenizer."""
+    """Prompts, (1, tokens) each: ids spread over the whole vocabulary, and texts if there is a tokenizer."""
     prompts = [[(step * i * i + step) % vocabulary for i in range(16)] for step in (1, 7919, 104729, 1299709)]
     if _has_tokenizer(folder):
         tokenizer = load_tokenizer(folder)
@@ -105,7 +107,7 @@ def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
 
 
 def _compare_texts(folder: Path) -> list[str]:
-    """Token ids, chat template and the end of a turn, by transformers and by us."""
+    """Compare token ids, chat template and end-of-turn tokens of transformers with ours. Returns problems."""
     if not _has_tokenizer(folder):
         return []
     ours = load_tokenizer(folder)
@@ -129,7 +131,7 @@ def _compare_texts(folder: Path) -> list[str]:
     for messages in _MESSAGES:
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if text != template.render(messages, add_generation_prompt=True):
-            problems.append("the chat template renders otherwise than ours")
+            problems.append("the chat template renders other text than ours")
     return problems
 
 
