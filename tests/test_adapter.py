@@ -143,11 +143,11 @@ def test_another_base_is_refused(lora_run: Path, tmp_path: Path) -> None:
     model.save_pretrained(other)
     assert not same(held, tensors(other))
     checkpoint = lora_run / "run" / "checkpoint" / "step-3"
-    with pytest.raises(UserError, match="was trained on other weights"):
+    with pytest.raises(UserError, match="was not trained on the weights"):
         merged(open_source(other), checkpoint)
-    with pytest.raises(UserError, match=r"has shape \(4, \d+\), the model's is"):
+    with pytest.raises(UserError, match=r"has shape \(4, \d+\), but the model needs"):
         merged(open_source(folder_of(tmp_path / "small")), lora_run / "run" / "hf-step-3")
-    with pytest.raises(UserError, match="is an adapter; name the base"):
+    with pytest.raises(UserError, match="is an adapter; name its base"):
         merged(open_source(checkpoint), checkpoint)
     with pytest.raises(UserError, match="neither a PEFT folder"):
         merged(open_source(lora_run / "base"), lora_run / "base")
@@ -168,7 +168,7 @@ def test_an_adapter_that_peft_reads_as_another_is_no_export(
         write(folder, {**tensors, names[0]: tensors[names[1]].clone()}, lora, base)
 
     source = open_source(lora_run / "run" / "checkpoint" / "step-3")
-    for broken, reason in ((unscaled, "settings"), (swapped, "1 tensors are not")):
+    for broken, reason in ((unscaled, "settings"), (swapped, "1 written tensors differ")):
         monkeypatch.setattr(peft_io, "write_adapter", broken)
         with pytest.raises(SaveError, match=reason):
             convert.to_hf(source, tmp_path / "adapter")

@@ -428,7 +428,7 @@ def test_the_table_has_the_columns_of_the_first_user_and_names_what_is_missing(c
         (["--table", "/nowhere", "--json"], "--table cannot be combined with --json"),
         (["--table", "/nowhere", "--check", "/nowhere"], "--check cannot be combined with --table"),
         (["--table", "/nowhere"], "/nowhere: no such file"),
-        (["--output", str(REPO / "docs")], "is there already, and is not overwritten"),
+        (["--output", str(REPO / "docs")], "exists already, and is not overwritten"),
     ],
 )
 def test_a_mistake_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

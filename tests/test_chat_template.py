@@ -473,7 +473,7 @@ def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_the
     ids=["every message", "what is no message", "everything"],
 )
 def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\{% generation %\} marks .* no single assistant message"):
+    with pytest.raises(UserError, match=r"\{% generation %\} marks .* not a single assistant message"):
         template(tmp_path, source).render_turns(ASKED)
 
 
@@ -482,7 +482,7 @@ def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str
 )
 def test_marks_that_get_lost_are_refused(body: str, tmp_path: Path) -> None:
     source = marking("HEAD{% set text %}<<{{ m.content }}>>{% endset %}" + body + "{{ m.content }}<|im_end|>{{ '\n' }}")
-    with pytest.raises(UserError, match=r"rewrites or drops what \{% generation %\} marks"):
+    with pytest.raises(UserError, match=r"rewrites or drops text inside \{% generation %\}"):
         template(tmp_path, source).render_turns(ASKED)
 
 
@@ -506,7 +506,7 @@ def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: P
         ("{{ missing.attribute }}", "'missing' is undefined"),
         ("{{ 1 + 'a' }}", "unsupported operand"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ lipsum() }}", "lipsum draws a text at random"),
+        ("{{ lipsum() }}", "lipsum makes random text"),
         ("{{ dict.update(messages[0], content='y') }}", "has no attribute 'update'"),
         ("{{ [1] | tojson(indent=messages) }}", "list"),
     ],

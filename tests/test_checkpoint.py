@@ -199,7 +199,7 @@ def test_what_is_refused_once_a_checkpoint_is_sealed_is_said_and_ends_nothing(
     for step in range(1, 5):
         job.save(step)
     assert [sealed.step_of(path) for path in sealed.list_checkpoints(tmp_path)] == [1, 2, 3, 4]
-    assert "old checkpoints could not be removed" in caplog.text
+    assert "cannot remove old checkpoints" in caplog.text
 
 
 def test_what_this_node_cannot_read_is_left_alone(
@@ -219,7 +219,7 @@ def test_what_this_node_cannot_read_is_left_alone(
     found = find_checkpoint(tmp_path, world)
     assert found is not None and found.path.name == "step-2" and found.trainer_state["step"] == 2
     # as seen by a second rank on a node that does not have the file
-    views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: there is no such file", ""])
+    views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: is missing, or not a regular file", ""])
     monkeypatch.setattr(resume, "_problem", lambda *_: next(views))
     with pytest.raises(UserError, match="but rank 0 finds it intact; all nodes must see the same file system"):
         find_checkpoint(tmp_path, world)
@@ -311,7 +311,10 @@ def test_what_has_a_checkpoints_name_and_is_none_is_refused_before_a_save_meets_
     for make in ("symlink_to", "touch"):
         path = tmp_path / "step-2"
         getattr(path, make)(*(["elsewhere"] if make == "symlink_to" else []))
-        with pytest.raises(UserError, match="step-2: is a link or no folder, so no checkpoint; put the folder itself"):
+        with pytest.raises(
+            UserError,
+            match="step-2: has the name of a checkpoint, but is a link or not a folder; put the folder itself",
+        ):
             find_checkpoint(tmp_path, world)
         path.unlink()
     found = find_checkpoint(tmp_path, world)

@@ -83,7 +83,7 @@ def write_bad_torch_files(folder: Path) -> list[tuple[Path, str]]:
     (folder / "cut.pt").write_bytes((folder / "number.pt").read_bytes()[:-40])
     return [
         (folder / "code.pt", "system"),
-        (folder / "number.pt", "'step' is no tensor"),
+        (folder / "number.pt", "its entry 'step' is a"),
         (folder / "list.pt", "not a dict"),
         (folder / "cut.pt", "damaged"),
     ]
@@ -165,22 +165,22 @@ def own_code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "file", "reason"),
     [
-        (lambda f: os.truncate(f / hf_io.SINGLE, 5000), hf_io.SINGLE, "not a whole safetensors file"),
+        (lambda f: os.truncate(f / hf_io.SINGLE, 5000), hf_io.SINGLE, "not a complete safetensors file"),
         (
             lambda f: (f / hf_io.SINGLE).write_bytes(b"\xff\xff\x0f\0\0\0\0\0{}"),
             hf_io.SINGLE,
-            "not a whole safetensors",
+            "not a complete safetensors",
         ),
         (lambda f: (f / hf_io.SINGLE).write_bytes(b"\xff" * 8), hf_io.SINGLE, "claims a header of"),
-        (overlap, hf_io.SINGLE, "not a whole safetensors file"),
+        (overlap, hf_io.SINGLE, "not a complete safetensors file"),
         (point_outside, hf_io.INDEX, "'../x' is not inside the folder"),
-        (lambda f: (f / hf_io.INDEX).write_text("{}"), hf_io.INDEX, "of which programs read either"),
+        (lambda f: (f / hf_io.INDEX).write_text("{}"), hf_io.INDEX, "programs differ in which they read"),
         (lose_a_shard, "model-00002-of-00002.safetensors", "no such file"),
-        (reshape, "model.norm.weight", "has shape (63,), the model's is (64,)"),
+        (reshape, "model.norm.weight", "has shape (63,), but the model needs (64,)"),
         (pickle_instead, "pytorch_model.bin", "whose pickle may run code"),
         (pickle_under_its_name, hf_io.SINGLE, "claims a header of"),
         (other_family, "config.json", "model_type = 'qwen2'; only 'qwen3'"),
-        (own_code, "config.json", "asks for Python code"),
+        (own_code, "config.json", "asks to run Python code"),
         (deeper, "hf", "missing: model.layers.3."),
         (lambda f: (f / "config.json").unlink(), "config.json", "needs"),
     ],
@@ -253,8 +253,8 @@ def swap_tensors(folder: Path, kinds, pieces, shard_bytes: int):
 @pytest.mark.parametrize(
     ("target", "broken", "reason"),
     [
-        ("write_hf", flip_after(hf_io.write_hf), "1 tensors are not what was read"),
-        ("write_hf", swap_tensors, "2 tensors are not what was read"),
+        ("write_hf", flip_after(hf_io.write_hf), "1 written tensors differ"),
+        ("write_hf", swap_tensors, "2 written tensors differ"),
         ("export_assets", edit_config({"rope_theta": 5e5}), "logits differ from ours"),
         ("export_assets", edit_config({"rope_theta": 1e4, "tie_word_embeddings": False}), "not tied"),
         ("export_assets", edit_config({"rope_theta": 1e4, "num_hidden_layers": 2}), "cannot load it"),
@@ -363,7 +363,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
 def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
     """As many values as the tensor has, but not of all its places: the rest would be whatever was in memory."""
     save_in_chunks(tmp_path / "dcp", torch.randn(8, 16), [(0, 0, 8, 8), (0, 4, 8, 8)])
-    with pytest.raises(UserError, match="are not the whole of it"):
+    with pytest.raises(UserError, match="overlap or leave gaps"):
         open_weights(tmp_path / "dcp")
 
 
@@ -388,12 +388,12 @@ def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> No
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
     with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, "):
         open_source(checkpoint, other)
-    with pytest.raises(UserError, match="is inside of"):
+    with pytest.raises(UserError, match="is inside"):
         convert.to_hf(open_source(checkpoint), checkpoint / "hf")
     convert.to_hf(open_source(checkpoint), tmp_path / "hf", verify="bytes")  # and with its own it goes
     (tmp_path / "hf-step-1" / "mine").mkdir(parents=True)
     assert not convert.is_exported(tmp_path / "hf-step-1", "auto", is_adapter=False)
-    with pytest.raises(UserError, match="hf-step-1: is there already, and is not overwritten"):
+    with pytest.raises(UserError, match="hf-step-1: exists already, and is not overwritten"):
         convert.to_hf(open_source(checkpoint), tmp_path / "hf-step-1")
 
 

@@ -243,26 +243,26 @@ def test_what_would_make_another_corpus_is_refused(tmp_path: Path, small_units: 
     out = tmp_path / "out"
     prepare("--input", path, "--output_dir", out)
     before = hashes(out)
-    assert "was begun with other eos" in prepare("--input", path, "--output_dir", out, "--eos", "none", code=2)
+    assert "was started with different eos" in prepare("--input", path, "--output_dir", out, "--eos", "none", code=2)
     later = path.stat().st_mtime + 60
     os.utime(path, (later, later))
     assert "have changed since" in prepare("--input", path, "--output_dir", out, code=2)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    assert "is not empty and is no corpus" in prepare("--input", path, "--output_dir", tmp_path / "other", code=2)
+    assert "is not empty and is not a corpus" in prepare("--input", path, "--output_dir", tmp_path / "other", code=2)
     assert hashes(out) == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--eos", "no such token"], "--eos 'no such token': is no single token of this tokenizer"),
+        (["--eos", "no such token"], "--eos 'no such token': is not a single token of this tokenizer"),
         (["--part", "3/2"], "'3/2' must be i/N with 1 <= i <= N"),
         (["--text_column", "content"], "missing key: there is no content; the row has id, text"),
         (["--input", "nothing*.jsonl"], "nothing*.jsonl: matches no file"),
         (["--workers", "-1"], "--workers -1"),
         (["--no-such"], "unrecognized arguments: --no-such"),
-        (["--format", "text", "--include", "*.md"], "holds no file *.md"),
+        (["--format", "text", "--include", "*.md"], "has no file *.md"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -340,6 +340,6 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Tok
     assert data.sources[0].name == "x" and len(data.sources[0].rows) > 1 and not data.validation
     content = json.loads((out / "corpus.json").read_text())
     (out / "corpus.json").write_text(json.dumps({**content, "tokenizer": "another"}))
-    with pytest.raises(UserError, match="was tokenised with another tokenizer than the model's"):
+    with pytest.raises(UserError, match="was not tokenised with the model's tokenizer"):
         open_sources(config, None, tokenizer.fingerprint, 32)
     assert isinstance(read_corpus(out)[0], Corpus)

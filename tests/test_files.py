@@ -295,7 +295,7 @@ def test_two_columns_of_a_name_are_refused(tmp_path: Path) -> None:
 
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     parquet.write_table(table, tmp_path / "rows")
-    with pytest.raises(UserError, match="two columns of a name"):
+    with pytest.raises(UserError, match="two columns of one name"):
         list(read_records(str(tmp_path / "rows")))
 
 
@@ -427,7 +427,7 @@ def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypa
         "folder: is a folder; name its files, e.g. folder/*.jsonl",
         "fold*: matches no file",
         "dangling.jsonl: cannot be read: No such file or directory",
-        "pipe: is no regular file (a pipe?); it is read more than once, so write it to disk first",
+        "pipe: is not a regular file (a pipe?); data are read more than once, so write them to disk first",
         "secret.jsonl: cannot be read: Permission denied",
         ": cannot be read: No such file or directory",
     ]

@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "layer_types that is no list": ({"layer_types": 3}, "layer_types = 3 is not supported"),
     "tied or not": ({"tie_word_embeddings": None}, "tie_word_embeddings = None is not true or false"),
     "tied by an int": ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 is not true or false"),
-    "a default head_dim of 128": ({"head_dim": NO_THETA}, "has shape (64, 64), the model's is (512, 64)"),
+    "a default head_dim of 128": ({"head_dim": NO_THETA}, "has shape (64, 64), but the model needs (512, 64)"),
     "head_dim of null": ({"head_dim": None}, "head_dim = None is not an int"),
     "layers as a float": ({"num_hidden_layers": 3.0}, "num_hidden_layers = 3.0 is not an int"),
     "heads as a bool": ({"num_key_value_heads": True}, "num_key_value_heads = True is not an int"),

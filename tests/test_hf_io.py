@@ -69,7 +69,7 @@ def edit(folder: Path, change) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(63)}),
-            "model.norm.weight has shape (63,), the model's is (64,)",
+            "model.norm.weight has shape (63,), but the model needs (64,)",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
@@ -147,7 +147,7 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     shards = sorted(folder.glob("*.safetensors"))
     whole = shards[1].read_bytes()
     shards[1].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=f"{shards[1].name}: not a whole safetensors file"):
+    with pytest.raises(UserError, match=f"{shards[1].name}: not a complete safetensors file"):
         HFWeights(folder)
     shards[1].write_bytes(shards[0].read_bytes())
     with pytest.raises(UserError, match=f"{shards[1].name}: holds other tensors than .* says: "):
@@ -169,5 +169,5 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UserError, match="is not inside the folder"):
         HFWeights(folder)
-    with pytest.raises(UserError, match=r"holds no model: neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"has no model: neither model.safetensors nor"):
         HFWeights(tmp_path / "nothing")

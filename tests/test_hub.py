@@ -110,11 +110,15 @@ def forget_the_token(patch: pytest.MonkeyPatch) -> None:
     ("spoil", "options", "said"),
     [
         (hide_the_library, ("--push_to_hub", "me/new"), "pip install 'titan_mi100[hub]'"),
-        (None, ("--push_to_hub", "me/a/new"), "--push_to_hub me/a/new: is no name of a repository; write it as OWNER/"),
+        (
+            None,
+            ("--push_to_hub", "me/a/new"),
+            "--push_to_hub me/a/new: is not a valid repository name; write it as OWNER/",
+        ),
         (None, ("--push_to_hub", ""), "is no name of a repository"),
         (go_offline, ("--push_to_hub", "me/new"), "HF_HUB_OFFLINE is set"),
         (forget_the_token, ("--push_to_hub", "me/new"), "there is no token of the hub; log in with `hf auth login`"),
-        (None, ("--public",), "goes with --push_to_hub"),
+        (None, ("--public",), "needs --push_to_hub"),
     ],
 )
 def test_what_will_fail_is_said_before_any_work(
@@ -137,7 +141,7 @@ def refused(status: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (refused(401), 2, "me/new: the hub refuses the upload: no token, or one that may not write there; log in"),
+        (refused(401), 2, "me/new: the hub refuses the upload: no token, or it may not write there; log in"),
         (refused(403), 2, "the hub refuses the upload"),
         (refused(503), 1, "answers 503 for me/new; try again later"),
         (huggingface_hub.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), 1, "HF_HUB_OFFLINE is set"),
@@ -161,5 +165,5 @@ def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_send_it(
 def test_nothing_becomes_public_unasked(hub: Hub, tmp_path: Path) -> None:
     hub.private["me/open"] = False
     result = export(tmp_path, "--push_to_hub", "me/open")
-    assert result.returncode == 2 and "me/open: is there already and public" in result.stderr
+    assert result.returncode == 2 and "me/open: exists already and is public" in result.stderr
     assert hub.uploaded == {} and (tmp_path / "out" / "new").exists()

@@ -232,11 +232,11 @@ def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
     inspect.write(chat("one", "ONE"))
     assert "the rows are 0 to 0" in inspect("--row", "1", code=2)
     for rows in ("x", ",", "0,"):
-        assert "is not a row's number" in inspect("--row", rows, code=2)
+        assert "is not a row number" in inspect("--row", rows, code=2)
     assert "no such set" in inspect("--validation", code=2)
     assert "/nowhere/x.html: No such file" in inspect("--html", "/nowhere/x.html", code=2)
     content = inspect.file.read_text()
-    assert "is there already, and no page" in inspect("--html", str(inspect.file), code=2)
+    assert "exists already and is not an HTML page" in inspect("--html", str(inspect.file), code=2)
     assert inspect.file.read_text() == content
     assert "'--data.pth' is not an option; did you mean" in inspect("--data.pth", "x", code=2)
 

@@ -413,7 +413,7 @@ def read_checked(folder: Path) -> None:
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"a_key_of_tomorrow": 1}, "a_key_of_tomorrow = 1 is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the base"),
-        ({"r": 8}, r"has shape (4, 64), the model's is (8, 64)"),
+        ({"r": 8}, r"has shape (4, 64), but the model needs (8, 64)"),
         ({"r": True}, "r = True is not a rank"),
         ({"r": 10**30}, "is not a rank"),
         ({"lora_alpha": 0}, "lora_alpha = 0"),
@@ -423,7 +423,7 @@ def read_checked(folder: Path) -> None:
         ({"base_model_name_or_path": ["x"]}, r"base_model_name_or_path = .'x'. is no name"),
         ({"base_model_name_or_path": "x" * 5000}, "base_model_name_or_path = 'xxx"),
         ({"k" * 5000: 1}, "kkkk... = 1 is not supported"),
-        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map asks for Python code"),
+        ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map asks to run Python code"),
     ],
 )
 def test_settings_that_we_cannot_express_are_refused(change: dict, message: str, adapter: Path) -> None:
@@ -446,7 +446,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
             {**good, "base_model.model.lm_head.weight": torch.zeros(2, 2)},
             "holds base_model.model.lm_head.weight, which",
         ),
-        ({**good, first.removeprefix("base_model.model."): good[first].clone()}, "is no LoRA matrix"),
+        ({**good, first.removeprefix("base_model.model."): good[first].clone()}, "is not a LoRA matrix"),
         ({k: v for k, v in good.items() if k != first}, "missing: .*q_proj.lora_A"),
         ({**good, first: good[first][:2].clone()}, r"has shape \(2, 64\), the model\'s is \(4, 64\)"),
         ({**good, first: good[first].flatten()}, r"has shape \(256,\)"),
@@ -464,7 +464,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     refused("no such file; name a folder that peft's save_pretrained wrote")
     (adapter / CONFIG).write_bytes(config)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-9])
-    refused("not a whole safetensors file")
+    refused("not a complete safetensors file")
     (adapter / WEIGHTS).write_bytes((1 << 40).to_bytes(8, "little"))
     refused("claims a header")
     (adapter / WEIGHTS).rename(tmp_path / "elsewhere")
@@ -491,7 +491,10 @@ def test_an_adapter_that_does_not_fit_the_run_is_refused(adapter: Path) -> None:
     for spec, message in (
         (SPECS["tied"], "not part of this model: model.layers.3.* and 6 more"),
         (dataclasses.replace(MODELS["tied"], num_hidden_layers=5), "missing: model.layers.4"),
-        (dataclasses.replace(MODELS["tied"], intermediate_size=98), r"has shape \(96, 4\), the model's is \(98, 4\)"),
+        (
+            dataclasses.replace(MODELS["tied"], intermediate_size=98),
+            r"has shape \(96, 4\), but the model needs \(98, 4\)",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             open_adapter(start, adapter_shapes(spec, 4, LINEARS))

@@ -132,6 +132,6 @@ def test_rows_of_a_corpus_are_shown(
     files = [document["where"].split(":")[0] for document in row["documents"]]
     assert {*files} == {str(folder / "a.jsonl")} and (len(files) == 1) == (concatenate == "true")
     assert inspect_data.main([*given, "--row", "3"]) == 2
-    assert "there are several sources: name one with --source, of a, chats" in capsys.readouterr().err
+    assert "there are several sources; name one of them with --source: a, chats" in capsys.readouterr().err
     assert inspect_data.main([*given, "--source", "a"]) == 2
-    assert "is a corpus: only its rows are shown, --row N" in capsys.readouterr().err
+    assert "is a corpus; only single rows can be shown, with --row N" in capsys.readouterr().err

@@ -222,7 +222,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
 
     cut = load(path, seq_len=size, overlong="truncate", max_lost_share=1.0)
     assert [row["status"] for row in ledger(cut)] == ["kept", "truncated", "dropped"]
-    assert "nothing supervised is in its beginning" in ledger(cut)[2]["reason"]
+    assert "its beginning has no supervised token" in ledger(cut)[2]["reason"]
     ids, supervised = whole[long_answer]
     begin = len(ids) - len(supervised) - 1  # of the answer: a line break follows the end token
     assert (ids[:size], supervised[: size - begin]) in documents(cut.train)
@@ -264,7 +264,7 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
     assert len(found) == len(BAD_ROWS) + 1
     for number, (line, reason) in enumerate(zip(found, BAD_ROWS.values(), strict=False)):
         assert line.startswith(f"{path}:{2 * number + 2}: ") and reason in line, line
-    assert found[-1] == 'correct these rows, or leave them out with data.on_bad_row = "skip"'
+    assert found[-1] == 'correct these rows, or skip them with data.on_bad_row = "skip"'
     rejected = [row for row in ledger(caught.value) if row["status"] == "rejected"]
     assert [int(row["line"]) for row in rejected] == [2 * number + 2 for number in range(len(BAD_ROWS))]
     assert all(row["reason"] for row in rejected)
@@ -347,7 +347,7 @@ def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path
     held_out = write(tmp_path / "held_out.jsonl", qa("e", "f"), qa("c", "d"))
     data = load(train, validation_path=(str(held_out),))
     assert data.facts.warnings == [
-        f"1 validation rows are training rows too: the validation loss flatters ({held_out}:2 is {train}:2)"
+        f"1 validation rows are training rows too, so the validation loss is too low ({held_out}:2 is {train}:2)"
     ]
     assert len(documents(data.validation[0].rows)) == 2
     assert load(train).facts.fingerprints == data.facts.fingerprints  # a resume may add or change validation
@@ -590,7 +590,7 @@ def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
     (other / "tokenizer_config.json").write_text(settings)
     with pytest.raises(UserError) as refused:
         prepare_run(config, None)
-    said = f"[model] tokenizer_path = '{other}' is another tokenizer than the model's own in {model}; leave it out, or"
+    said = f"[model] tokenizer_path = '{other}' is not the model's own tokenizer in {model}; leave it out, or"
     assert str(refused.value) == f"{said} set model.allow_other_tokenizer = true"
     prepare_run(replace(config, model=replace(config.model, allow_other_tokenizer=True)), None)
     (model / "tokenizer.json").unlink()  # no tokenizer of its own
@@ -851,7 +851,7 @@ def test_a_prepared_folder_is_read_whole_only_when_a_file_was_touched(
         assert load(path, cache_folder=str(cache_folder)).cached and "tokens.bin" in hashed
     (folder / "tokens.bin").write_bytes(b"damage")
     monkeypatch.setattr(Path, "rename", read_only)
-    with pytest.raises(UserError, match=r"Read-only file system; name another place in data\.cache_folder"):
+    with pytest.raises(UserError, match=r"Read-only file system; set data\.cache_folder to another folder"):
         load(path, cache_folder=str(cache_folder))
 
 

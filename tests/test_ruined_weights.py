@@ -121,7 +121,7 @@ def test_load_step_goes_back_and_sets_later_ones_aside(world: World, tmp_path: P
     trained(world, tmp_path, 4, keep_latest_k=0)
     sealed.mark_suspect(tmp_path / "checkpoint" / "step-2", "by hand")
     before = json.loads((tmp_path / "checkpoint" / "step-3" / "manifest.json").read_text())["files"]
-    with pytest.raises(UserError, match=r"load_step = 7: .* holds no step-7; there is step-1, step-2, step-3, step-4"):
+    with pytest.raises(UserError, match=r"load_step = 7: .* has no step-7; it has step-1, step-2, step-3, step-4"):
         opened(world, tmp_path, 5, load_step=7)
     (tmp_path / "checkpoint" / "step-1" / "trainer.json").write_text("{}")
     with pytest.raises(UserError, match=r"damaged checkpoint: (.|\n)*name another step in checkpoint.load_step"):

@@ -137,7 +137,7 @@ def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
     for number, (change, message) in enumerate(
         (
             ({}, ""),
-            ({"rows": 0}, "rows must be there, and above 0"),
+            ({"rows": 0}, "rows must exist and be above 0"),
             ({"layout": {}}, "local_batch_size, gradient_accumulation_steps, dp_degree must be there"),
             ({"layout": {**layout, "dp_degree": 0}}, "dp_degree must be there"),
             ({"fingerprints": {}}, "global_batch_size must be there"),
@@ -178,13 +178,16 @@ def test_a_manifest_says_what_a_manifest_can_say(about: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"python": [3, [1, 2], None]}, "is no random state: "),
+        ({"python": [3, [1, 2], None]}, "is not a random state: "),
         ({"python": [3, [1, -2], None]}, "python[1][1] = -2 must be a whole number"),
-        ({"numpy": ["MT19937", [1], 0, 0, 0.0]}, "is no random state: "),
-        ({"numpy": ["MT19937", [2**40] * 624, 0, 0, 0.0]}, "is no random state: "),
-        ({"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]}, "is no random state: numpy[2] = 1000000000, of 624"),
-        ({"torch": "AAAA"}, "is no random state: "),
-        ({"torch": "a"}, "is no random state: "),
+        ({"numpy": ["MT19937", [1], 0, 0, 0.0]}, "is not a random state: "),
+        ({"numpy": ["MT19937", [2**40] * 624, 0, 0, 0.0]}, "is not a random state: "),
+        (
+            {"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]},
+            "is not a random state: numpy[2] = 1000000000 is more than 624",
+        ),
+        ({"torch": "AAAA"}, "is not a random state: "),
+        ({"torch": "a"}, "is not a random state: "),
         ({"torch": 5}, "torch = 5 must be a text"),
         ({"mps": ""}, "it has the unknown key mps"),
     ],

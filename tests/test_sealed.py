@@ -162,7 +162,7 @@ def test_a_folder_is_locked_against_another_process_until_its_holder_ends(
     holder = context.Process(target=hold)
     holder.start()
     assert taken.wait(30)
-    with pytest.raises(UserError, match=rf"in use by another run \(process {holder.pid} on "):
+    with pytest.raises(UserError, match=rf"used by another run \(process {holder.pid} on "):
         durable.FolderLock(tmp_path, 0.3)
     assert caplog.text.count("waiting for it up to 0 s") == 1
     holder.kill()
@@ -210,11 +210,11 @@ def test_nothing_is_written_through_a_link_in_somebody_elses_run_folder(tmp_path
     (run / "checkpoint").symlink_to("../roomy")
     for name in (".lock", "train.log", "ledger.csv", "anything"):
         (run / name).symlink_to(victim)
-        with pytest.raises(UserError, match=rf"run/{name}: is a link or no regular file, and would be written to"):
+        with pytest.raises(UserError, match=rf"run/{name}: is a link or not a regular file, and would be written to"):
             durable.FolderLock(run)
         (run / name).unlink()
         os.mkfifo(run / name)
-        with pytest.raises(UserError, match=rf"run/{name}: is a link or no regular file"):
+        with pytest.raises(UserError, match=rf"run/{name}: is a link or not a regular file"):
             durable.FolderLock(run)
         (run / name).unlink()
     assert victim.read_text() == "precious" and durable.FolderLock(run)

@@ -328,7 +328,7 @@ def test_a_model_is_found_by_its_folder_or_its_name(models: dict[str, bytes], tm
         assert load_tokenizer(path).encode("hello world") == load_tokenizer(file).encode("hello world")
         assert tokenizer_files(path) == [file, tmp_path / "tokenizer_config.json"]
     assert not isinstance(load_tokenizer(file), BpeTokenizer)
-    assert load_tokenizer(file).warning.startswith(f"{file}: transformers converts it, and gives other ids")
+    assert load_tokenizer(file).warning.startswith(f"{file}: transformers converts this file and gives other ids")
 
 
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
@@ -369,7 +369,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"added_tokens_decoder": {"1000": {"content": ""}}}, "added token '':"),
     ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is another's"),
     ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "lstrip, rstrip or single_word"),
-    ({"added_tokens_decoder": {"1000": "<a>"}}, "not laid out"),
+    ({"added_tokens_decoder": {"1000": "<a>"}}, "is missing or malformed"),
 ]
 
 

@@ -702,12 +702,12 @@ REFUSALS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "added id of another": (added_edit(id=7), "('<eos>', 7)"),
     "a byte missing": (vocabulary_edit(lambda vocab: vocab.update(cd=vocab.pop("z"))), "z is missing"),
     "product missing": (vocabulary_edit(lambda vocab: vocab.pop("cd")), "`cd` out of vocabulary"),
-    "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "an id is missing or there twice"),
+    "ids used twice": (vocabulary_edit(lambda vocab: vocab.update(ab=257)), "an id is missing or occurs twice"),
     "fractional id": (vocabulary_edit(lambda vocab: vocab.update(cd=257.5)), "257.5"),
-    "merge of three": (lambda: definition([], model={"merges": ["a b c"]}), "not laid out"),
-    "no model": (lambda: {"version": "1.0"}, "not laid out"),
-    "unknown model": (changed(type="Other"), "not laid out"),
-    "added token that is no text": (added_edit(content=3), "not laid out"),
+    "merge of three": (lambda: definition([], model={"merges": ["a b c"]}), "is missing or malformed"),
+    "no model": (lambda: {"version": "1.0"}, "is missing or malformed"),
+    "unknown model": (changed(type="Other"), "is missing or malformed"),
+    "added token that is no text": (added_edit(content=3), "is missing or malformed"),
 }
 
 
@@ -722,12 +722,12 @@ def test_what_no_engine_can_run_is_refused_by_name(tmp_path: Path, name: str) ->
 NO_TOKENS = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 BESIDE = {  # parts of the file that no engine of ours looks at
     "version": ({"version": "99"}, "Unknown tokenizer version"),
-    "unknown key": ({"more": 1}, "not laid out"),
+    "unknown key": ({"more": 1}, "is missing or malformed"),
     "truncation": ({"truncation": {"more": 1}}, "max_length"),
     "decoder": ({"decoder": []}, "untagged enum"),
     "unknown post_processor": ({"post_processor": {"type": "Other"}}, "untagged enum"),
     "post_processor that drops": ({"post_processor": NO_TOKENS}, "post_processor"),
-    "not a number": ({"more": float("nan")}, "not laid out"),
+    "not a number": ({"more": float("nan")}, "is missing or malformed"),
 }
 
 
@@ -991,24 +991,24 @@ def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) ->
 
 
 BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "no whole tiktoken rank file"),
-    "blank": (lambda data: b"\n\n", "no whole tiktoken rank file"),
-    "cut inside of a token": (lambda data: data + b"YWJ", "not laid out"),
-    "cut before the rank": (lambda data: data + b"YWJj ", "not laid out"),
-    "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", "not laid out"),
-    "no base64": (lambda data: data + b"a-b_ 256\n", "not laid out"),
-    "something else in base64": (lambda data: data + b"Y!WI= 256\n", "no whole tiktoken rank file"),
-    "three columns": (lambda data: data + b"YWI= 256 1\n", "not laid out"),
-    "rank in words": (lambda data: data + b"YWI= two\n", "not laid out"),
-    "negative rank": (lambda data: data + b"YWI= -1\n", "no whole tiktoken rank file"),
-    "fractional rank": (lambda data: data + b"YWI= 256.0\n", "not laid out"),
-    "huge rank": (lambda data: data + b"YWI= " + b"9" * 5000 + b"\n", "not laid out"),
-    "rank twice": (lambda data: data + b"YWI= 255\n", "no whole tiktoken rank file"),
-    "token twice": (lambda data: data + b"YQ== 256\n", "no whole tiktoken rank file"),
-    "gap": (lambda data: data + b"YWI= 257\n", "no whole tiktoken rank file"),
-    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "no whole tiktoken rank file"),
-    "binary": (lambda data: bytes(range(256)), "not laid out"),
-    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "not laid out"),
+    "empty": (lambda data: b"", "not a complete tiktoken rank file"),
+    "blank": (lambda data: b"\n\n", "not a complete tiktoken rank file"),
+    "cut inside of a token": (lambda data: data + b"YWJ", "is missing or malformed"),
+    "cut before the rank": (lambda data: data + b"YWJj ", "is missing or malformed"),
+    "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", "is missing or malformed"),
+    "no base64": (lambda data: data + b"a-b_ 256\n", "is missing or malformed"),
+    "something else in base64": (lambda data: data + b"Y!WI= 256\n", "not a complete tiktoken rank file"),
+    "three columns": (lambda data: data + b"YWI= 256 1\n", "is missing or malformed"),
+    "rank in words": (lambda data: data + b"YWI= two\n", "is missing or malformed"),
+    "negative rank": (lambda data: data + b"YWI= -1\n", "not a complete tiktoken rank file"),
+    "fractional rank": (lambda data: data + b"YWI= 256.0\n", "is missing or malformed"),
+    "huge rank": (lambda data: data + b"YWI= " + b"9" * 5000 + b"\n", "is missing or malformed"),
+    "rank twice": (lambda data: data + b"YWI= 255\n", "not a complete tiktoken rank file"),
+    "token twice": (lambda data: data + b"YQ== 256\n", "not a complete tiktoken rank file"),
+    "gap": (lambda data: data + b"YWI= 257\n", "not a complete tiktoken rank file"),
+    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "not a complete tiktoken rank file"),
+    "binary": (lambda data: bytes(range(256)), "is missing or malformed"),
+    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is missing or malformed"),
     "another family's": (lambda data: data + b"MTIz 256\n", "'123'"),
 }
 
@@ -1030,7 +1030,7 @@ BAD_SIDECARS: list[tuple[Any, str]] = [
     ({"added_tokens_decoder": {"256": {"content": "<eos>"}}, "eos_token": "<nope>"}, "'<nope>'"),
     (
         {"added_tokens_decoder": {"257": {"content": "<eos>"}}, "eos_token": "<eos>"},
-        "no added token has the id behind the ranks",
+        "no added token has the id",
     ),
     ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id 255 is another's"),
     ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id -1 is another's"),
@@ -1043,9 +1043,9 @@ BAD_SIDECARS: list[tuple[Any, str]] = [
         {"added_tokens_decoder": {"256": {"content": "<eos>", "lstrip": True}}, "eos_token": "<eos>"},
         "lstrip, rstrip or single_word",
     ),
-    ({"added_tokens_decoder": {"x": {"content": "<eos>"}}, "eos_token": "<eos>"}, "not laid out"),
+    ({"added_tokens_decoder": {"x": {"content": "<eos>"}}, "eos_token": "<eos>"}, "is missing or malformed"),
     ({"added_tokens_decoder": {"256": {"content": 3}}, "eos_token": "<eos>"}, "added token 3"),
-    ({"added_tokens_decoder": [256], "eos_token": "<eos>"}, "not laid out"),
+    ({"added_tokens_decoder": [256], "eos_token": "<eos>"}, "is missing or malformed"),
     ({"eos_token": "<nope>"}, "'<nope>'"),
     ({"eos_token": 256}, "eos_token 256 is no added"),
     ({"pad_token": {"content": ["<eos>"]}}, "pad_token ['<eos>'] is no added"),

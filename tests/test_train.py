@@ -305,12 +305,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_unless_there
     for step in (10, 11):
         (folder / "checkpoint" / f"step-{step}" / "trainer.json").write_text("{}")
     refused = train(config, folder, *more, check=False)
-    assert "step-10/trainer.json: has 2 bytes" in refused.stderr and "holds no other" in refused.stderr
+    assert "step-10/trainer.json: has 2 bytes" in refused.stderr and "has no other checkpoint" in refused.stderr
     assert "--checkpoint.fresh" in refused.stderr and "Traceback" not in refused.stderr.split("torch/distributed")[0]
     assert json.loads((folder / "run_state.json").read_text())["exit_code"] == 2
     shutil.rmtree(folder / "checkpoint" / "step-10")  # without it, the run does not silently start over either
     refused = train(config, folder, *more, check=False, processes=1)
-    assert "only damaged checkpoints are left" in refused.stderr
+    assert "has only damaged checkpoints" in refused.stderr
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Path, tmp_path: Path) -> None:

@@ -553,7 +553,7 @@ def two_with_one_folder(trial: Trial) -> None:
     code = second.end()
     trial.tried += 1
     trial.check(code == 2, f"the second ended with code {code}: {second.said()}")
-    trial.check("is in use by another run" in second.output(), f"the second said {second.said()}")
+    trial.check("is used by another run" in second.output(), f"the second said {second.said()}")
     trial.check(first.state().get("state") == "running", f"run_state.json: {first.state()}")
     after = [(path.read_bytes(), path.stat().st_mtime_ns) if path.exists() else None for path in files]
     trial.check(before == after, "the first one's files were touched")
