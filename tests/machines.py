@@ -13,7 +13,7 @@ from typing import Any
 
 from conftest import REPO
 
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.machine.facts import Facts, System, read
 from titan_mi100.machine.torch_build import Torch
 
@@ -52,4 +52,4 @@ def build(machine: dict[str, Any], root: Path) -> System:
 
 def facts_of(machine: dict[str, Any], root: Path, processes: int | None = None) -> Facts:
     """What the doctor reads there, with what the machine's torch says."""
-    return replace(read(build(machine, root), processes), torch=checked(machine["torch"], Torch))
+    return replace(read(build(machine, root), processes), torch=validated(machine["torch"], Torch))

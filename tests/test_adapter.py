@@ -19,7 +19,7 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.weights import convert
 from titan_mi100.weights import peft as peft_io
-from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source
 
 IDS = torch.arange(40)[None] * 7 % 311
@@ -75,7 +75,7 @@ def test_a_bf16_base_is_rounded_once(tmp_path: Path) -> None:
     base = folder_of(tmp_path / "base")
     lora = LoRAConfig(4, 12.0, 0.0, ("o_proj",))
     adapter = random_adapter(tmp_path / "adapter", lora, base)
-    convert.to_hf(merged(open_source(base), adapter), tmp_path / "merged")
+    convert.to_hf(merged_source(open_source(base), adapter), tmp_path / "merged")
     held, delta = tensors(base), load_file(adapter / peft_io.WEIGHTS)
     for layer in range(3):
         name = f"model.layers.{layer}.self_attn.o_proj"
@@ -108,7 +108,7 @@ def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: 
     ]  # fmt: skip
     checkpoint = lora_run / "run" / "checkpoint" / "step-3"
     for name, adapter in (("by peft", exported), ("by checkpoint", checkpoint)):
-        convert.to_hf(merged(open_source(base), adapter), tmp_path / name)
+        convert.to_hf(merged_source(open_source(base), adapter), tmp_path / name)
     assert same(tensors(tmp_path / "by peft"), tensors(tmp_path / "by checkpoint"))
     expected = logits(base, exported)
     assert (logits(tmp_path / "by peft") - expected).abs().max() <= 1e-5
@@ -144,13 +144,13 @@ def test_another_base_is_refused(lora_run: Path, tmp_path: Path) -> None:
     assert not same(held, tensors(other))
     checkpoint = lora_run / "run" / "checkpoint" / "step-3"
     with pytest.raises(UserError, match="was not trained on the weights"):
-        merged(open_source(other), checkpoint)
+        merged_source(open_source(other), checkpoint)
     with pytest.raises(UserError, match=r"has shape \(4, \d+\), but the model needs"):
-        merged(open_source(folder_of(tmp_path / "small")), lora_run / "run" / "hf-step-3")
+        merged_source(open_source(folder_of(tmp_path / "small")), lora_run / "run" / "hf-step-3")
     with pytest.raises(UserError, match="is an adapter; name its base"):
-        merged(open_source(checkpoint), checkpoint)
+        merged_source(open_source(checkpoint), checkpoint)
     with pytest.raises(UserError, match="neither a PEFT folder"):
-        merged(open_source(lora_run / "base"), lora_run / "base")
+        merged_source(open_source(lora_run / "base"), lora_run / "base")
 
 
 def test_an_adapter_that_peft_reads_as_another_is_no_export(

@@ -25,7 +25,7 @@ from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data import shards
 from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
 from titan_mi100.data.prepared import PADDING_DOCUMENT, PADDING_ROW
-from titan_mi100.data.shards import cut
+from titan_mi100.data.shards import cut_into_units
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
@@ -191,10 +191,10 @@ def test_spans_of_a_file_give_each_line_once_with_its_number(tmp_path: Path, sma
 def test_units_follow_from_the_input_alone(tmp_path: Path, small_units: None) -> None:
     path = write(tmp_path / "in.jsonl", texts(100))
     size = path.stat().st_size
-    units = cut([str(path)] * 2, [size] * 2, is_text=False)
+    units = cut_into_units([str(path)] * 2, [size] * 2, is_text=False)
     spans = [unit.span for unit in units if unit.first == 0]
     assert spans[0][0] == 0 and spans[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(spans))
-    grouped = cut(["x"] * 5, [3000, 3000, 10, 9000, 1], is_text=True)
+    grouped = cut_into_units(["x"] * 5, [3000, 3000, 10, 9000, 1], is_text=True)
     assert [(unit.first, unit.stop) for unit in grouped] == [(0, 2), (2, 4), (4, 5)]
 
 

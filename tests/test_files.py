@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from titan_mi100.data import files
-from titan_mi100.data.files import Record, RecordReader, expand, read_records
+from titan_mi100.data.files import Record, RecordReader, expand_patterns, read_records
 from titan_mi100.data.formats import parse
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
@@ -364,7 +364,7 @@ def test_rows_of_parquet_are_the_same_from_a_child_process_that_had_to_be_starte
         child.end()
         return asked(*question)
 
-    monkeypatch.setattr(files, "ask", forgetful)
+    monkeypatch.setattr(files, "call_in_child", forgetful)
     assert [record.raw for record in read_records(path)] == whole
     assert [json.loads(raw) for raw in whole] == [{"text": str(n) * 5000} for n in range(300)]
 
@@ -401,13 +401,13 @@ def test_globs_stand_for_their_files_in_order(tmp_path: Path, monkeypatch: pytes
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}\n")
     Path("folder.jsonl").mkdir()
-    assert expand(["c.txt", "[ab].jsonl"]) == [["c.txt"], ["a.jsonl", "b.jsonl"]]
-    assert expand(["d/**/*.jsonl"]) == [["d/a.jsonl", "d/e/f.jsonl"]]
-    assert expand(["**"]) == [
+    assert expand_patterns(["c.txt", "[ab].jsonl"]) == [["c.txt"], ["a.jsonl", "b.jsonl"]]
+    assert expand_patterns(["d/**/*.jsonl"]) == [["d/a.jsonl", "d/e/f.jsonl"]]
+    assert expand_patterns(["**"]) == [
         ["a.jsonl", "b.jsonl", "c.txt", "d/a.jsonl", "d/e/f.jsonl", "x1.jsonl", "x[1].jsonl"],
     ]
-    assert expand(["x[1].jsonl"]) == [["x[1].jsonl"]]  # a file of that name wins over the glob
-    assert expand([]) == []
+    assert expand_patterns(["x[1].jsonl"]) == [["x[1].jsonl"]]  # a file of that name wins over the glob
+    assert expand_patterns([]) == []
 
 
 def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,9 @@ def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypa
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "secret" not in str(path) and access(path, mode))
     with pytest.raises(UserError) as caught:
-        expand(["*.parquet", "good.jsonl", "none.jsonl", "folder", "fold*", "dangling.jsonl", "pipe", "se*", ""])
+        expand_patterns(
+            ["*.parquet", "good.jsonl", "none.jsonl", "folder", "fold*", "dangling.jsonl", "pipe", "se*", ""]
+        )
     assert str(caught.value).splitlines() == [
         "*.parquet: matches no file",
         "none.jsonl: cannot be read: No such file or directory",

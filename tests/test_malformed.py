@@ -742,7 +742,7 @@ def test_mutated_lines_are_each_read_or_refused_and_their_neighbours_are_read(
     path.write_bytes(b"\n".join([*content, b'{"end": 1}\n']))
     rows, reasons = gather(path, form(name))
     deque(reader := RecordReader(str(path)), 0)
-    assert len(rows) + len(reasons) + reader.passed_over.get(BLANK, (0, 0))[0] == line_number
+    assert len(rows) + len(reasons) + reader.oddities.get(BLANK, (0, 0))[0] == line_number
     assert len(reasons) > count / 4 and len(rows) > count  # some mutations do no harm
     assert {number: rows[number] for number in expected} == expected
     for example in rows.values():

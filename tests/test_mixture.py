@@ -23,7 +23,7 @@ from titan_mi100.data.prepared import PADDING_ROW, SetFacts, SourceRows
 from titan_mi100.data.schedule import LONGEST_PERIOD, Schedule, shares_of
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.rows import last_step
 
@@ -136,7 +136,7 @@ def test_a_changed_mixture_goes_on_with_the_rows_that_were_not_read() -> None:
     """A segment is stored as JSON; sources keep what they have given, new ones begin, and one that left comes back."""
     first = Mixture([source("a", 100, 0.5), source("b", 100, 0.5)], 1, "repeat")
     before = read(first, 0, 60)
-    stored = checked(json.loads(json.dumps([asdict(s) for s in first.segments])), list[Segment])
+    stored = validated(json.loads(json.dumps([asdict(s) for s in first.segments])), list[Segment])
     second = Mixture([source("a", 100, 0.2), source("c", 100, 0.8)], 1, "repeat", segments=stored, first_row=60)
     between = read(second, 60, 110)
     third = Mixture(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from titan_mi100.checkpoint import random_state, sealed
-from titan_mi100.checkpoint.resume import check_is_a_runs, open_checkpoint
+from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
 from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.metrics import _drop_after
@@ -43,9 +43,9 @@ GOOD = {"count": 3, "share": 1, "pair": [1, "a"], "places": [{"file": "x", "line
 
 
 def test_what_fits_is_built_and_a_whole_number_is_a_number() -> None:
-    assert checked(GOOD, Facts) == Facts(3, 1.0, (1, "a"), [{"file": "x", "line": None}, {}])
-    assert checked({**GOOD, "more": {"a": [1]}}, Facts).more == {"a": [1]}
-    assert checked([1, 2], tuple[int, ...]) == (1, 2)
+    assert validated(GOOD, Facts) == Facts(3, 1.0, (1, "a"), [{"file": "x", "line": None}, {}])
+    assert validated({**GOOD, "more": {"a": [1]}}, Facts).more == {"a": [1]}
+    assert validated([1, 2], tuple[int, ...]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_what_fits_is_built_and_a_whole_number_is_a_number() -> None:
 )
 def test_what_does_not_fit_is_named_by_its_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"must be|unknown") as caught:
-        checked({**GOOD, **change}, Facts)
+        validated({**GOOD, **change}, Facts)
     assert str(caught.value).startswith(message) and len(str(caught.value)) < 200
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it lacks count, share"):
-        checked({"pair": [1, "a"], "places": []}, Facts)
+        validated({"pair": [1, "a"], "places": []}, Facts)
     (tmp_path / "a.json").write_text(json.dumps({**GOOD, "pair": 3}))
     with pytest.raises(UserError, match=r"a.json: pair = 3 must be a list of at most 1,048,576; mend it"):
         read_checked(tmp_path / "a.json", Facts, "mend it")
@@ -128,7 +128,7 @@ def test_only_files_of_the_manifest_are_read(tmp_path: Path) -> None:
 def test_a_converters_checkpoint_is_no_runs(tmp_path: Path) -> None:
     found = open_checkpoint(checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8", rows=3))
     with pytest.raises(UserError, match=r"manifest.json: lacks layout, data, fingerprints: no run made it"):
-        check_is_a_runs(found)
+        check_is_run_checkpoint(found)
 
 
 def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
     ):
         found = open_checkpoint(checkpoint(tmp_path / str(number), {"trainer.json": '{"step": 3}'}, **good | change))
         if not message:
-            check_is_a_runs(found)
+            check_is_run_checkpoint(found)
             found = found._replace(trainer_state={"step": 2})
             message = "its step = 3 is not that of trainer.json"
         with pytest.raises(UserError, match=rf"step-3/manifest.json: {message}"):
-            check_is_a_runs(found)
+            check_is_run_checkpoint(found)
     with pytest.raises(ValueError, match="does not divide this run's steps of 4611686018427387905 rows"):
         accumulation_for(2**62 + 1, Batch(2, 1, 2), Batch(1, 1, 1))  # in no time
 

@@ -26,9 +26,9 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
     Found,
-    check_is_a_runs,
+    check_is_run_checkpoint,
     check_same_run,
-    set_later_aside,
+    rename_later_checkpoints,
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.assets import run_assets
@@ -241,7 +241,7 @@ def open_run(
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     if found is not None:
-        check_is_a_runs(found)
+        check_is_run_checkpoint(found)
         config = keep_global_batch(config, world, found.manifest)
         progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
     layout, batch = config.layout(world.size), config.batch(world.size)
@@ -266,7 +266,7 @@ def open_run(
     if found is not None:
         checkpointer.load(found.path)
         if checkpoint is None:
-            from_rank_zero(partial(set_later_aside, found.path))
+            from_rank_zero(partial(rename_later_checkpoints, found.path))
     log_if_done(progress, steps)
 
     stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))

@@ -28,7 +28,17 @@ from typing import Any
 from titan_mi100 import cli
 from titan_mi100.config.assets import CORPUS, PLAN, is_corpus
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
-from titan_mi100.data.shards import BLANK, Plan, cut, damage, make_shard, part_of, read_shard, remove_parts, write_part
+from titan_mi100.data.shards import (
+    BLANK,
+    Plan,
+    atomic_file,
+    cut_into_units,
+    find_damage,
+    make_shard,
+    read_shard,
+    remove_temporary_files,
+    write_atomically,
+)
 from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
@@ -42,7 +52,7 @@ from titan_mi100.wording import some
 
 _LIBRARIES = ("tiktoken", "tokenizers", "sentencepiece")
 _SHOWN = 10  # bad rows listed in a message
-# A shard with so many bad rows, more than good ones, stops the preparation. The words mark the error, see `_make`.
+# A shard with so many bad rows, more than good ones, stops the preparation. The words mark that error.
 _MANY_BAD, _MOSTLY_BAD = 1000, "of a shard cannot be read"
 _AGAIN = 0.5  # seconds between two updates of the progress bar
 
@@ -110,27 +120,27 @@ def _prepare(options: argparse.Namespace) -> int:
     plan = _plan(options, tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_parts(folder)
+        remove_temporary_files(folder)
         probe(folder)
-        _agree(folder, plan)
+        _write_or_check_plan(folder, plan)
         (part, parts), total = options.part, len(plan.units)
         mine = range(part - 1, total, parts)
         missing = [number for number in mine if read_shard(folder, number, plan.key) is None]
         if len(missing) < len(mine):
             log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards exist already")
-        _make(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
+        _make_shards(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
         shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
         if len(shards) < total:
             left = f"{total - len(shards):,} of {total:,} shards are missing; other parts make them"
             log.info(f"part {part}/{parts} is complete; {left}")
             return _say({"complete": False, "shards": len(shards)}, options.json)
-        _complete(folder, plan, shards, options)
+        _complete_corpus(folder, plan, shards, options)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}; fix that and start again") from None
     result: dict[str, Any] = {
         "complete": True, "shards": total, "documents": sum(shard.documents for shard in shards),
         "tokens": sum(shard.tokens for shard in shards), "seconds": round(time.monotonic() - started, 2),
-        "left_out": sum(map(_left_out, shards)),
+        "left_out": sum(map(_bad_count, shards)),
     }  # fmt: skip
     words = f"{result['documents']:,} documents, {result['tokens']:,} tokens in {total:,} shards"
     log.info(f"{folder}: {words} ({result['seconds']:,.1f} s)")
@@ -169,7 +179,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
         bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
         text_column="" if is_text else options.text_column, is_text=is_text,
         libraries={name: _version(name) for name in _LIBRARIES}, files=files, sizes=sizes,
-        units=cut(files, sizes, is_text),
+        units=cut_into_units(files, sizes, is_text),
     )  # fmt: skip
 
 
@@ -203,7 +213,7 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
     return [file for file in found if once[os.path.realpath(file)] == file]
 
 
-def _agree(folder: Path, plan: Plan) -> None:
+def _write_or_check_plan(folder: Path, plan: Plan) -> None:
     """Write plan.json; if it exists, check that it is the same plan.
 
     Raises:
@@ -217,7 +227,7 @@ def _agree(folder: Path, plan: Plan) -> None:
         if others and not path.exists():  # looked at again: another part may have written it in the meantime
             raise UserError(f"{folder}: is not empty and is not a corpus; name a new --output_dir")
         if not path.exists():
-            write_part(path, text)
+            write_atomically(path, text)
     # If two parts write it at the same time, the last one wins, and both compare with that one here.
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
@@ -235,13 +245,13 @@ def _agree(folder: Path, plan: Plan) -> None:
 _worker: tuple[Path, Plan, Tokenizer, Any, Any]  # state of a worker; the last two are counters shared by all workers
 
 
-def _start(parent: int, *state: Any) -> None:
+def _init_worker(parent: int, *state: Any) -> None:
     global _worker
     _worker = state  # type: ignore[assignment]
     follow_parent(parent)
 
 
-def _work(number: int) -> Shard:
+def _work_on_shard(number: int) -> Shard:
     folder, plan, tokenizer, done, tokens = _worker
 
     def progress(size: int, count: int) -> None:
@@ -252,7 +262,7 @@ def _work(number: int) -> Shard:
     return make_shard(folder, plan, number, tokenizer, progress)
 
 
-def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
+def _make_shards(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     if not numbers:
         return
@@ -261,11 +271,11 @@ def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, wo
     state = (os.getpid(), folder, plan, tokenizer, done, tokens)
     size = sum(plan.bytes_of(plan.units[number]) for number in numbers)
     errors: list[str] = []
-    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=context, initializer=_start, initargs=state)
+    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=context, initializer=_init_worker, initargs=state)
     try:
         bar = TokenProgress("tokenising", size)
         with bar:
-            left: set[Future[Shard]] = {pool.submit(_work, number) for number in numbers}
+            left: set[Future[Shard]] = {pool.submit(_work_on_shard, number) for number in numbers}
             while left:
                 finished, left = wait(left, timeout=_AGAIN)
                 bar.reach(done.value, tokens.value)
@@ -291,22 +301,22 @@ def _make(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, wo
 
 def _check_readable(plan: Plan, shard: Shard) -> None:
     """Raises UserError: most rows of a shard cannot be read, so reading the other shards would be useless."""
-    bad = _left_out(shard)
+    bad = _bad_count(shard)
     if bad >= _MANY_BAD and bad > shard.documents:
         kinds = ", ".join(f"{kind}: {number:,}" for kind, number in shard.bad.items())
         column = "" if plan.is_text else f"; is --text_column {plan.text_column} right?"
         raise UserError(f"{bad:,} of {bad + shard.documents:,} rows {_MOSTLY_BAD} ({kinds}){column}")
 
 
-def _left_out(shard: Shard) -> int:
+def _bad_count(shard: Shard) -> int:
     """Rows of a shard that cannot be read; blank rows are not counted."""
     return sum(number for kind, number in shard.bad.items() if kind != BLANK)
 
 
-def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.Namespace) -> None:
+def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: argparse.Namespace) -> None:
     """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or no document is left."""
     _write_ledger(folder, plan, shards)
-    bad, rows = sum(map(_left_out, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
+    bad, rows = sum(map(_bad_count, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
     if bad:
         kinds = Counter[str]()
         for shard in shards:
@@ -326,11 +336,11 @@ def _complete(folder: Path, plan: Plan, shards: list[Shard], options: argparse.N
         first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
         documents=[shard.documents for shard in shards], lines=[shard.lines for shard in shards],
     )  # fmt: skip
-    remove_parts(folder)
+    remove_temporary_files(folder)
     text = json.dumps(asdict(corpus))
     # Written only if it differs: runs may be reading a complete corpus.
     if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
-        write_part(folder / CORPUS, text)
+        write_atomically(folder / CORPUS, text)
 
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
@@ -344,7 +354,7 @@ def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[i
 
 
 def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
-    numbers = [number for number, shard in enumerate(shards) if _left_out(shard)]
+    numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
     rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in _bad_rows(folder, plan, shards, numbers))
     return [row for row, _ in zip(rows, range(_SHOWN), strict=False)]
 
@@ -359,18 +369,18 @@ def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
         counts = merged.setdefault(plan.files[unit.first] + (f" and {more} more" if more else ""), Counter())
         counts.update({"bytes": plan.bytes_of(unit), "documents": shard.documents, "tokens": shard.tokens, **shard.bad})
     _write_table(folder / "ledger.csv", ["file", *keys], ([name, *(c[k] for k in keys)] for name, c in merged.items()))
-    numbers = [number for number, shard in enumerate(shards) if _left_out(shard)]
+    numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
     rows = _bad_rows(folder, plan, shards, numbers)
     _write_table(folder / "bad_rows.csv", ["file", "line", "kind", "detail"], rows)
 
 
 def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
-    with part_of(path) as file:
+    with atomic_file(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         csv.writer(text).writerow(heading)
         csv.writer(text).writerows(rows)
         text.flush()
-        text.detach()  # otherwise closing `text` would close the file before part_of has synced it
+        text.detach()  # otherwise closing `text` would close the file before atomic_file has synced it
 
 
 def _verify(folder: Path) -> int:
@@ -380,7 +390,7 @@ def _verify(folder: Path) -> int:
     for number in range(len(corpus.tokens)):
         shard = read_shard(folder, number, corpus.key)
         path = shard_path(folder, number, "json")
-        damaged += [f"{path}: is missing"] if shard is None else filter(None, [damage(folder, number, shard)])
+        damaged += [f"{path}: is missing"] if shard is None else filter(None, [find_damage(folder, number, shard)])
     if damaged:
         remedy = "remove their .json files and run the same command without --verify, or copy the corpus again"
         raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))

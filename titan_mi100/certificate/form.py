@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 
 FORMAT = 1  # raised with every change of the form, of a limit or of a verdict's text
 REMEDY = "make it again with python -m titan_mi100.certify"
@@ -323,7 +323,7 @@ def read(path: Path) -> Certificate:
 
 
 def _parsed(content: Any) -> Certificate:
-    certificate: Certificate = checked(content, Certificate)
+    certificate: Certificate = validated(content, Certificate)
     return replace(certificate, parts=[_typed(part) for part in certificate.parts])
 
 
@@ -343,7 +343,7 @@ def parse_found(kind: str, found: Any, where: str) -> Any:
     Raises:
         ValueError: a key, type or value is not possible.
     """
-    typed = checked(found, KINDS[kind], where)
+    typed = validated(found, KINDS[kind], where)
     _check_values(asdict(typed), where)
     return typed
 

@@ -137,7 +137,7 @@ class Checkpointer:
         staged: dict[str, Tensor] = {}
         with raise_together():
             if self._in_background:  # inside raise_together, because host memory may not suffice on one rank
-                staged = {name: _staged(tensor) for name, tensor in tensors.items()}
+                staged = {name: _host_copy(tensor) for name, tensor in tensors.items()}
             elif self._writes:
                 self._write(aside, tensors, rng, state, record, best)
         if not (self._in_background and self._writes):
@@ -184,9 +184,9 @@ class Checkpointer:
         with self._lock:
             if self._verdict is None:
                 self._verdict = suspicion
-                self._settle()
+                self._act_on_verdict()
 
-    def _settle(self) -> None:
+    def _act_on_verdict(self) -> None:
         """Mark or remove, once checkpoint and verdict are known. Call it with the lock held.
 
         An error is logged only and does not end the run, because the checkpoint itself is complete.
@@ -290,7 +290,7 @@ class Checkpointer:
                 self._best = self._mark_best(best)
             except OSError as error:  # the checkpoint itself is complete
                 log.warning(f"{self.folder}: cannot mark the best checkpoint: {error}")
-            self._settle()
+            self._act_on_verdict()
 
     def _mark_best(self, step: int | None) -> Path | None:
         path = self.folder / f"step-{step}"
@@ -407,7 +407,7 @@ def _not_finite(tensors: dict[str, Tensor]) -> str:
     return next((name for name, tensor in local.items() if not tensor.isfinite().all()), "")
 
 
-def _staged(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     """A copy in host memory."""
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)

@@ -62,14 +62,14 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
             raise UserError(f"{found}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
             more = "has no other checkpoint" if step == NEWEST else "name another step in checkpoint.load_step"
-            raise UserError(f"damaged checkpoint: {problem}\n{folder}: {more}; {_AGAIN}")
+            raise UserError(f"damaged checkpoint: {problem}\n{folder}: {more}; {_START_OVER}")
         aside = from_rank_zero(partial(sealed.set_aside, newest, "damaged"))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
 
 
 def _candidates(folder: Path, step: int) -> list[Path]:
     """The checkpoints to try, the best choice last; empty if the run has none yet."""
-    if odd := sealed.in_the_way(folder):
+    if odd := sealed.blocking_entries(folder):
         what = "has the name of a checkpoint, but is a link or not a folder"
         raise UserError(f"{odd[0]}: {what}; put the folder itself there, or move it away")
     if step != NEWEST:
@@ -83,14 +83,14 @@ def _candidates(folder: Path, step: int) -> list[Path]:
     if suspect := sealed.list_checkpoints(folder, suspect=True):
         raise UserError(
             f"{folder}: has only suspect checkpoints, up to {suspect[-1].name} (why: see {suspect[-1].name}.suspect); "
-            f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_AGAIN}"
+            f"resume from it with --checkpoint.load_step {sealed.step_of(suspect[-1])}, or {_START_OVER}"
         )
     if left := ", ".join(map(str, sealed.damaged(folder))):
-        raise UserError(f"{folder}: has only damaged checkpoints: {left}; {_AGAIN}")
+        raise UserError(f"{folder}: has only damaged checkpoints: {left}; {_START_OVER}")
     return []
 
 
-def set_later_aside(resumed: Path) -> None:
+def rename_later_checkpoints(resumed: Path) -> None:
     """Rename the checkpoints that are later than the one a run resumes from, because the run will write those steps
     again. Also removes a suspect mark from the chosen checkpoint: the user has decided to trust it.
     """
@@ -131,10 +131,10 @@ def _problem(path: Path, share: int, shares: int) -> str:
     return ""
 
 
-_AGAIN = "restore a copy, or start over beside it with --checkpoint.fresh"
+_START_OVER = "restore a copy, or start over beside it with --checkpoint.fresh"
 
 
-def check_is_a_runs(found: Found) -> None:
+def check_is_run_checkpoint(found: Found) -> None:
     """Refuse to resume from a converter's output: it has weights, but no state of a run. Raises UserError."""
     said, file = found.manifest, found.path / sealed.MANIFEST
     if lacking := [key for key in _OF_A_RUN if key not in said]:

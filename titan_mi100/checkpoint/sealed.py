@@ -16,9 +16,9 @@ import uuid
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_mi100.files.durable import remove_left, sha256_of, sync, write_synced
+from titan_mi100.files.durable import remove_any, sha256_of, sync, write_synced
 from titan_mi100.files.plain import LARGEST_CONFIG, is_plain_name, read_plain
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
 
 
@@ -116,7 +116,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _named(folder) if path.is_dir() and not path.is_symlink()]
 
 
-def in_the_way(folder: Path) -> list[Path]:
+def blocking_entries(folder: Path) -> list[Path]:
     """Links and files that have a checkpoint's name. They are never read, and a save of that step would fail."""
     return [path for path in _named(folder) if path.is_symlink() or not path.is_dir()]
 
@@ -193,7 +193,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
             raise DamagedError(f"{path / MANIFEST}: has changed since it was written (see its hash in {MANIFEST_HASH})")
         manifest = json.loads(content[MANIFEST])
-        checked(manifest, _Manifest)
+        validated(manifest, _Manifest)
         # A folder named step-N must hold step N. A copy under another name, or a converter's output (step 0), may have
         # any name.
         expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
@@ -341,6 +341,6 @@ def clear(folder: Path) -> None:
     """Remove leftovers of killed saves and removals. Call it only with the run folder's lock."""
     for left in (*folder.glob(".step-*.incomplete"), *folder.glob(".step-*.removed")):
         try:
-            remove_left(left)
+            remove_any(left)
         except OSError as error:
             log.warning(f"{left}: is a leftover of an earlier start, and cannot be removed: {error.strerror}")

@@ -200,7 +200,7 @@ def _read_toml(
     if not problem:
         try:
             is_small = path.stat().st_size <= _SMALL
-            document = parse_toml(str(path)) if is_small else child.ask("config.load:parse_toml", path)
+            document = parse_toml(str(path)) if is_small else child.call_in_child("config.load:parse_toml", path)
         except (OSError, UserError) as error:
             problem = str(error).removeprefix(f"{path}: ")
     if problem:

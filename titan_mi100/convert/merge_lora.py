@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_mi100 import cli
 from titan_mi100.weights import convert, hub
-from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source
 
 
@@ -23,8 +23,8 @@ def main() -> None:
     options = parser.parse_args()
 
     def merge() -> None:
-        # Nothing is computed here: `merged` adds B A to each matrix when the conversion reads it.
-        source = merged(open_source(options.base), options.adapter)
+        # Nothing is computed here: `merged_source` adds B A to each matrix when the conversion reads it.
+        source = merged_source(open_source(options.base), options.adapter)
         convert.to_hf(source, options.output_dir, options.dtype, options.verify)
 
     hub.run(merge, options)

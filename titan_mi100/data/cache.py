@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import atomic_output_folder, remove_left, replace, sha256_of, sync
+from titan_mi100.files.durable import atomic_output_folder, remove_any, replace, sha256_of, sync
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.logging import log
 
@@ -52,9 +52,9 @@ def content_hash(path: Path, cache: Path) -> Stamp:
     known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
     now = _stamp(path)
     with suppress(OSError, ValueError, KeyError):  # the file was not hashed before, or its note is damaged
-        remembered = parse_object(read_plain(known, _LARGEST_NOTE), known, "")
-        if remembered["stamp"] == now and remembered["settled"] is True and isinstance(remembered["sha256"], str):
-            return remembered["sha256"], now
+        stored = parse_object(read_plain(known, _LARGEST_NOTE), known, "")
+        if stored["stamp"] == now and stored["settled"] is True and isinstance(stored["sha256"], str):
+            return stored["sha256"], now
     started = time.time_ns()
     digest = sha256_of(path)
     if _stamp(path) != now:
@@ -72,7 +72,7 @@ def _stamp(path: Path) -> list[int]:
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def remembered(folder: Path, depends: list[Any], make: Callable[[], str]) -> str:
+def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> str:
     """A text that depends only on JSON values. It is read from `folder`, or made and stored there.
 
     Args:
@@ -90,7 +90,7 @@ def remembered(folder: Path, depends: list[Any], make: Callable[[], str]) -> str
     return found
 
 
-def ready_folder(
+def open_or_build_folder(
     folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None], patience: float
 ) -> tuple[T, bool]:
     """Open `folder`. If it is missing or damaged, build it first, or wait until another process has built it.
@@ -114,7 +114,7 @@ def ready_folder(
     while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}.*")):
         time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8", errors="replace") as lock:
-        waited = _take_turn(lock.fileno())
+        waited = _acquire_lock(lock.fileno())
         try:  # once more: another process may have built it before this one got the lock
             return open_folder(folder), True
         except DamagedFolder as error:
@@ -150,10 +150,10 @@ def _remove(folder: Path) -> None:
         folder.rename(folder.with_name(f".{folder.name}.damaged.{uuid.uuid4().hex}"))
     for left in folder.parent.glob(f".{folder.name}.damaged.*"):
         with suppress(OSError):
-            remove_left(left)
+            remove_any(left)
 
 
-def _take_turn(lock: int) -> bool:
+def _acquire_lock(lock: int) -> bool:
     """Acquire the lock; the system releases it when the process ends. Returns whether another process held it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

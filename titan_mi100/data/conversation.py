@@ -74,7 +74,7 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
     return messages
 
 
-def answered(messages: list[Message]) -> list[Message]:
+def require_answer(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: none of them is an assistant's."""
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("no assistant message", "nothing to learn from the others")
@@ -82,13 +82,13 @@ def answered(messages: list[Message]) -> list[Message]:
 
 
 def with_system_prompt(messages: list[Message], prompt: str) -> list[Message]:
-    """The messages behind a system message with this text ("": none), unless they have a system message."""
+    """Add a system message with this text ("": none), unless the messages have one."""
     if not prompt or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": prompt}, *messages]
 
 
-def in_order(messages: list[Message]) -> list[Message]:
+def check_order(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: their order is certainly wrong.
 
     Only a leading tool message is refused. Other unusual orders (two user messages in a row, no user message) occur in
@@ -124,7 +124,7 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
         _check_optional(message)
     content = message.get("content")
     if isinstance(content, list):
-        message["content"] = _joined(content)
+        message["content"] = _joined_text(content)
     elif content is None and (message.get("tool_calls") or message.get("reasoning_content")):
         message["content"] = ""  # OpenAI's format has null here; templates that add texts need a text
     else:
@@ -177,7 +177,7 @@ def _check_answer(message: Message, content_name: str) -> None:
         )
 
 
-def _joined(parts: list[Any]) -> str:
+def _joined_text(parts: list[Any]) -> str:
     """The text of a content that is a list of parts, such as [{"type": "text", "text": "..."}]."""
     if not parts:
         raise BadRecord("wrong type", "content is an empty list; expected a text or text parts")

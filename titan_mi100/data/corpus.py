@@ -28,7 +28,7 @@ from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.prepared import PADDING_DOCUMENT, PADDING_ROW, Row
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 
 FORMAT = 1  # version of the files; other versions are refused
 VALUE = np.dtype("<u4")
@@ -93,7 +93,7 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
     path = folder / CORPUS
     try:
         content = read_plain(path, LARGEST_MANIFEST)
-        corpus: Corpus = checked(parse_object(content, path, remedy), Corpus)
+        corpus: Corpus = validated(parse_object(content, path, remedy), Corpus)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:

@@ -5,7 +5,7 @@ In this order below: the records of a file (`encode_records`), one record (`Enco
 conversation are supervised (`supervise`).
 
 A document holds the tokens of one conversation or text, or of a piece of one; attention never crosses its boundary. It
-is stored as the values that `marked` makes, (tokens,) uint32.
+is stored as the values that `document_values` makes, (tokens,) uint32.
 
 Two settings decide which characters of a conversation are supervised. `loss` selects whose messages count.
 `earlier_thinking` handles turns whose reasoning the template omits in later rounds, as Qwen3's template does: such a
@@ -22,7 +22,7 @@ import numpy as np
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.conversation import with_system_prompt
 from titan_mi100.data.files import Record
-from titan_mi100.data.formats import BadRecord, Example, Format, content_hash, parse_record
+from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
@@ -61,7 +61,7 @@ class Source(NamedTuple):
     pattern: int  # index of its path or glob in `sets.patterns`
     format: Format
     bytes: int
-    passed_over: dict[str, tuple[int, int]]  # filled from `RecordReader.passed_over` when the file has been read
+    oddities: dict[str, tuple[int, int]]  # filled from `RecordReader.oddities` when the file has been read
 
 
 class Chunk(NamedTuple):
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     records: np.ndarray  # (records,) RECORD
     reasons: dict[int, tuple[str, str]]  # index in the chunk -> kind and detail, for records that have a reason
     lengths: np.ndarray  # (documents,) int64: tokens
-    values: np.ndarray  # (tokens of all documents,) uint32, as made by `marked`
+    values: np.ndarray  # (tokens of all documents,) uint32, as made by `document_values`
     ignored: Counter[str]  # ignored key -> in how many rows or messages it was found
 
 
@@ -88,7 +88,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
         try:
             example = form.read_row(parse_record(record), encoder.ignored_keys, ignored)
-            digest = content_hash(example)
+            digest = example_hash(example)
             made = encoder.encode(example)
         except BadRecord as bad:
             made = made._replace(kind=bad.kind, detail=str(bad))
@@ -109,7 +109,7 @@ class Encoded(NamedTuple):
     """The documents of a record, and its outcome."""
 
     status: int  # index in STATUSES; DUPLICATE is found later, by the ledger
-    documents: list[np.ndarray]  # each (tokens,) uint32, as made by `marked`
+    documents: list[np.ndarray]  # each (tokens,) uint32, as made by `document_values`
     tokens: int  # of the record, before truncation
     kind: str = ""  # why it is not kept unchanged: a short constant phrase, for counting
     detail: str = ""  # the reason for this record
@@ -139,13 +139,13 @@ class Encoder:
             ids = self.tokenizer.encode(example.text)
             if not ids or ids[-1] != self.tokenizer.eos_token_id:  # the text may contain the end token already
                 ids.append(self.tokenizer.eos_token_id)
-            documents = [marked(ids, np.ones(len(ids), dtype=bool))]
+            documents = [document_values(ids, np.ones(len(ids), dtype=bool))]
         else:
             assert example.input_ids is not None
-            documents = [self._given_tokens(np.array(example.input_ids), example.labels)]
+            documents = [self._pretokenised(np.array(example.input_ids), example.labels)]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
-        encoded = self._fit(documents)._replace(thinking=thinking)
+        encoded = self._fit_to_rows(documents)._replace(thinking=thinking)
         if lost and not encoded.kind:
             return encoded._replace(kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
         return encoded
@@ -168,7 +168,7 @@ class Encoder:
         except UserError as error:
             raise BadRecord("the chat template refuses it", str(error)) from error
         lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
-        thinking = _thinking(*supervised[-1]) if supervised else 0
+        thinking = _thinking_mode(*supervised[-1]) if supervised else 0
         return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost, thinking
 
     def _rendered(self, text: str, spans: list[Span]) -> np.ndarray:
@@ -179,9 +179,9 @@ class Encoder:
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
-        return marked(ids, first[np.searchsorted(last, starts, side="right")] < ends)
+        return document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
 
-    def _given_tokens(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
+    def _pretokenised(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
         """A document of a record that is tokenised already. Raises BadRecord: the tokenizer lacks one of the ids."""
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
@@ -191,9 +191,9 @@ class Encoder:
                 f"input_ids[{place}] = {ids[place]}, the tokenizer has {known:,} tokens; was the file made with "
                 "another tokenizer?",
             )
-        return marked(ids, np.ones(len(ids), dtype=bool) if labels is None else np.array(labels) == ids)
+        return document_values(ids, np.ones(len(ids), dtype=bool) if labels is None else np.array(labels) == ids)
 
-    def _fit(self, documents: list[np.ndarray]) -> Encoded:
+    def _fit_to_rows(self, documents: list[np.ndarray]) -> Encoded:
         """Fit a record's documents into rows of seq_len tokens; data.overlong says what happens to longer ones."""
         tokens, seq_len, how = sum(map(len, documents)), self._seq_len, self._config.overlong
         overlong = [document for document in documents if len(document) > seq_len]
@@ -222,7 +222,7 @@ class Encoder:
         return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail, lost)
 
 
-def _thinking(rendered: Rendered, spans: list[Span]) -> int:
+def _thinking_mode(rendered: Rendered, spans: list[Span]) -> int:
     """`Encoded.thinking` of a conversation. The last turn that shows reasoning or an empty think block decides."""
     for turn in reversed(rendered.turns):
         # turn.answer > turn.start: the template wrote an empty think block between the two
@@ -234,7 +234,7 @@ def _thinking(rendered: Rendered, spans: list[Span]) -> int:
     return 0
 
 
-def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
+def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
     """The stored values of a document: 2 * id + supervised, (tokens,) uint32.
 
     Args:
@@ -246,7 +246,7 @@ def marked(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
 
 
 def supervised_tokens(document: np.ndarray) -> int:
-    """How many tokens of a document (values of `marked`) have a loss."""
+    """How many tokens of a document (values of `document_values`) have a loss."""
     return int(np.count_nonzero(document[1:] & 1))
 
 
@@ -315,7 +315,7 @@ def supervised_spans(
     if loss == "all":
         learned[rendered.turns[first - 1].stop if first else 0 :] = True
         silent = [turn for turn in turns if weights[turn.message] == 0]
-        _check_they_show(silent, messages)
+        _check_visible(silent, messages)
         for turn in turns:
             if weights[turn.message] == 0 or turn.message in masked:
                 learned[turn.start : turn.stop] = False
@@ -323,7 +323,7 @@ def supervised_spans(
         assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if loss == "weight":
             chosen = [turn for turn in turns if weights[turn.message] == 1]
-            _check_they_show(chosen, messages)
+            _check_visible(chosen, messages)
         else:
             candidates = {*(assistants[-1:] if loss == "last" else assistants)}
             chosen = [turn for turn in turns if turn.message in candidates and weights[turn.message] != 0]
@@ -363,7 +363,7 @@ def rounds(messages: Messages, rendered: Rendered) -> list[tuple[int, int]]:
     return list(zip([*ends, len(messages)], [0, *ends], strict=True))
 
 
-def _check_they_show(turns: list[Turn], messages: Messages) -> None:
+def _check_visible(turns: list[Turn], messages: Messages) -> None:
     """Refuse a weight on a message whose text cannot be found in the rendered conversation."""
     for turn in turns:
         content = messages[turn.message].get("content")

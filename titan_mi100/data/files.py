@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import allow, ask
+from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.patterns import matching_files, unusable
 
 # The longest record in bytes, some 4 million tokens. A longer one is refused without being held in memory.
@@ -80,7 +80,7 @@ def label(line: int, element: int) -> str:
     return f"{line}[{element}]" if element else str(line)
 
 
-def expand(patterns: Sequence[str]) -> list[list[str]]:
+def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
     """The files of each path or glob pattern.
 
     Raises:
@@ -96,12 +96,12 @@ class RecordReader:
     """Iterates over the records of one file, holding a bounded part of it in memory.
 
     During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
-    `passed_over` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
+    `oddities` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.size, self.line = path, 0, 0  # line: number of the last line read
-        self.passed_over: dict[str, tuple[int, int]] = {}
+        self.oddities: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
     @property
@@ -147,18 +147,18 @@ class RecordReader:
         elif stream.peek().startswith(ZSTD):
             stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
-        if reason := foreign(head):
+        if reason := unsupported_type(head):
             raise UserError(f"{self.path}: is {reason}")
         if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(_BOM):
-            self._pass_over(BOM, 1)
+            self._count_oddity(BOM, 1)
             stream.read(len(_BOM))
         return _elements(stream)
 
-    def _pass_over(self, what: str, line: int) -> None:
-        number, first = self.passed_over.get(what, (0, line))
-        self.passed_over[what] = number + 1, first
+    def _count_oddity(self, what: str, line: int) -> None:
+        number, first = self.oddities.get(what, (0, line))
+        self.oddities[what] = number + 1, first
 
     def span(self, start: int, stop: int) -> Iterator[Record]:
         """The lines of a JSONL file that begin in bytes [start, stop), numbered from 1.
@@ -191,13 +191,13 @@ class RecordReader:
                 yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
                 continue
             if line.endswith(b"\r"):
-                self._pass_over(CRLF, number)
+                self._count_oddity(CRLF, number)
                 line = line[:-1]
             if line.startswith(_BOM):  # on any line: joined files have one in the middle
-                self._pass_over(BOM, number)
+                self._count_oddity(BOM, number)
                 line = line.removeprefix(_BOM)
             if not line or line.isspace():
-                self._pass_over(BLANK, number)
+                self._count_oddity(BLANK, number)
             elif b"\0" in line:
                 yield Record(number, b"", NUL)
             else:
@@ -207,13 +207,13 @@ class RecordReader:
         number, rows, unpacked = 0, 1, 0
         self._position = lambda: self.size * number // rows if rows else self.size
         while number < rows:
-            rows, found = ask("data.files:unpack_parquet", Path(self.path), number)
+            rows, found = call_in_child("data.files:unpack_parquet", Path(self.path), number)
             for raw, problem in found:
                 number, unpacked = number + 1, unpacked + len(raw)
                 if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
                     what = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
                     raise UserError(f"{self.path}: {what}; if that is right, convert it to JSONL first")
-                yield _bounded(number, raw.encode(), problem)
+                yield _size_checked(number, raw.encode(), problem)
 
 
 # State of the child process between two questions, so that it need not start the file again: path, the next row, the
@@ -244,7 +244,7 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
     # The default pools reserve address space in advance, which would count against the process's memory limit.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
-        allow(os.stat(path).st_size)
+        raise_limits(os.stat(path).st_size)
         file, at, total, rows = _unpacking
         if (file, at) != (path, start) or not start:
             # pyarrow gets an open file, because it accepts no name that is not UTF-8. Without buffer_size it would
@@ -394,7 +394,7 @@ def first_byte(text: bytes) -> bytes:
     return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
 
 
-def foreign(head: bytes) -> str:
+def unsupported_type(head: bytes) -> str:
     """Detect unsupported file types.
 
     Args:
@@ -418,13 +418,13 @@ def foreign(head: bytes) -> str:
         return f"neither JSON nor parquet: its first line begins with {shown}; {_WANTED}"
     # Pretty-printed JSON has a first line such as `{` or `"messages": [`. A truncated row may end like that, too, but
     # then other lines are complete objects.
-    goes_on = lines[0].endswith((b"{", b"[", b",", b":"))
-    if goes_on and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
+    continues = lines[0].endswith((b"{", b"[", b",", b":"))
+    if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
         return "JSON whose first object takes several lines; write each row on one line (jq -c), or an array of rows"
     return ""
 
 
-def _bounded(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
+def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
     """A record, or a problem if it is longer than LONGEST_LINE."""
     if len(raw) > LONGEST_LINE:
         return Record(number, b"", _TOO_LONG.format(LONGEST_LINE), element)
@@ -435,6 +435,6 @@ def _elements(file: io.BufferedReader) -> Iterator[Record]:
     """The records of a JSON array. A syntax error becomes the last record: no element after it can be located."""
     try:
         for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
-            yield _bounded(line, raw, "", element)
+            yield _size_checked(line, raw, "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))

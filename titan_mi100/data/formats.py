@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.conversation import Message, answered, drop_keys, in_order, message_list, read_message, tool_list
+from titan_mi100.data.conversation import (
+    Message,
+    check_order,
+    drop_keys,
+    message_list,
+    read_message,
+    require_answer,
+    tool_list,
+)
 from titan_mi100.data.files import Record, read_records
 from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
@@ -85,7 +93,7 @@ class Format:
         return self.read(row)
 
 
-def content_hash(example: Example) -> bytes:
+def example_hash(example: Example) -> bytes:
     """A hash of 16 bytes. The order of keys does not matter; 1 and 1.0 differ, because templates render them so."""
     return hashlib.blake2b(_CANONICAL.encode(example).encode(), digest_size=16).digest()
 
@@ -185,13 +193,13 @@ def _turn(prompt: str, response: str) -> list[Message]:
 
 def _read_messages(record: dict[str, Any]) -> Example:
     messages = message_list(_column(record, "messages"), "messages")
-    return Example(answered(in_order(messages)), tool_list(record.get("tools")))
+    return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
 
 
 def _read_sharegpt(record: dict[str, Any]) -> Example:
     messages = message_list(_column(record, "conversations"), "conversations", _sharegpt_message)
     messages = _with_system(messages, record, "system")
-    return Example(answered(in_order(messages)), tool_list(record.get("tools")))
+    return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
 
 
 def _sharegpt_message(given: Any) -> Message:
@@ -244,7 +252,7 @@ def _read_prompt_completion(record: dict[str, Any]) -> Example:
     else:
         # Only the completion is learned, so assistant messages of the prompt get weight 0 (context=True).
         before = message_list(prompt, "prompt", functools.partial(read_message, context=True))
-        messages = in_order(before + answered(message_list(completion, "completion")))
+        messages = check_order(before + require_answer(message_list(completion, "completion")))
     return Example(messages, tool_list(record.get("tools")))
 
 

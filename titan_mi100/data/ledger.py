@@ -125,7 +125,7 @@ class Ledger:
         shown = np.sort(np.concatenate(examples))[:_SHOWN].tolist()
         lines = [f"{self.where(number)}: {self.reason(number)}" for number in shown]
         if (more := len(bad) - len(shown)) > 0:
-            lines.append(f"... and {more:,} more; {len(bad):,} bad rows in total ({_counted(counts, _SHOWN)})")
+            lines.append(f"... and {more:,} more; {len(bad):,} bad rows in total ({_top_kinds(counts, _SHOWN)})")
         if skippable:
             most = config.max_bad_rows
             lines.append(f"more than [data] max_bad_rows = {most} rows are bad; correct them or raise it")
@@ -142,7 +142,7 @@ class Ledger:
             of_status = np.flatnonzero(statuses == status)
             if not of_status.size or status == KEPT:
                 continue
-            reasons = _counted(self._count_kinds(of_status), 4)
+            reasons = _top_kinds(self._count_kinds(of_status), 4)
             if status == DUPLICATE:
                 left_out, train, validation = np.bincount(self.records["set"][of_status], minlength=len(_SETS)).tolist()
                 used = {"left out": left_out, "trained on again": train, "validation": validation}
@@ -192,7 +192,7 @@ class Ledger:
                 f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
         for what in (BLANK, CRLF, BOM):
-            if found := [(file.passed_over[what], file.path) for file in self._sources if what in file.passed_over]:
+            if found := [(file.oddities[what], file.path) for file in self._sources if what in file.oddities]:
                 [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
                 lines.append(f"{number:,} {what} were accepted, the first at {path}:{line}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
@@ -225,6 +225,6 @@ class Ledger:
             yield (*place, tokens, supervised, documents, reason)
 
 
-def _counted(kinds: Counter[str], most: int) -> str:
+def _top_kinds(kinds: Counter[str], most: int) -> str:
     """The `most` frequent kinds of reasons, with their counts."""
     return ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common(most) if kind)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.encode import marked
+from titan_mi100.data.encode import document_values
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts, SourceRows
 
@@ -16,7 +16,7 @@ _LENGTHS = (100, 500)  # shortest and longest random document in tokens; a docum
 
 def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0) -> PackedDataset:
     """Pack documents into rows, as preparation does. Args: documents: each (ids, supervised), two (tokens,) arrays."""
-    values = [marked(ids, supervised) for ids, supervised in documents]
+    values = [document_values(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)

@@ -26,9 +26,9 @@ from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, DataConfig
-from titan_mi100.data.cache import Stamp, content_hash, ready_folder, remembered
+from titan_mi100.data.cache import Stamp, cached_text, content_hash, open_or_build_folder
 from titan_mi100.data.encode import Chunk, Encoder, Source
-from titan_mi100.data.files import expand
+from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
 from titan_mi100.data.packing import Packing, pack_rows
@@ -112,7 +112,7 @@ def _fingerprint(tokenizer_path: str, cache: Path) -> str:
     """A tokenizer's fingerprint. Cached, because loading a tokenizer takes a second, and every rank asks."""
     contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
     depends = [contents, _CODE_HASH, *map(_version, _LIBRARIES)]
-    return remembered(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
+    return cached_text(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
 
 
 def _copy_ledger(ledger: Path, folder: Path) -> None:
@@ -137,7 +137,7 @@ def prepare_data(
         RefusedData: bad records, or nothing to train on. The refusal is stored until a file or a setting changes.
         UserError: a file cannot be read, or the cache cannot be written.
     """
-    files = expand([pattern.path for pattern in patterns(config)])
+    files = expand_patterns([pattern.path for pattern in patterns(config)])
     request = Request(config, files, tokenizer_path, chat_template, seq_len)
     cache = cache_folder(config)
 
@@ -150,7 +150,7 @@ def prepare_data(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         before = request.inputs(cache)
-        opened, cached = ready_folder(cache / before.key, partial(open_prepared, cache=cache), make, patience)
+        opened, cached = open_or_build_folder(cache / before.key, partial(open_prepared, cache=cache), make, patience)
         return replace(opened, cached=cached)
     except OSError as error:
         where = error.filename or cache
@@ -239,7 +239,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     records, sets = ledger.records, choose_sets(ledger, config)
 
     facts = None
-    refusal = ledger.refusal(config) or _nothing_left(request, ledger, sets) or _too_much_lost(ledger, config)
+    refusal = ledger.refusal(config) or _empty_set_problem(request, ledger, sets) or _lost_share_problem(ledger, config)
     if not refusal:
         counts, fingerprints, plan = _pack_sets(folder, sets, tokens, ledger, (request.seq_len, tokenizer.pad_token_id))
         np.save(folder / "documents.npy", tokens.starts)
@@ -247,7 +247,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in counts.items()]
         chosen = np.any([mask for name, mask in sets.items() if name.startswith("train")], axis=0)
-        enable_thinking, said_of_thinking = _thinking(ledger, chosen)
+        enable_thinking, thinking_lines = _thinking_default(ledger, chosen)
         facts = Facts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
@@ -258,7 +258,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             files=[source.path for source in sources],
             made_of=inputs.made_of,
             sets=counts,
-            summary=[*_read_as(sources, config), *ledger.summary(), *in_sets, *said_of_thinking],
+            summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
             warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings()],
             enable_thinking=enable_thinking,
             system_prompt=None if template is None else config.system_prompt,
@@ -363,7 +363,7 @@ def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, chosen: np.ndarray
     )
 
 
-def _nothing_left(request: Request, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
+def _empty_set_problem(request: Request, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
     config, sources = request.config, file_sources(request.config)
     empty = [name for name, chosen in sets.items() if not chosen.any()]
     for number, source in enumerate(sources):
@@ -381,13 +381,13 @@ def _nothing_left(request: Request, ledger: Ledger, sets: dict[str, np.ndarray])
     return ""
 
 
-def _too_much_lost(ledger: Ledger, config: DataConfig) -> str:
+def _lost_share_problem(ledger: Ledger, config: DataConfig) -> str:
     lines = [text for rows, _, text in ledger.lost() if rows > config.max_lost_share]
     limit = f"that is more than [data] max_lost_share = {config.max_lost_share} allows; 1 allows any share"
     return "\n".join([*lines, limit]) if lines else ""
 
 
-def _thinking(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
+def _thinking_default(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
     """`Facts.enable_thinking` by the majority of the rows to train on, and the line for the log about it."""
     votes = ledger.records["thinking"][chosen]
     without, with_it = int((votes < 0).sum()), int((votes > 0).sum())
@@ -416,7 +416,7 @@ def _supervised_bytes(chunk: Chunk, token_sizes: np.ndarray) -> np.ndarray:
     return np.add.reduceat(sizes, starts) if len(starts) else sizes
 
 
-def _read_as(sources: Sequence[Source], config: DataConfig) -> list[str]:
+def _format_lines(sources: Sequence[Source], config: DataConfig) -> list[str]:
     """Lines for the log: the files of each format, and the system prompt that is added."""
     by_format: dict[str, list[str]] = {}
     for source in sources:

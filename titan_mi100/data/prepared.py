@@ -29,7 +29,7 @@ from titan_mi100.data.packing import Packing
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace, sha256_of
 from titan_mi100.files.plain import parse_object, plain_path, read_plain
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 
 PADDING_ROW = -1  # index of a row without documents; such rows fill the last step of an epoch
 PADDING_DOCUMENT = -1  # document_ids of padding tokens
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 class Documents:
     """Tokenised documents, concatenated: document d is `values[starts[d]:starts[d + 1]]`."""
 
-    values: np.ndarray  # (tokens,) uint32, as made by encode.marked
+    values: np.ndarray  # (tokens,) uint32, as made by encode.document_values
     starts: np.ndarray  # (documents + 1,) int64
     origins: Origins | None = None  # None: synthetic, for a test or a benchmark
 
@@ -260,32 +260,32 @@ def open_prepared(folder: Path, cache: Path) -> Prepared:
     """
     try:
         meta = _read_meta(folder)
-        _unchanged(folder / "ledger.csv", meta, cache)
+        _verified_path(folder / "ledger.csv", meta, cache)
         if meta.facts is not None:
-            return _opened(folder, meta.facts, lambda name: _unchanged(folder / name, meta, cache))
+            return _open_files(folder, meta.facts, lambda name: _verified_path(folder / name, meta, cache))
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, RecursionError) as error:
         raise DamagedFolder(f"{folder}: is damaged: {error}") from None
     raise RefusedData(meta.refused, folder / "ledger.csv")
 
 
-def _opened(folder: Path, facts: Facts, unchanged: Callable[[str], Path]) -> Prepared:
-    """Memory-map the folder's arrays. Args: unchanged: checks a file by its name and returns its path."""
+def _open_files(folder: Path, facts: Facts, verified_path: Callable[[str], Path]) -> Prepared:
+    """Memory-map the folder's arrays. Args: verified_path: checks a file by its name and returns its path."""
 
     def load(name: str) -> np.ndarray:
-        return np.load(unchanged(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
+        return np.load(verified_path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
 
     def packed(name: str, fingerprint: str = "") -> SourceRows:
         packing = Packing(load(f"{name}_starts"), load(f"{name}_documents"))
         return SourceRows(name, PackedDataset(documents, packing, *shape), facts.sets[name], fingerprint)
 
-    values, shape = np.memmap(unchanged("tokens.bin"), np.uint32, mode="r"), (facts.seq_len, facts.pad_id)
+    values, shape = np.memmap(verified_path("tokens.bin"), np.uint32, mode="r"), (facts.seq_len, facts.pad_id)
     documents = Documents(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
     names, count = list(facts.sets), len(facts.fingerprints)
     train = list(map(packed, names[:count], facts.fingerprints))
     return Prepared(folder, train, list(map(packed, names[count:])), facts)
 
 
-def _unchanged(path: Path, meta: _Meta, cache: Path) -> Path:
+def _verified_path(path: Path, meta: _Meta, cache: Path) -> Path:
     """Return `path` if the file is as it was written. Raises OSError, ValueError: it is not."""
     if content_hash(plain_path(path), cache)[0] != meta.files.get(path.name):
         raise ValueError(f"{path.name} has changed")
@@ -297,7 +297,7 @@ def _read_meta(folder: Path) -> _Meta:
     meta = parse_object(read_plain(folder / _META), _META, "")
     if meta.pop("sha256", "") != _digest(meta) or meta.get("key") != folder.name:
         raise ValueError(f"{_META} has changed")
-    read: _Meta = checked(meta, _Meta, _META)
+    read: _Meta = validated(meta, _Meta, _META)
     if (read.facts is None) != bool(read.refused):
         raise ValueError(f"{_META} has facts and a refusal, or neither")
     return read

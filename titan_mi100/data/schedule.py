@@ -59,13 +59,13 @@ class Schedule:
     def source(self, place: int) -> int:
         """The source of the row at `place` of the schedule, from 0."""
         place %= self.period
-        self._work_out(place + 1)
+        self._compute_until(place + 1)
         return int(self._order[place])
 
     def count(self, source: int, places: int) -> int:
         """Rows of a source before place `places`."""
         periods, rest = divmod(places, self.period)
-        self._work_out(rest)
+        self._compute_until(rest)
         start = rest - rest % _BLOCK
         here = int(np.count_nonzero(self._order[start:rest] == source))
         return periods * self.shares[source] + self._before[rest // _BLOCK][source] + here
@@ -75,11 +75,11 @@ class Schedule:
         periods, rest = divmod(number, self.shares[source])
         low = rest * self.period // self.shares[source]  # the row's window, as in the class docstring
         high = min(-(-(rest + 1) * self.period // self.shares[source]), self.period)
-        self._work_out(high)
+        self._compute_until(high)
         found = np.flatnonzero(self._order[low:high] == source)
         return periods * self.period + low + int(found[rest - self.count(source, low)])
 
-    def _work_out(self, places: int) -> None:
+    def _compute_until(self, places: int) -> None:
         """Compute the order of the first `places` places. Locked, because several threads read rows."""
         if self._known >= places:
             return

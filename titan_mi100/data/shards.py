@@ -20,13 +20,23 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
-from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader, first_byte, foreign
+from titan_mi100.data.files import (
+    GZIP,
+    HEAD,
+    LONGEST_LINE,
+    PARQUET,
+    ZSTD,
+    Record,
+    RecordReader,
+    first_byte,
+    unsupported_type,
+)
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, expect, listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import HashingStream, sync
 from titan_mi100.files.plain import read_object
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.text.base import Tokenizer
 
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
@@ -63,7 +73,7 @@ class Plan:
         return unit.span[1] - unit.span[0] if unit.span else sum(self.sizes[unit.first : unit.stop])
 
 
-def cut(files: Sequence[str], sizes: Sequence[int], is_text: bool) -> list[Unit]:
+def cut_into_units(files: Sequence[str], sizes: Sequence[int], is_text: bool) -> list[Unit]:
     """Cut the input into units: byte ranges of JSONL files, whole files of other types, several text files together.
 
     The size of a unit depends on the input only, never on the machine, so that all machines use the same units.
@@ -102,7 +112,7 @@ def _is_jsonl(file: str) -> bool:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     if head.startswith((GZIP, ZSTD, PARQUET)):
         return False
-    if reason := foreign(head):
+    if reason := unsupported_type(head):
         raise UserError(f"{file}: is {reason}; if each file is a document, use --format text")
     return first_byte(head) != b"["
 
@@ -127,13 +137,13 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     if found.pop("plan", "") != key:
         raise UserError(f"{path}: was made with another plan; name another --output_dir")
     try:
-        shard: Shard = checked(found, Shard)
+        shard: Shard = validated(found, Shard)
     except ValueError as error:
         raise UserError(f"{path}: {error}; {remedy}") from None
     return shard
 
 
-def damage(folder: Path, number: int, shard: Shard) -> str:
+def find_damage(folder: Path, number: int, shard: Shard) -> str:
     """Compare all files of a shard with their hashes. Returns the first damage found, "" if there is none."""
     for suffix, digest in shard.sha256.items():
         path = shard_path(folder, number, suffix)
@@ -150,7 +160,7 @@ def damage(folder: Path, number: int, shard: Shard) -> str:
 
 
 @contextmanager
-def part_of(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing under a temporary name. On success it is synced and renamed to `path`, else removed."""
     with _open_part(path) as file:
         part = Path(file.name)
@@ -164,23 +174,25 @@ def part_of(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_part(path: Path) -> BinaryIO:
-    """Open and lock a temporary file. The lock tells `remove_parts` that its writer is alive."""
+    """Open and lock a temporary file. The lock tells `remove_temporary_files` that its writer is alive."""
     while True:
         file = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part").open("wb")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_nlink:  # 0: another process's remove_parts removed it before it was locked
+        if os.fstat(
+            file.fileno()
+        ).st_nlink:  # 0: another process's remove_temporary_files removed it before it was locked
             return file
         file.close()
 
 
-def write_part(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a small file of a corpus atomically."""
-    with part_of(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 
-def remove_parts(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files that killed processes left. Files of living writers are locked, and stay."""
     for part in folder.rglob("*.part"):
         with suppress(OSError), part.open("rb") as file:
@@ -200,7 +212,7 @@ class _Counts:
         # Input lines; UTF-8 bytes of the documents; rows left out by kind; lines of bad.jsonl.
         self.lines, self.text_bytes, self.bad, self.rows = 0, 0, Counter[str](), list[str]()
 
-    def leave_out(self, file: int, line: int, bad: BadRecord) -> None:
+    def reject(self, file: int, line: int, bad: BadRecord) -> None:
         """Count a row that is left out. Blank rows are counted only, since corpora contain many."""
         self.bad[bad.kind] += 1
         if bad.kind != BLANK:
@@ -221,13 +233,13 @@ def make_shard(
     Raises:
         UserError: a file cannot be read, or it changes while it is read.
     """
-    # place: position of the next token in the shard; said: bytes of input reported to `progress` so far
-    unit, counts, origins, place, said = plan.units[number], _Counts(), list[tuple[int, int]](), 0, 0
+    # place: position of the next token in the shard; reported: bytes of input passed to `progress` so far
+    unit, counts, origins, place, reported = plan.units[number], _Counts(), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
     with (
-        part_of(shard_path(folder, number, "bin")) as values_file,
-        part_of(shard_path(folder, number, "origins.npy")) as origins_file,
+        atomic_file(shard_path(folder, number, "bin")) as values_file,
+        atomic_file(shard_path(folder, number, "origins.npy")) as origins_file,
     ):
         out, origins_out = HashingStream(values_file), HashingStream(origins_file)
         for documents in _batches(_documents(plan, unit, counts)):
@@ -241,17 +253,17 @@ def make_shard(
             # An estimate: the text of a compressed file exceeds its size, hence min. The last 5% are added at the end.
             share = min(1.0, counts.text_bytes / max(1, plan.bytes_of(unit)))
             now = int(share * plan.bytes_of(unit) * 0.95)
-            progress(now - said, out.size // VALUE.itemsize - written)
-            said = now
+            progress(now - reported, out.size // VALUE.itemsize - written)
+            reported = now
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
-    write_part(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
+    write_atomically(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(place, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
-    write_part(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
-    progress(plan.bytes_of(unit) - said, 0)
+    write_atomically(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
+    progress(plan.bytes_of(unit) - reported, 0)
     return shard
 
 
@@ -282,7 +294,7 @@ def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Coun
     try:
         ids = tokenizer.encode(document.text)
     except UserError as error:
-        counts.leave_out(document.origin >> 32, document.origin % 2**32, BadRecord("cannot be tokenised", str(error)))
+        counts.reject(document.origin >> 32, document.origin % 2**32, BadRecord("cannot be tokenised", str(error)))
         return np.zeros(0, VALUE)
     counts.text_bytes += len(document.text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]
@@ -300,14 +312,14 @@ def _documents(plan: Plan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
             try:
                 yield _Document(origin(file, 1), _read_text(path))
             except BadRecord as bad:
-                counts.leave_out(file, 1, bad)
+                counts.reject(file, 1, bad)
             continue
         reader = RecordReader(path)
         for record in reader.span(*unit.span) if unit.span else reader:
             try:
                 yield _Document(origin(file, record.number), _text_of(record, plan.text_column))
             except BadRecord as bad:
-                counts.leave_out(file, record.number, bad)
+                counts.reject(file, record.number, bad)
         counts.lines = reader.line
 
 

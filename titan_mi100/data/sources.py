@@ -41,7 +41,7 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
                 raise UserError(f"{source.path[0]}: {what}; prepare it again with model.tokenizer_path")
             (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
             validation += own_validation
-            facts = own_facts if facts is None else _added(facts, own_facts)
+            facts = own_facts if facts is None else _merged_facts(facts, own_facts)
         train.append(replace(opened, name=source.name, weight=source.weight, epochs=source.epochs))
     if config.validation_path:
         validation.append(held_out[set_name("validation", HELD_OUT, len(of_files))])
@@ -90,7 +90,7 @@ def _open_corpus(
     return found, facts
 
 
-def _added(facts: Facts, more: Facts) -> Facts:
+def _merged_facts(facts: Facts, more: Facts) -> Facts:
     """Merge the facts of two sources. tokenizer, seq_len and pad_id are the same in both."""
     return replace(
         facts,

@@ -14,12 +14,12 @@ from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import allow, limit
+from titan_mi100.files.child import limit, raise_limits
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
 _ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
-# Memory and time granted per byte of a record, as a multiple of what `child.allow` grants per byte of a file: rendering
-# and tokenising take much more than reading.
+# Memory and time granted per byte of a record, as a multiple of what `child.raise_limits` grants per byte of a file:
+# rendering and tokenising take much more than reading.
 _ALLOWED = 64
 
 
@@ -36,13 +36,13 @@ def tokenise(
     Raises:
         UserError: a file cannot be read, or a worker process was killed.
     """
-    chunks = _read(sources, progress)
+    chunks = _read_chunks(sources, progress)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
     # Forked, so that all workers share the tokenizer's tables in memory. Forking a process with threads is safe here,
     # because the workers run no torch code, only Python and the tokenizer.
     context = multiprocessing.get_context("fork")
     state = (encoder, [source.format for source in sources], os.getpid())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=state)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=state)
     try:
         waiting: deque[Future[Chunk]] = deque()
         for file, records in chunks:
@@ -65,10 +65,10 @@ def tokenise(
         pool.shutdown(cancel_futures=True)
 
 
-def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterator[tuple[int, list[Record]]]:
+def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterator[tuple[int, list[Record]]]:
     """Read all files in the parent process. Yields (index of the source, records of a chunk)."""
     for file, source in enumerate(sources):
-        reader, said = RecordReader(source.path), 0
+        reader, reported = RecordReader(source.path), 0
         records: list[Record] = []
         size = 0
         for record in reader:
@@ -77,18 +77,18 @@ def _read(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterato
             if size >= _CHUNK_BYTES or len(records) >= _CHUNK_RECORDS:
                 yield file, records
                 records, size = [], 0
-                progress(reader.consumed - said)
-                said = reader.consumed
+                progress(reader.consumed - reported)
+                reported = reader.consumed
         if records:
             yield file, records
-        progress(source.bytes - said)
-        source.passed_over.update(reader.passed_over)
+        progress(source.bytes - reported)
+        source.oddities.update(reader.oddities)
 
 
 _state: tuple[Encoder, list[Format]]  # of a worker process
 
 
-def _start(encoder: Encoder, formats: list[Format], parent: int) -> None:
+def _init_worker(encoder: Encoder, formats: list[Format], parent: int) -> None:
     """Initialise a worker process."""
     global _state
     _state = encoder, formats
@@ -108,5 +108,5 @@ def follow_parent(parent: int) -> None:
 def _work_in_process(file: int, records: list[Record]) -> Chunk:
     encoder, formats = _state
     limit()
-    allow(_ALLOWED * sum(len(record.raw) + 512 for record in records))
+    raise_limits(_ALLOWED * sum(len(record.raw) + 512 for record in records))
     return encode_records(encoder, formats[file], file, records)

@@ -33,11 +33,11 @@ _HARM = "it is damaged, or was made to do harm"
 _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
 _limited = False  # whether `limit` was called in this process (the child, or a tokenising worker)
-# Bytes granted by `allow` since `limit` was called; CPU seconds and memory of the process when `limit` was called.
+# Bytes granted by `raise_limits` since `limit` was called; CPU seconds and memory of the process at that time.
 _granted, _began, _held = 0, 0, 0
 
 
-def ask(function: str, path: Path, *arguments: Any) -> Any:
+def call_in_child(function: str, path: Path, *arguments: Any) -> Any:
     """Run a function of this package in the child process.
 
     Args:
@@ -113,13 +113,13 @@ def end() -> None:
     _process = None
 
 
-def _forget() -> None:
+def _forget_child() -> None:
     """After a fork, in the new process: forget the child, which belongs to the parent."""
     global _process, _lock
     _process, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_child)
 
 
 def serve() -> None:
@@ -166,13 +166,13 @@ def _most_memory() -> int:
 
 
 def limit() -> None:
-    """Limit the memory and CPU time of this process from now on; `allow` raises the limits."""
+    """Limit the memory and CPU time of this process from now on; `raise_limits` raises the limits."""
     global _limited, _granted, _began, _held
     _limited, _granted, _began, _held = True, 0, int(time.process_time()), _memory(5)
-    allow(0)
+    raise_limits(0)
 
 
-def allow(size: int) -> None:
+def raise_limits(size: int) -> None:
     """Raise the limits by what parsing `size` bytes may need. Does nothing in a process without limits."""
     global _granted
     if not _limited:

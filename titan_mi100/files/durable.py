@@ -147,7 +147,7 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         # With the host's name, because locks may not work across nodes: only this host's leftovers are removed.
         prefix = f".{final.name}.{socket.gethostname()}."
         for left in final.parent.glob(f"{glob.escape(prefix)}*{_INCOMPLETE}"):
-            _remove_if_left(left)
+            _remove_if_abandoned(left)
         if (free := shutil.disk_usage(final.parent).free) < nbytes:
             raise OSError(errno.ENOSPC, f"needs {nbytes / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free")
         aside = final.with_name(f"{prefix}{uuid.uuid4().hex[:12]}{_INCOMPLETE}")
@@ -174,7 +174,7 @@ def atomic_output_folder(final: Path, nbytes: int = 0) -> Iterator[Path]:
         os.close(lock)
 
 
-def remove_left(path: Path) -> None:
+def remove_any(path: Path) -> None:
     """Remove a file or folder of any type. Raises OSError. rmtree alone would open a pipe, and wait forever."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -182,10 +182,10 @@ def remove_left(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_if_left(aside: Path) -> None:
+def _remove_if_abandoned(aside: Path) -> None:
     """Remove a temporary folder unless its writer is alive, which then holds the lock on it."""
     if aside.is_symlink() or not aside.is_dir():
-        remove_left(aside)
+        remove_any(aside)
         return
     lock = os.open(aside, os.O_RDONLY)
     with suppress(OSError):

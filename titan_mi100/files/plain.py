@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 
 MIB = 1 << 20
 LARGEST_CONFIG = 16 * MIB  # of a config; the largest real one known is a tokenizer_config.json of 1 MiB
@@ -100,13 +100,13 @@ def refuse_code(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_checked(path: Path, kind: Any, remedy: str) -> Any:
-    """Read a JSON object and check it. Args: kind: a dataclass or TypedDict, see schema.checked.
+    """Read a JSON object and check it. Args: kind: a dataclass or TypedDict, see schema.validated.
 
     Raises:
         UserError: from `read_object`; or a key is missing or unknown, or its value has a wrong type.
     """
     try:
-        return checked(read_object(path, remedy), kind)
+        return validated(read_object(path, remedy), kind)
     except ValueError as error:
         text = str(error)
         raise UserError(text if isinstance(error, UserError) else f"{path}: {text}; {remedy}") from None

@@ -11,7 +11,7 @@ _LONGEST = 1 << 20  # characters of a text, entries of a list or object
 _WORDS = {int: "a whole number from 0 below 2^63", float: "a finite number", bool: "true or false"}
 
 
-def checked(value: Any, kind: Any, where: str = "") -> Any:
+def validated(value: Any, kind: Any, where: str = "") -> Any:
     """Convert a value that was decoded from JSON to the type `kind`, and check it.
 
     Args:
@@ -30,20 +30,20 @@ def checked(value: Any, kind: Any, where: str = "") -> Any:
         return value
     if origin in (Union, types.UnionType):  # only `X | None` is used
         others = [option for option in arguments if option is not type(None)]
-        return None if value is None and others != [*arguments] else checked(value, others[0], where)
+        return None if value is None and others != [*arguments] else validated(value, others[0], where)
     if is_dataclass(kind) or is_typeddict(kind):
         return _with_keys(value, kind, where)
     if origin is dict:
         content = _sized(value, dict, "an object", where)
-        return {key: checked(item, arguments[1], _below(where, key)) for key, item in content.items()}
+        return {key: validated(item, arguments[1], _below(where, key)) for key, item in content.items()}
     if origin in (list, tuple):
         content = _sized(value, list, "a list", where)
         if origin is list or arguments[-1] is ...:
-            return origin(checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(content))
+            return origin(validated(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(content))
         if len(content) != len(arguments):
             raise ValueError(f"{where} must be a list of {len(arguments)}, not of {len(content)}")
         pairs = zip(content, arguments, strict=True)
-        return tuple(checked(item, own, f"{where}[{i}]") for i, (item, own) in enumerate(pairs))
+        return tuple(validated(item, own, f"{where}[{i}]") for i, (item, own) in enumerate(pairs))
     if kind is str:
         return _sized(value, str, "a text", where)
     if kind is float and type(value) is int and abs(value) < 2**63:  # JSON writers may drop the ".0"
@@ -65,7 +65,7 @@ def _with_keys(value: Any, kind: Any, where: str) -> Any:
         # An unknown key is refused, not ignored: a newer version may have written it with a meaning.
         if names:
             raise ValueError(f"{where or 'it'} {what} {some(sorted(names))}")
-    found = {key: checked(item, hints[key], _below(where, key)) for key, item in content.items()}
+    found = {key: validated(item, hints[key], _below(where, key)) for key, item in content.items()}
     return kind(**found)
 
 

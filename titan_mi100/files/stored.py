@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import SECONDS, TOO_MUCH, ask
+from titan_mi100.files.child import SECONDS, TOO_MUCH, call_in_child
 from titan_mi100.files.plain import open_plain
 from titan_mi100.files.tables import BYTES, Table
 
@@ -68,7 +68,7 @@ class StoredTensors:
         places = [[begin, about] for (_, _, _, begin, about), _, _ in wanted]
         if self._zipped and wanted:
             zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in wanted]
-            places, seconds = ask("files.tables:read_parts", self.folder, zips)
+            places, seconds = call_in_child("files.tables:read_parts", self.folder, zips)
             self._seconds = max(0.0, self._seconds + seconds - len(zips) * _USUAL)
             if self._seconds > SECONDS:  # each part may stay below the child's limit, but not all together
                 raise UserError(f"{self.folder}: {TOO_MUCH}; get it again from a source that you trust")
@@ -110,12 +110,12 @@ class StoredTensors:
 
 def open_hf(folder: Path) -> StoredTensors:
     """Open an HF folder. This and the next three raise UserError: a file is missing, damaged or hostile."""
-    return StoredTensors(folder, ask("files.tables:read_hf", folder))
+    return StoredTensors(folder, call_in_child("files.tables:read_hf", folder))
 
 
 def open_safetensors(file: Path) -> StoredTensors:
     """Open one safetensors file."""
-    return StoredTensors(file.parent, ask("files.tables:read_safetensors", file))
+    return StoredTensors(file.parent, call_in_child("files.tables:read_safetensors", file))
 
 
 def open_dcp(folder: Path, files: Iterable[str] | None = None) -> StoredTensors:
@@ -124,10 +124,12 @@ def open_dcp(folder: Path, files: Iterable[str] | None = None) -> StoredTensors:
     Args:
         files: the file names that its metadata may refer to (those of a manifest); None: any name in the folder.
     """
-    table, others = ask("files.tables:read_dcp", folder / ".metadata", None if files is None else sorted(files))
+    table, others = call_in_child(
+        "files.tables:read_dcp", folder / ".metadata", None if files is None else sorted(files)
+    )
     return StoredTensors(folder, table, others, zipped=True)
 
 
 def open_torch(file: Path) -> StoredTensors:
     """Open a file of torch.save that holds a dict of tensors, at top level or under one of tables.STATE_DICTS."""
-    return StoredTensors(file.parent, ask("files.tables:read_torch", file))
+    return StoredTensors(file.parent, call_in_child("files.tables:read_torch", file))

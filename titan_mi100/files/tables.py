@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import TOO_MUCH, allow
+from titan_mi100.files.child import TOO_MUCH, raise_limits
 from titan_mi100.files.plain import MIB, is_plain_name, open_plain, read_object
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.wording import shortened, shown, some
 
 Table = dict[str, list[Any]]
@@ -88,10 +88,10 @@ def read_safetensors(file: str) -> Table:
     Layout: 8 bytes with the header's length (little-endian), the header in JSON, then the values.
     """
     path = Path(file)
-    with _refusing(path, "not a complete safetensors file", "download it again"), open_plain(path) as opened:
-        length, size = _little(opened.read(8)), os.fstat(opened.fileno()).st_size
-        header = json.loads(_taken(opened, 8, length, size).decode(), object_pairs_hook=_unique)
-        checked(header.pop("__metadata__", {}), dict[str, str], "__metadata__")
+    with _as_user_error(path, "not a complete safetensors file", "download it again"), open_plain(path) as opened:
+        length, size = _from_little_endian(opened.read(8)), os.fstat(opened.fileno()).st_size
+        header = json.loads(_read_bounded(opened, 8, length, size).decode(), object_pairs_hook=_unique)
+        validated(header.pop("__metadata__", {}), dict[str, str], "__metadata__")
         end, table = 8 + length, {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, (begin, stop) = _shape(entry["shape"]), entry["data_offsets"]
@@ -99,7 +99,7 @@ def read_safetensors(file: str) -> Table:
                 what = f"{shortened(name)} has dtype {shown(entry['dtype'])}, which cannot be trained"
                 raise UserError(f"{path}: {what}; use bfloat16")
             fits = 8 + length + begin == end and stop - begin == math.prod(shape) * BYTES[dtype]
-            if not _natural(begin, stop) or not fits:
+            if not _are_sizes(begin, stop) or not fits:
                 raise ValueError(f"{name} has too few or too many bytes, or does not begin where the one before ends")
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, end, None]]]
             end += stop - begin
@@ -183,7 +183,7 @@ class _Unpickler(pickle.Unpickler):
         return _Object(pid)
 
 
-def _state(made: Any, kind: str) -> Any:
+def _fields_of(made: Any, kind: str) -> Any:
     """The fields of an inert object. Raises TypeError: it is not of class `kind`, or has unknown fields."""
     if type(made).__name__ != kind or not isinstance(made, _Object):
         raise TypeError(f"holds a {type(made).__name__} instead of a {kind}")
@@ -193,7 +193,7 @@ def _state(made: Any, kind: str) -> Any:
     return made.state
 
 
-def _called(made: Any, *names: str) -> tuple[Any, ...]:
+def _call_arguments(made: Any, *names: str) -> tuple[Any, ...]:
     """The arguments of a call in the pickle. Raises TypeError: it calls none of `names`."""
     if not isinstance(made, _Object) or type(made).__name__ not in names or made.state is not None:
         raise TypeError(f"holds a {type(made).__name__} instead of {' or '.join(names)}")
@@ -202,7 +202,7 @@ def _called(made: Any, *names: str) -> tuple[Any, ...]:
 
 def _size(made: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
-    (numbers,) = _called(made, "Size")
+    (numbers,) = _call_arguments(made, "Size")
     return tuple(_shape(numbers))
 
 
@@ -212,17 +212,17 @@ def _dtype(kind: Any) -> str:
     return kind.__name__
 
 
-def _little(content: bytes) -> int:
+def _from_little_endian(content: bytes) -> int:
     return int.from_bytes(content, "little")
 
 
-def _natural(*numbers: Any) -> bool:
+def _are_sizes(*numbers: Any) -> bool:
     return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
 
 
 def _shape(numbers: Any) -> list[int]:
     """The numbers as a list. Raises ValueError: numpy and torch cannot have this shape."""
-    fits = type(numbers) in (list, tuple) and len(numbers) <= _MOST_DIMS and _natural(*numbers)
+    fits = type(numbers) in (list, tuple) and len(numbers) <= _MOST_DIMS and _are_sizes(*numbers)
     if not fits or math.prod(number or 1 for number in numbers) >= 2**59:  # with 8 bytes each, 2^62 bytes
         raise ValueError("has an impossible size")
     return list(numbers)
@@ -239,11 +239,11 @@ def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
         files: the file names that the metadata may refer to (those of a manifest); None: any name in the folder.
     """
     path = Path(file)
-    with _refusing(path), open_plain(path) as opened:
+    with _as_user_error(path), open_plain(path) as opened:
         if files is not None and path.name not in files:
             raise ValueError("the manifest does not name it")
         size = os.fstat(opened.fileno()).st_size
-        metadata = _state(_Unpickler(io.BytesIO(_taken(opened, 0, size, size))).load(), "Metadata")
+        metadata = _fields_of(_Unpickler(io.BytesIO(_read_bounded(opened, 0, size, size))).load(), "Metadata")
         places = _places(path.parent, metadata["storage_data"], files)
         table: Table = {}
         others = []
@@ -253,20 +253,20 @@ def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
             if type(entry).__name__ == "BytesStorageMetadata":
                 others.append(name)
                 continue
-            fields = _state(entry, "TensorStorageMetadata")
-            dtype, layout, *_ = _state(fields["properties"], "TensorProperties")
-            if _called(layout, "_get_layout") != ("torch.strided",):
+            fields = _fields_of(entry, "TensorStorageMetadata")
+            dtype, layout, *_ = _fields_of(fields["properties"], "TensorProperties")
+            if _call_arguments(layout, "_get_layout") != ("torch.strided",):
                 raise ValueError(f"{name!r} is not a dense tensor")
             shape = _size(fields["size"])
             parts: list[list[Any]] = []
             for chunk in fields["chunks"]:
-                box = _state(chunk, "ChunkStorageMetadata")
+                box = _fields_of(chunk, "ChunkStorageMetadata")
                 offset, sizes = _size(box["offsets"]), _size(box["sizes"])
                 place = places.get((name, offset))
                 if place is None or math.prod(sizes) * BYTES[_dtype(dtype)] > place[2]:
                     raise ValueError(f"{name!r} is larger than its stored bytes")
                 parts.append([offset, sizes, *place])
-            if not _fill([(part[0], part[1]) for part in parts], shape):
+            if not _fills_exactly([(part[0], part[1]) for part in parts], shape):
                 raise ValueError(f"the parts of {name!r} overlap or leave gaps")
             table[name] = [_dtype(dtype), shape, parts]
     return table, others
@@ -276,14 +276,14 @@ def _places(folder: Path, storage: Any, files: list[str] | None) -> dict[tuple[s
     """(tensor name, offset) -> (file, first byte, number of bytes) of each part."""
     places, size_of = {}, {}
     for index, info in storage.items():
-        at, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        at, where = _fields_of(index, "MetadataIndex"), _fields_of(info, "_StorageInfo")
         file, begin, length = where["relative_path"], where["offset"], where["length"]
         if not is_plain_name(file) or (files is not None and file not in files):
             raise ValueError(f"names {file!r}, which is not one of the checkpoint's files")
         if file not in size_of:
             with open_plain(folder / file) as opened:
                 size_of[file] = os.fstat(opened.fileno()).st_size
-        if not _natural(begin, length) or begin + length > size_of[file]:
+        if not _are_sizes(begin, length) or begin + length > size_of[file]:
             raise ValueError(f"{at['fqn']!r} lies outside {file!r}")
         if where.get("transform_descriptors"):
             raise ValueError(f"{at['fqn']!r} is stored transformed, which is not supported")
@@ -291,7 +291,7 @@ def _places(folder: Path, storage: Any, files: list[str] | None) -> dict[tuple[s
     return places
 
 
-def _fill(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+def _fills_exactly(boxes: list[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
     """Whether boxes (offset, size) fill the shape without gaps and without overlaps."""
     # If all boxes are inside and their volumes sum up to the shape's, there is a gap only if two boxes overlap.
     inside = all(
@@ -322,10 +322,10 @@ def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], f
     found, started = [], time.process_time()
     for file, begin, length, dtype, shape in wanted:
         path = Path(folder) / file
-        with _refusing(path), open_plain(path) as opened:
+        with _as_user_error(path), open_plain(path) as opened:
             before = begin % mmap.ALLOCATIONGRANULARITY
             with mmap.mmap(opened.fileno(), before + length, access=mmap.ACCESS_READ, offset=begin - before) as part:
-                *kind, strides, first = _tensor(*_saved(part, before))
+                *kind, strides, first = _tensor(*_load_torch_zip(part, before))
             if kind != [dtype, shape]:
                 raise ValueError(f"holds a {kind}, but the metadata says {[dtype, shape]}")
             found.append([begin - before + first, strides])
@@ -338,9 +338,9 @@ def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], f
 def read_torch(file: str) -> Table:
     """The tensors of a file of `torch.save`: a dict of tensors, at top level or under one of STATE_DICTS."""
     path = Path(file)
-    with _refusing(path), open_plain(path) as opened:
+    with _as_user_error(path), open_plain(path) as opened:
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            content, records = _saved(mapped)
+            content, records = _load_torch_zip(mapped)
         if not isinstance(content, dict):
             raise TypeError(f"holds a {type(content).__name__}, not a dict of tensors")
         found = next((content[key] for key in STATE_DICTS if isinstance(content.get(key), dict)), content)
@@ -361,12 +361,12 @@ def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[i
     Args: made: a call of `_rebuild_tensor_v2` and the like; records: storage key -> (first byte, bytes).
     """
     if type(made).__name__ == "_rebuild_parameter":
-        made = _called(made, "_rebuild_parameter")[0]
-    storage, offset, shape, strides, _, _, *more = _called(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
-    ((_, kind, key, *_),) = _called(storage, "_Object")
+        made = _call_arguments(made, "_rebuild_parameter")[0]
+    storage, offset, shape, strides, _, _, *more = _call_arguments(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+    ((_, kind, key, *_),) = _call_arguments(storage, "_Object")
     dtype = _STORAGES.get(kind.__name__.removesuffix("Storage")) or _dtype(more.pop(0))
     shape, strides = (list(_size(numbers) if isinstance(numbers, _Object) else numbers) for numbers in (shape, strides))
-    if any(more) or not _natural(offset, *_shape(shape), *strides) or len(shape) != len(strides):
+    if any(more) or not _are_sizes(offset, *_shape(shape), *strides) or len(shape) != len(strides):
         raise ValueError("holds a tensor of a kind that no checkpoint needs")
     begin, length = records[key]
     if not (count := math.prod(shape)):
@@ -379,7 +379,7 @@ def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[i
     return dtype, shape, strides, begin + offset * BYTES[dtype]
 
 
-def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _load_torch_zip(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, int]]]:
     """Load the pickle of a zip of `torch.save`. Returns it as inert objects, and (first byte, bytes) per storage.
 
     Args:
@@ -395,9 +395,9 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
     size, tail, records, folders = len(file), file[-98:], {}, set()
     # The end record of a zip without comment has 22 bytes; bytes -6 to -2 hold the offset of the central directory.
     # Before it, a zip64 has a record with 64-bit numbers (56 bytes) and a locator (20 bytes, "PK\6\7").
-    directory, moved = _little(tail[-6:-2]), False
+    directory, moved = _from_little_endian(tail[-6:-2]), False
     if tail[-42:-38] == b"PK\x06\x07":
-        directory, moved = _little(tail[-50:-42]), _little(tail[-34:-26]) != size - 98 - start
+        directory, moved = _from_little_endian(tail[-50:-42]), _from_little_endian(tail[-34:-26]) != size - 98 - start
     if archive.comment or moved or start + directory != archive.start_dir:
         raise ValueError("is a zip that torch.save did not write")
     for entry in entries:
@@ -405,7 +405,9 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
             raise ValueError("is compressed, which torch.save never does")
         file.seek(entry.header_offset)
         header = file.read(30)  # the local header; it ends with the lengths of the name and of the extra field
-        begin = entry.header_offset + len(header) + _little(header[26:28]) + _little(header[28:])
+        begin = (
+            entry.header_offset + len(header) + _from_little_endian(header[26:28]) + _from_little_endian(header[28:])
+        )
         if begin + entry.file_size > size:
             raise ValueError("claims more bytes than it has")
         folder, _, name = entry.orig_filename.partition("/")  # the name as stored; `filename` is cut at a NUL
@@ -413,23 +415,23 @@ def _saved(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tuple[int, i
         records[name.lower()] = begin, entry.file_size  # torch.load ignores the case of names
     if len(records) != len(entries) or len(folders) != 1:
         raise ValueError("is a zip that torch.save did not write")
-    if "byteorder" in records and _taken(file, *records["byteorder"], size) != sys.byteorder.encode():
+    if "byteorder" in records and _read_bounded(file, *records["byteorder"], size) != sys.byteorder.encode():
         raise ValueError("was written on a machine of the other byte order")
-    unpickler = _Unpickler(io.BytesIO(_taken(file, *records["data.pkl"], size)))
+    unpickler = _Unpickler(io.BytesIO(_read_bounded(file, *records["data.pkl"], size)))
     return unpickler.load(), {name[5:]: place for name, place in records.items() if name.startswith("data/")}
 
 
-def _taken(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> bytes:
+def _read_bounded(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> bytes:
     """Read bytes to be parsed, and raise this process's limits accordingly. Raises ValueError: an impossible length."""
     if length > _LARGEST or begin + length > size:
         raise ValueError(f"claims a header of {length:,} bytes, more than any real file has")
-    allow(length)
+    raise_limits(length)
     file.seek(begin)
     return file.read(length)
 
 
 @contextmanager
-def _refusing(path: Path, what: str = "cannot be read safely", remedy: str = "") -> Iterator[None]:
+def _as_user_error(path: Path, what: str = "cannot be read safely", remedy: str = "") -> Iterator[None]:
     """Turn any exception that a truncated, damaged or hostile file causes into a UserError."""
     try:
         yield

@@ -77,7 +77,7 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
             rows.append((where, read(parse_record(record))))
         except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
-    for what, (number, line) in reader.passed_over.items():
+    for what, (number, line) in reader.oddities.items():
         print(f"WARNING {number:,} {what} were accepted, the first at {path}:{line}", file=sys.stderr)
     return rows
 

@@ -24,7 +24,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
 from titan_mi100.wording import printable, shortened, some, with_level
 
@@ -55,7 +55,7 @@ class Model:
 
     Args:
         path: of the model.
-        adapter: a LoRA adapter to merge into it, see adapter.merged; "": none.
+        adapter: a LoRA adapter to merge into it, see adapter.merged_source; "": none.
         tokenizer_path: another tokenizer and chat template than those in the model's folder; "": those.
 
     Raises:
@@ -66,7 +66,7 @@ class Model:
         source = open_source(path)
         if source.lora is not None:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
-        source = merged(source, adapter) if adapter else source
+        source = merged_source(source, adapter) if adapter else source
         if source.spec is None:
             raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype

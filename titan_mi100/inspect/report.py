@@ -42,7 +42,7 @@ _FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
 _MARKS = {"\n": "↵", "\t": "⇥"}
-_OURS = set("↵⇥⟨⟩⟦⟧")  # marks of the views; the same characters in the data are shown as ⟨U+...⟩
+_VIEW_MARKS = set("↵⇥⟨⟩⟦⟧")  # marks of the views; the same characters in the data are shown as ⟨U+...⟩
 
 
 # --- the command's options ---
@@ -87,7 +87,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         lines = _ledger_lines(refused.ledger, options.where) if options.where else []
         reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
-    source = _chosen(data.validation if options.validation else data.sources, options.source)
+    source = _choose_source(data.validation if options.validation else data.sources, options.source)
     dataset, counts = source.rows, source.counts
     name += f" of {source.name}" if options.source else ""
     if not isinstance(dataset, PackedDataset):
@@ -119,7 +119,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _chosen(sources: Sequence[SourceRows], name: str) -> SourceRows:
+def _choose_source(sources: Sequence[SourceRows], name: str) -> SourceRows:
     """The source that --source names, or the only one. Raises UserError: there is no such source."""
     if not sources:
         raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
@@ -233,7 +233,7 @@ def _readable(spelled: bytes) -> str:
 
 def visible(text: str) -> str:
     """The text with invisible and control characters (except spaces) replaced by marks such as ↵ or ⟨U+001B⟩."""
-    hidden = {char for char in text if not char.isprintable() or char in _OURS}
+    hidden = {char for char in text if not char.isprintable() or char in _VIEW_MARKS}
     return text.translate({ord(char): _MARKS.get(char, f"⟨U+{ord(char):04X}⟩") for char in hidden})
 
 

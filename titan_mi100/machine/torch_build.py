@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.wording import shortened
 
 PATIENCE = 120.0  # seconds; importing torch from a slow network file system takes half of that
@@ -100,7 +100,7 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
     lines = done.stdout.decode(errors="replace").splitlines()
     answer = next((line.removeprefix(_MARK) for line in reversed(lines) if line.startswith(_MARK)), "")
     try:
-        found: Torch = checked(json.loads(answer), Torch)
+        found: Torch = validated(json.loads(answer), Torch)
     except ValueError:
         return replace(known, problem=_last_words(done))
     return replace(found, blas_archs=known.blas_archs)

@@ -14,7 +14,7 @@ from titan_mi100.certificate.form import (
 )
 from titan_mi100.certificate.verdicts import FAIL, ranking, verdicts
 from titan_mi100.errors import UserError
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
 from titan_mi100.measure import children
 from titan_mi100.measure.children import Ended, Task
@@ -36,7 +36,7 @@ def machine_here() -> Machine:
             f"this machine's device cannot be described: {ended.status}: {ended.said}; "
             "to find the cause, run python -m titan_mi100.doctor"
         )
-    found: Machine = checked(ended.found, Machine, "machine")
+    found: Machine = validated(ended.found, Machine, "machine")
     return found
 
 

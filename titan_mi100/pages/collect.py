@@ -133,7 +133,7 @@ def _restarts(found: object) -> list[dict[str, Any]]:
 def _config(path: Path) -> dict[str, str]:
     """The settings: `section.key` -> value as TOML-like text."""
     is_small = plain_path(path).stat().st_size <= _SMALL
-    document = parse_toml(str(path)) if is_small else child.ask("config.load:parse_toml", path)
+    document = parse_toml(str(path)) if is_small else child.call_in_child("config.load:parse_toml", path)
     found: dict[str, str] = {}
 
     def flatten(prefix: str, value: object) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
-from titan_mi100.files.schema import checked, if_finite
+from titan_mi100.files.schema import if_finite, validated
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
 from titan_mi100.wording import shortened, utc_now
@@ -246,7 +246,7 @@ def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int =
 
 def _entry(content: Any, where: str) -> dict[str, Any]:
     try:
-        entry: dict[str, Any] = checked(content, dict[str, Any])
-        return {**entry, "step": checked(entry.get("step"), int, "step")}
+        entry: dict[str, Any] = validated(content, dict[str, Any])
+        return {**entry, "step": validated(entry.get("step"), int, "step")}
     except ValueError as error:
         raise UserError(f"{where}: {error}; remove it") from None

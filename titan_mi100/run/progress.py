@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from titan_mi100.checkpoint.resume import REMEDY
 from titan_mi100.data.mixture import Segment
 from titan_mi100.errors import UserError
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.run.metrics import StepResult
 
@@ -105,9 +105,9 @@ class Progress:
     def of_trainer_state(cls, state: dict[str, Any], file: Path) -> "Progress":
         """Args: file: for messages. Raises UserError: it holds something else."""
         try:
-            found = checked(state, _TrainerState)
+            found = validated(state, _TrainerState)
             progress = {**found["progress"], "rows_consumed": found["loader"]["rows_consumed"]}
-            if (read := checked(progress, cls, "progress")).step != found["step"]:
+            if (read := validated(progress, cls, "progress")).step != found["step"]:
                 raise ValueError(f"progress.step = {read.step} is not step = {found['step']}")
             return read
         except ValueError as error:

@@ -42,13 +42,13 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
     elif kind not in QWEN2_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
         what = f"tokenizer_class {shown(kind)} may split text in its own way; set it to {_AS_DEFINED[0]}"
     elif "added_tokens_decoder" in content:
-        if _seen(config.entries()) != _seen(definition.get("added_tokens", [])):
+        if _id_properties(config.entries()) != _id_properties(definition.get("added_tokens", [])):
             what = "added_tokens_decoder has other tokens or flags than tokenizer.json's added_tokens"
     else:  # without added_tokens_decoder, transformers reads two files of its older format
-        content = {**content, **_beside(config, "special_tokens_map.json")}
+        content = {**content, **_read_beside(config, "special_tokens_map.json")}
         if named != named_tokens(content):
             what = "names other tokens than special_tokens_map.json"
-        for token, token_id in _beside(config, "added_tokens.json").items():
+        for token, token_id in _read_beside(config, "added_tokens.json").items():
             if token not in added or added[token].id != token_id:
                 what = f"added_tokens.json has {shown(token)}, tokenizer.json's added_tokens do not"
     extra = content.get("extra_special_tokens") or content.get("additional_special_tokens") or []
@@ -61,11 +61,11 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
         raise UserError(f"{config.file}: {what}; {_REMEDY}")
 
 
-def _seen(entries: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
+def _id_properties(entries: list[dict[str, Any]]) -> set[tuple[Any, ...]]:
     """The properties of added tokens that influence the ids of a text."""
     return {(*AddedToken.read(entry)[:3], *(bool(entry.get(flag)) for flag in _FLAGS)) for entry in entries}
 
 
-def _beside(config: TokenizerConfig, name: str) -> dict[str, Any]:
+def _read_beside(config: TokenizerConfig, name: str) -> dict[str, Any]:
     file = config.file.with_name(name)
     return read_object(file, _REMEDY) if file.is_file() else {}

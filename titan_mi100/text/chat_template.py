@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import ask
+from titan_mi100.files.child import call_in_child
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
 from titan_mi100.text.base import named_tokens
@@ -66,7 +66,7 @@ class _Prompt:
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
-    _asked: Callable[..., str]  # renders a prompt in the child process
+    _render_in_child: Callable[..., str]  # renders a prompt in the child process
 
     def __init__(self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str]) -> None:
         """
@@ -101,9 +101,11 @@ class ChatTemplate:
         Raises:
             UserError: a file is missing or malformed, there is no template, or it needs too much memory or time.
         """
-        ask("text.chat_template:try_template", Path(path), str(template), eos_token)
+        call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token)
         made = cls._read(path, template, eos_token)
-        made._asked = partial(ask, "text.chat_template:render_apart", Path(path), str(template), eos_token)
+        made._render_in_child = partial(
+            call_in_child, "text.chat_template:render_apart", Path(path), str(template), eos_token
+        )
         return made
 
     @classmethod
@@ -160,7 +162,7 @@ class ChatTemplate:
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`render` with add_generation_prompt, in the child process with limits on memory and time."""
-        return self._asked(messages, variables)
+        return self._render_in_child(messages, variables)
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         """Render a conversation and find each message in the text.
@@ -233,15 +235,15 @@ class ChatTemplate:
             prompt = self._probed(json.dumps(variables))
         except (TypeError, ValueError):  # a variable is not JSON, so it cannot be a key of the cache
             prompt = None
-        return prompt or self._prompt_behind(prefix or list(_PROBE), variables)
+        return prompt or self._prompt_after(prefix or list(_PROBE), variables)
 
     def _probe(self, variables: str) -> "_Prompt | None":
         try:
-            return self._prompt_behind(list(_PROBE), json.loads(variables))
+            return self._prompt_after(list(_PROBE), json.loads(variables))
         except UserError:
             return None
 
-    def _prompt_behind(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+    def _prompt_after(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
         """The generation prompt after some messages: the difference between renderings with and without it."""
         without = self.render(messages, **variables)
         opened = self.render(messages, add_generation_prompt=True, **variables)
@@ -309,34 +311,34 @@ def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
         key: trace(value, Source(index, _REASONING if key in _REASONING_FIELDS else key))
         for key, value in message.items()
     }
-    if thoughts := _thoughts(message):
+    if thoughts := _reasoning_spans(message):
         content = message["content"]
         parts = zip(pairwise([0, *chain(*thoughts), len(content)]), cycle(("content", _REASONING)), strict=False)
         traced["content"] = Traced(content, [(stop - start, Source(index, field)) for (start, stop), field in parts])
     return traced
 
 
-def _thoughts(message: dict[str, Any]) -> list[tuple[int, int]]:
+def _reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
     """Spans of reasoning in an assistant's content: its think blocks that are not blank.
 
     None if the message has a reasoning field. The first block may lack its opening tag, because the prompts of some
     models end with that tag.
     """
     content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str) or _says(message.get(_REASONING)):
+    if message.get("role") != "assistant" or not isinstance(content, str) or _has_text(message.get(_REASONING)):
         return []
     thoughts, position = [], 0
     for before in content.split("</think>")[:-1]:
         opened, stop = before.rfind("<think>"), position + len(before)
         if opened >= 0 or position == 0:
             start = position + opened + len("<think>") if opened >= 0 else 0
-            if _says(content[start:stop]):
+            if _has_text(content[start:stop]):
                 thoughts.append((start, stop))
         position = stop + len("</think>")
     return thoughts
 
 
-def _says(value: Any) -> bool:
+def _has_text(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 
@@ -364,16 +366,16 @@ class _TurnFinder:
                 self._of_message[source.message].append((begin, end, source.field))
         self._begins = [begin for begin, _, _ in self._spans]
         self._ends = [end for _, end, _ in self._spans]
-        self._behind = 0  # end of the last turn
-        self._behind_assistant = 0  # end of the last assistant turn
+        self._last_stop = 0  # end of the last turn
+        self._last_assistant_stop = 0  # end of the last assistant turn
 
     def other(self, index: int, role: str) -> Turn:
         """The turn of a message that is not the assistant's."""
         own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
-        start, stop = (own[0][0], own[-1][1]) if own else (self._behind, self._behind)
+        start, stop = (own[0][0], own[-1][1]) if own else (self._last_stop, self._last_stop)
         if own and self.eos_token and self._is_literal(stop, self.eos_token):
             stop += len(self.eos_token)
-        self._behind = stop
+        self._last_stop = stop
         return Turn(index, role, start, stop, start, False)
 
     def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
@@ -383,10 +385,10 @@ class _TurnFinder:
         start = self._header_end(spans, message["role"], prompt.header)
         answer = start + len(prompt.empty_think) if self._is_literal(start, prompt.empty_think) else start
         content = message.get("content")
-        answered = _says(content.split("</think>")[-1] if isinstance(content, str) else content)
+        answered = _has_text(content.split("</think>")[-1] if isinstance(content, str) else content)
         if answered and not fields & {"content", MIXED}:
             raise _Untraceable("the template drops or rewrites its content")
-        if _says(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
+        if _has_text(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
             raise _Untraceable("the template drops or rewrites its tool_calls")
         last = max([answer, *(end for _, end, _ in spans)])
         found = self.text.find(self.eos_token, last)
@@ -395,9 +397,9 @@ class _TurnFinder:
         stop = found + len(self.eos_token)
         if not self.messages_between(start, stop) <= {index}:
             raise _Untraceable("text of another message is inside its turn")
-        reasoned = _says(message.get(_REASONING)) or bool(_thoughts(message))
+        reasoned = _has_text(message.get(_REASONING)) or bool(_reasoning_spans(message))
         lost = reasoned and not fields & {_REASONING, MIXED}
-        self._behind = self._behind_assistant = stop
+        self._last_stop = self._last_assistant_stop = stop
         return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
@@ -411,7 +413,7 @@ class _TurnFinder:
             lines = header[match.end() :].splitlines(keepends=True) or [""]
             readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
         for begin, end, field in spans:
-            if field == "role" and begin >= self._behind_assistant and self.text[begin:end] == role:
+            if field == "role" and begin >= self._last_assistant_stop and self.text[begin:end] == role:
                 for before, behind in readings:
                     if self._is_literal(begin - len(before), before) and self._is_literal(end, behind):
                         return end + len(behind)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import allow, ask
+from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object, read_plain
 from titan_mi100.files.templates import template_files
 from titan_mi100.text.agreement import check_agreement
@@ -31,13 +31,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: there is no tokenizer, a file is malformed, or no engine here supports it.
     """
     # First in the child process with limits: a hostile tokenizer.json can take endless time or memory.
-    ask("text.load:try_tokenizer", Path(path))
+    call_in_child("text.load:try_tokenizer", Path(path))
     return _load(Path(path))
 
 
 def try_tokenizer(path: str) -> None:
     """Runs in the child process, with limits on time and memory: load the tokenizer and encode some text."""
-    allow(sum(file.stat().st_size for file in tokenizer_files(path) if file.suffix != ".jinja"))
+    raise_limits(sum(file.stat().st_size for file in tokenizer_files(path) if file.suffix != ".jinja"))
     tokenizer = _load(Path(path))
     with suppress(UserError):  # the vocabulary may lack these characters, which is no reason to refuse it
         tokenizer.encode(_TRIED)

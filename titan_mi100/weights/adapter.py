@@ -18,7 +18,7 @@ from titan_mi100.weights.base import Weights, box
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
 
 
-def merged(base: ModelSource, adapter: str | Path) -> ModelSource:
+def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
     """A model whose weights are W + (alpha / rank) B A.
 
     Args:

@@ -38,7 +38,7 @@ from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import hub
 from titan_mi100.weights import peft as peft_io
-from titan_mi100.weights.adapter import merged
+from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
 from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
@@ -87,19 +87,19 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         UserError: the output exists, or something that --verify needs is missing.
         SaveError: the written tensors differ from the source.
     """
-    kinds = _kinds(source, dtype)
+    kinds = _output_kinds(source, dtype)
     comparable = isinstance(source.weights, HFWeights) and source.spec is not None
     verify = _resolve_verify(verify, _total(kinds), "" if comparable else "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
-        write_dcp(files, aside, _originals(source, kinds, digests))
+        write_dcp(files, aside, _tensors_to_write(source, kinds, digests))
         for name, content in source.assets.items():
             files.write(aside / name, content)
         written = DCPWeights(aside)
         _compare(written, digests, verify)
         if verify == "logits":
             _compare_logits(source.path, written, source.spec)
-        # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_a_runs).
+        # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_run_checkpoint).
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
 
 
@@ -122,12 +122,12 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     if dtype == "auto":
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"
-    kinds = _kinds(source, dtype)
+    kinds = _output_kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds))
     with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
-        write_hf(aside, kinds, _originals(source, kinds, digests), SHARD_BYTES)
+        write_hf(aside, kinds, _tensors_to_write(source, kinds, digests), SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
             safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
         written = HFWeights(aside)
@@ -142,11 +142,11 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
     Raises:
         UserError, SaveError: as to_dcp.
     """
-    kinds = _kinds(source, dtype)
+    kinds = _output_kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds), "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        write_torch(aside, _originals(source, kinds, digests))
+        write_torch(aside, _tensors_to_write(source, kinds, digests))
         _compare(read_torch_weights(aside / MODEL_FILE), digests, verify)
         _write_assets(aside, source.assets)
 
@@ -157,7 +157,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     With verify = "logits", peft loads it onto its base, and its logits are compared with those of our merge.
     """
     assert source.spec is not None
-    base, kinds = source.manifest["lora"]["base"], _kinds(source, dtype)
+    base, kinds = source.manifest["lora"]["base"], _output_kinds(source, dtype)
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
@@ -168,14 +168,14 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         )
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        peft_io.write_adapter(aside, dict(_originals(source, kinds, digests)), lora, base)
+        peft_io.write_adapter(aside, dict(_tensors_to_write(source, kinds, digests)), lora, base)
         again, written = peft_io.read_adapter(aside)
         if verify != "off" and lora_identity(again) != lora_identity(lora):
             raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)
         _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})
         if verify == "logits":
-            _compare_logits(Path(base), merged(open_source(base), aside).weights, source.spec, adapter=aside)
+            _compare_logits(Path(base), merged_source(open_source(base), aside).weights, source.spec, adapter=aside)
 
 
 def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> None:
@@ -207,7 +207,7 @@ def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
     return (target / CONFIG).exists() and dtype in ("auto", config_dtype(read_assets(target)))
 
 
-def _kinds(source: ModelSource, dtype: str) -> Kinds:
+def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     """Shape and dtype of the tensors to write. Only floating-point tensors are cast."""
     kinds = source.weights.kinds
     if dtype == "keep":
@@ -252,7 +252,7 @@ def _total(kinds: Kinds) -> int:
     return sum(kind.nbytes for kind in kinds.values())
 
 
-def _originals(source: ModelSource, kinds: Kinds, digests: Digests) -> Iterator[tuple[str, Tensor]]:
+def _tensors_to_write(source: ModelSource, kinds: Kinds, digests: Digests) -> Iterator[tuple[str, Tensor]]:
     """The tensors to write, see `_tensors`. A thread reads the next tensor while the caller writes this one."""
     verify_files(source.path)  # a sealed checkpoint with damage is refused before anything is written
     tensors = _tensors(source.weights, kinds, digests, "writing")

@@ -14,7 +14,7 @@ from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
-from titan_mi100.files.schema import checked
+from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
@@ -123,7 +123,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     has_config = lexists(folder / asset_files.CONFIG)
     trained = manifest.get("fingerprints", {}).get("model")
     try:
-        saved = checked(trained, ModelSpec, "fingerprints.model") if trained else None
+        saved = validated(trained, ModelSpec, "fingerprints.model") if trained else None
     except ValueError as error:
         raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
     # config.json may have been copied from another model, so it must agree with what the run recorded.
