@@ -202,7 +202,7 @@ def test_the_tools_end_with_code_2_one_message_and_no_output(tmp_path: Path) -> 
     assert result.returncode == 2 and not (tmp_path / "dcp").exists()
     assert "model_type = 'qwen2'" in result.stderr and "Traceback" not in result.stderr + result.stdout
     result = tool("dcp_to_hf", "--input_dir", tmp_path, "--output_dir", tmp_path / "x", check=False)
-    assert result.returncode == 2 and "holds no model" in result.stderr
+    assert result.returncode == 2 and "has no model" in result.stderr
 
 
 def test_an_output_that_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -379,14 +379,14 @@ def run_checkpoint(folder: Path, tmp_path: Path) -> Path:
 
 def test_assets_of_another_model_or_of_nowhere_are_refused(tmp_path: Path) -> None:
     checkpoint = run_checkpoint(tmp_path / "step-1", tmp_path)
-    with pytest.raises(UserError, match="nowhere: is no folder"):
+    with pytest.raises(UserError, match="nowhere: is not a folder"):
         open_source(checkpoint, tmp_path / "nowhere")
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((checkpoint / "config.json").read_text())
     config.pop("rope_parameters", None)
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
-    with pytest.raises(UserError, match=r"is not of the model that was trained .*rope_theta: 500.0, "):
+    with pytest.raises(UserError, match=r"does not describe the model that was trained .*rope_theta: 500.0, "):
         open_source(checkpoint, other)
     with pytest.raises(UserError, match="is inside"):
         convert.to_hf(open_source(checkpoint), checkpoint / "hf")

@@ -258,7 +258,7 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
     assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
     with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them; write"):
         list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="has no rows"):
         list(read_records(parquet(tmp_path / "rows", text=pyarrow.array([], pyarrow.string()))))
 
 
@@ -358,7 +358,7 @@ def test_rows_of_parquet_are_the_same_from_a_child_process_that_had_to_be_starte
 ) -> None:
     path = parquet(tmp_path / "rows", text=[str(n) * 5000 for n in range(300)])
     whole = [record.raw for record in read_records(path)]
-    asked = files.ask
+    asked = files.call_in_child
 
     def forgetful(*question: Any) -> Any:
         child.end()

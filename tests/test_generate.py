@@ -445,12 +445,12 @@ def test_an_interrupted_output_goes_on_where_it_was(
     assert "whole.jsonl:2: answers another prompt" in capsys.readouterr().err
     assert generate.main([*arguments, "--output", str(prompts)]) == 2
     assert "prompts.jsonl:1: was not written by this command" in capsys.readouterr().err
-    unsupported_type = tmp_path / "notes.txt"
+    foreign = tmp_path / "notes.txt"
     for content in ("a line without an end", '{"a": 1}'):
-        unsupported_type.write_text(content)
-        assert generate.main([*arguments, "--output", str(unsupported_type)]) == 2
+        foreign.write_text(content)
+        assert generate.main([*arguments, "--output", str(foreign)]) == 2
         assert "notes.txt:1: was not written by this command" in capsys.readouterr().err
-        assert unsupported_type.read_text() == content
+        assert foreign.read_text() == content
 
 
 BAD = {

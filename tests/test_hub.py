@@ -115,9 +115,9 @@ def forget_the_token(patch: pytest.MonkeyPatch) -> None:
             ("--push_to_hub", "me/a/new"),
             "--push_to_hub me/a/new: is not a valid repository name; write it as OWNER/",
         ),
-        (None, ("--push_to_hub", ""), "is no name of a repository"),
+        (None, ("--push_to_hub", ""), "is not a valid repository name"),
         (go_offline, ("--push_to_hub", "me/new"), "HF_HUB_OFFLINE is set"),
-        (forget_the_token, ("--push_to_hub", "me/new"), "there is no token of the hub; log in with `hf auth login`"),
+        (forget_the_token, ("--push_to_hub", "me/new"), "no token for the hub was found; log in with `hf auth login`"),
         (None, ("--public",), "needs --push_to_hub"),
     ],
 )
@@ -143,7 +143,7 @@ def refused(status: int) -> Exception:
     [
         (refused(401), 2, "me/new: the hub refuses the upload: no token, or it may not write there; log in"),
         (refused(403), 2, "the hub refuses the upload"),
-        (refused(503), 1, "answers 503 for me/new; try again later"),
+        (refused(503), 1, "answered with HTTP status 503 for me/new; try again later"),
         (huggingface_hub.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), 1, "HF_HUB_OFFLINE is set"),
         (ConnectionError("no route"), 1, "cannot be reached (no route); check the network"),
         (ValueError("something else"), 1, "me/new: could not be uploaded: something else"),

@@ -17,7 +17,7 @@ from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import files
 from titan_mi100.data.conversation import ROLES
 from titan_mi100.data.files import BLANK, RecordReader, read_records
-from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, content_hash, parse
+from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, example_hash, parse
 from titan_mi100.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -127,7 +127,7 @@ LINES: list[tuple[bytes, str]] = [
     (b'{"question" "a"}', "not JSON: Expecting ':' delimiter"),
     (b'{"question": "a" "answer": "b"}', "not JSON: Expecting ',' delimiter"),
     (b'{"question": "a",, "answer": "b"}', "not JSON: Expecting property name"),
-    (b'{"question": "a", "answer": "b"} // why', "not JSON: more follows"),
+    (b'{"question": "a", "answer": "b"} // why', "not JSON: there is more text"),
     (b'# {"question": "a"}', "not JSON: Expecting value (column 1)"),
     (columns('"b\tc"'), "not JSON: Invalid control character"),
     (columns('"b\x1b[0m"'), "not JSON: Invalid control character"),
@@ -154,10 +154,10 @@ LINES: list[tuple[bytes, str]] = [
     (columns('"b", "id": ' + "7" * 4301), "number too large: an integer of over 4,300 digits"),
     (columns('"b", "id": [-' + "7" * 100_000 + "]"), "number too large: an integer of over 4,300 digits"),
     (columns('"b", "id": 1' + "0" * 400 + ".5"), "is infinite as a float"),
-    (columns('"b", "question": "c"'), "duplicate key: 'question' stands twice"),
-    (columns('"b", "x": {"y": [{"z": 1, "z": 1}]}'), "duplicate key: 'z' stands twice"),
-    (columns('"b", "x\\u0079": 1, "xy": 2'), "duplicate key: 'xy' stands twice"),
-    (columns('"b", "": 1, "": 2'), "duplicate key: '' stands twice"),
+    (columns('"b", "question": "c"'), "duplicate key: 'question' occurs twice"),
+    (columns('"b", "x": {"y": [{"z": 1, "z": 1}]}'), "duplicate key: 'z' occurs twice"),
+    (columns('"b", "x\\u0079": 1, "xy": 2'), "duplicate key: 'xy' occurs twice"),
+    (columns('"b", "": 1, "": 2'), "duplicate key: '' occurs twice"),
     (columns('"\\ud800"'), "lone surrogate: half of a surrogate pair"),
     (columns('"\\uDC00 b"'), "lone surrogate"),
     (columns('"\\ude00\\ud83d"'), "lone surrogate"),
@@ -494,7 +494,7 @@ ARRAYS: list[tuple[str, list[int], list[tuple[int, str]]]] = [
     (f"[{QA},\n" + '{"question": "a', [1], [(2, "broken JSON array: Unterminated string starting at")]),
     (f"[{QA},\n" + "{'question': 'a'}]", [1], [(2, "broken JSON array: Expecting property name")]),
     (f"[{QA}]\n{QA}", [1], [(2, "broken JSON array: there is more text after the closing bracket")]),
-    (f"[{QA}]\n]", [1], [(2, "broken JSON array: more follows")]),
+    (f"[{QA}]\n]", [1], [(2, "broken JSON array: there is more text")]),
     (f"[{QA},\n" + "[" * 100_000 + "]", [1], [(2, "broken JSON array: nested too deeply")]),
     (f"[{QA},\nnull,\n{QA}]", [1, 3], [(2, "not an object: a row must be a JSON object, but is null")]),
     (f"[{QA},\n1,\n2.5e3]", [1], [(2, "not an object"), (3, "this is a number")]),
@@ -532,8 +532,8 @@ GZ = gzip.compress(
 # Files that are refused as a whole: name, bytes, reason.
 FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b"", "is empty; expected JSONL (one JSON object per line), a JSON array of objects, or parquet"),
-    ("a.json", b"[]", "holds no rows"),
-    ("a.json", b"[\n]\n", "holds no rows"),
+    ("a.json", b"[]", "has no rows"),
+    ("a.json", b"[\n]\n", "has no rows"),
     (
         "a.json",
         json.dumps({"question": "a", "answer": "b"}, indent=2).encode(),
@@ -646,7 +646,7 @@ def test_the_tables_hold_at_least_two_hundred_different_inputs() -> None:
 def check_well_formed(example: Example) -> None:
     """What the rest of the trainer relies on."""
     assert [example.messages, example.text, example.input_ids].count(None) == 2
-    assert len(content_hash(example)) == 16
+    assert len(example_hash(example)) == 16
     for message in example.messages or []:
         assert message["role"] in ROLES and isinstance(message["content"], str)
         assert message.get("weight", 1) in (0, 1) and None not in message.values()

@@ -216,7 +216,7 @@ def test_how_often_sources_are_read_is_said_and_extremes_are_refused() -> None:
     said, warnings = mixture.describe(100)
     assert said[0].startswith("source a: 50.0000% of the rows; 1 rows, read 50.00 times")
     assert len(warnings) == 1 and warnings[0].endswith("the model will memorise it")
-    with pytest.raises(UserError, match="more than 1,000 times: lower its weight"):
+    with pytest.raises(UserError, match="the limit is 1,000 times: lower its weight"):
         mixture.describe(4000)
 
 

@@ -483,7 +483,7 @@ def test_blank_lines_crlf_and_byte_order_marks_are_accepted_and_counted(tmp_path
     with pytest.raises(RefusedData, match=f"{path}:3: not JSON"):
         load(path)
     path.write_bytes(BOM + b"\r\n\n")
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="has no rows"):
         load(path)
 
 
@@ -533,7 +533,7 @@ def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%Y') }}")
     config = DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),))
-    with pytest.raises(UserError, match="rows would change from day to day; put a copy with a fixed date"):
+    with pytest.raises(UserError, match="rows would change from day to day; set model.chat_template to a copy with a fixed date"):
         prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, content_hash, parse
+from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, example_hash, parse
 from titan_mi100.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -330,12 +330,12 @@ def test_equal_content_and_only_that_has_an_equal_hash() -> None:
     chance = random.Random(0)
     hashes: dict[bytes, str] = {}
     for name, row, expected in GOOD:
-        found = content_hash(read(name, row))
-        assert len(found) == 16 and found == content_hash(expected)
+        found = example_hash(read(name, row))
+        assert len(found) == 16 and found == example_hash(expected)
         canonical = json.dumps(expected, sort_keys=True)
         assert hashes.setdefault(found, canonical) == canonical
         for _ in range(5):
-            assert content_hash(read(name, shuffled(row, chance))) == found
+            assert example_hash(read(name, shuffled(row, chance))) == found
     assert len(hashes) == len({json.dumps(expected, sort_keys=True) for *_, expected in GOOD}) > 20
     different = [
         Example(text="a"),
@@ -359,7 +359,7 @@ def test_equal_content_and_only_that_has_an_equal_hash() -> None:
         Example([USER, {**ASSISTANT, "content": "e\u0301"}]),
         Example([USER, {**ASSISTANT, "content": "\\u00e9"}]),
     ]
-    assert len({content_hash(example) for example in different}) == len(different)
+    assert len({example_hash(example) for example in different}) == len(different)
 
 
 def test_what_is_unusual_but_right_json_is_read() -> None:

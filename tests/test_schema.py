@@ -127,7 +127,7 @@ def test_only_files_of_the_manifest_are_read(tmp_path: Path) -> None:
 
 def test_a_converters_checkpoint_is_no_runs(tmp_path: Path) -> None:
     found = open_checkpoint(checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8", rows=3))
-    with pytest.raises(UserError, match=r"manifest.json: lacks layout, data, fingerprints: no run made it"):
+    with pytest.raises(UserError, match=r"manifest.json: lacks layout, data, fingerprints, so it is not a run"):
         check_is_run_checkpoint(found)
 
 

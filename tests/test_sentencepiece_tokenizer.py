@@ -356,18 +356,18 @@ def test_a_broken_model_is_refused(models: dict[str, bytes], tmp_path: Path, nam
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eos_token": "<nope>"}, "eos_token '<nope>'"),
     ({"pad_token": "▁the"}, "pad_token '▁the'"),
-    ({"eos_token": 2}, "eos_token 2 is no added"),
-    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "its id 20 is another's"),
+    ({"eos_token": 2}, "eos_token 2 is not an added"),
+    ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "its id 20 is used twice"),
     (
         {"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}},
-        "'<|im_end|>': it or its id 1000 is another's",
+        "'<|im_end|>': its text or its id 1000 is used twice",
     ),
     (
         {"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}},
-        "'<a>': it or its id 1001 is another's",
+        "'<a>': its text or its id 1001 is used twice",
     ),
     ({"added_tokens_decoder": {"1000": {"content": ""}}}, "added token '':"),
-    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is another's"),
+    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is used twice"),
     ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "lstrip, rstrip or single_word"),
     ({"added_tokens_decoder": {"1000": "<a>"}}, "is missing or malformed"),
 ]

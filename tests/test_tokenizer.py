@@ -1032,12 +1032,12 @@ BAD_SIDECARS: list[tuple[Any, str]] = [
         {"added_tokens_decoder": {"257": {"content": "<eos>"}}, "eos_token": "<eos>"},
         "no added token has the id",
     ),
-    ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id 255 is another's"),
-    ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id -1 is another's"),
+    ({"added_tokens_decoder": {"255": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id 255 is used twice"),
+    ({"added_tokens_decoder": {"-1": {"content": "<eos>"}}, "eos_token": "<eos>"}, "its id -1 is used twice"),
     ({"added_tokens_decoder": {"256": {"content": ""}}, "eos_token": "<eos>"}, "empty"),
     (
         {"added_tokens_decoder": {"256": {"content": "<a>"}, "257": {"content": "<a>"}}, "eos_token": "<a>"},
-        "'<a>': it or its id 257 is another's",
+        "'<a>': its text or its id 257 is used twice",
     ),
     (
         {"added_tokens_decoder": {"256": {"content": "<eos>", "lstrip": True}}, "eos_token": "<eos>"},
@@ -1047,8 +1047,8 @@ BAD_SIDECARS: list[tuple[Any, str]] = [
     ({"added_tokens_decoder": {"256": {"content": 3}}, "eos_token": "<eos>"}, "added token 3"),
     ({"added_tokens_decoder": [256], "eos_token": "<eos>"}, "is missing or malformed"),
     ({"eos_token": "<nope>"}, "'<nope>'"),
-    ({"eos_token": 256}, "eos_token 256 is no added"),
-    ({"pad_token": {"content": ["<eos>"]}}, "pad_token ['<eos>'] is no added"),
+    ({"eos_token": 256}, "eos_token 256 is not an added"),
+    ({"pad_token": {"content": ["<eos>"]}}, "pad_token ['<eos>'] is not an added"),
 ]
 
 

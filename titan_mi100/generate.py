@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.data.conversation import Message, drop_keys, in_order, message_list, tool_list
+from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
@@ -91,7 +91,7 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
         if not given:
             raise BadRecord("empty", f"{keys[0]} is an empty text")
         return given, tools
-    messages = in_order(message_list(given, keys[0]))
+    messages = check_order(message_list(given, keys[0]))
     if messages[-1]["role"] == "assistant":
         raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
     return messages, tools

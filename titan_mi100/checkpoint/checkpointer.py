@@ -228,7 +228,7 @@ class Checkpointer:
         writer.fs, planner = files, DefaultSavePlanner()
         try:
             with raise_together(self._group), _as_save_error(self.folder, record["step"]):
-                part = self._write_part(writer, planner, tensors), files.written
+                part = self._write_part(writer, planner, tensors), files.written  # gathered below
                 files.write(aside / f"rng-{rank}.json", rng.encode())
                 sync(aside)
             everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None

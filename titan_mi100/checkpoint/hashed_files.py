@@ -27,7 +27,7 @@ class HashedFiles(FileSystem):
             except Exception as error:  # torch.save reports a full disk less precisely than the stream does
                 raise stream.error or error from None
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the manifest is written, which vouches for this file
         self.written[Path(path).name] = stream.size, stream.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

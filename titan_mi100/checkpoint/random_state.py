@@ -29,6 +29,7 @@ class _RandomState:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The current random states as JSON values. Args: device: its generator's state is included if it is a GPU."""
+    # Tuples and arrays become lists, and bytes base64: a checkpoint holds no pickle.
     python = random.getstate()
     numpy = np.random.get_state(legacy=True)
     state = {

@@ -46,11 +46,12 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
             lose the work); or a file cannot be read, so that it may be intact.
     """
     while True:
+        # Rank 0 decides for all: on a network file system, ranks may see a renamed folder at different times.
         paths: list[Path] = from_rank_zero(partial(_candidates, folder, step))
         if not paths:
             return None
         newest = paths[-1]
-        with raise_together():
+        with raise_together():  # an unreadable file on one rank ends all ranks with its message
             problem = _problem(newest, world.rank, world.size)
         found = first_found(problem)
         if not found:
@@ -159,6 +160,7 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     refused: list[str] = []
     permitted: list[str] = []
     for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
+        # "data" is one hash; the manifest's `data` tells which files or settings have changed
         more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
         (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
     if permitted:
@@ -183,6 +185,7 @@ def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         saved, now: name -> value, or name -> {field: value}; fields are compared one by one, as `name.field`.
     """
     before, after = _flat(saved), _flat(now)
+    # In the order of `now`, then names that only `saved` has.
     names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
     return {name: f"{name} ({_short(before.get(name))}, now {_short(after.get(name))})" for name in names}
 

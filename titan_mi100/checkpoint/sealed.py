@@ -159,6 +159,8 @@ def seal(aside: Path, written: Written, record: dict[str, Any]) -> Path:
         written: all its files.
         record: the manifest's other keys; includes `step`.
     """
+    # The manifest is written last and synced before the rename. So a folder named step-N always has its manifest, and
+    # the manifest never describes files that did not reach the disk.
     final = aside.with_name(f"step-{record['step']}")
     write_manifest(aside, written, record)
     if final.exists():
@@ -173,6 +175,7 @@ def write_manifest(aside: Path, written: Written, record: dict[str, Any]) -> Non
     files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(written.items())}
     text = json.dumps({"format": FORMAT, **record, "files": files}, indent=1)
     write_synced(aside / MANIFEST, text)
+    # In sha256sum's format, so that a person can check it: sha256sum -c manifest.sha256
     write_synced(aside / MANIFEST_HASH, _hash_line(text.encode()))
     sync(aside)
 
@@ -252,7 +255,7 @@ def set_aside(path: Path, why: str) -> Path:
     """
     aside = path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:6]}")
     path.rename(aside)
-    unmark_suspect(path)
+    unmark_suspect(path)  # the marks belong to the name, which a later save will use again
     _unmark_best(path)
     sync(path.parent)
     return aside
@@ -301,6 +304,8 @@ class Retention:
         Args:
             keep_also: the best checkpoint.
         """
+        # Checkpoints are verified from the newest on, and only until enough intact ones are found; a damaged one does
+        # not count, so an older intact one is kept in its place.
         intact, newest_first = 0, list_checkpoints(self._folder)[::-1]
         keep = {keep_also}
         for suspect in list_checkpoints(self._folder, suspect=True):
@@ -324,6 +329,7 @@ class Retention:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    # ctime, not mtime: cp -p and touch can set the latter
     found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
     return [(name, status.st_size, status.st_ctime_ns) for name, status in found]
 

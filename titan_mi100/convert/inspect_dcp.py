@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args()
     setup_logging(0)
+    # exit_code turns a UserError into code 2; `diff` exits with 1 itself
     sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
 
 
@@ -92,7 +93,7 @@ def facts(found: dict[str, Any]) -> str:
 def diff(options: argparse.Namespace) -> None:
     """Print the differences between two checkpoints. Exits with 1 if there are any (the manifest does not count)."""
     paths = options.checkpoint, options.other
-    found = compare(*paths)
+    found = compare(*paths)  # reads all values of both, tensor by tensor
     if options.json:
         print(json.dumps(found))
     else:

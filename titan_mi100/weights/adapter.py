@@ -70,6 +70,7 @@ class MergedWeights(Weights):
         self._base, self._adapter, self._scale = base, adapter, scale
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
         part = self._base.read(name, shape, offset, size)
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")
         if a not in self._adapter.kinds:

@@ -75,6 +75,7 @@ class Weights(ABC):
         Raises:
             UserError: lists every tensor that is missing, unexpected, or has a wrong shape or dtype.
         """
+        # shapes has no head: the model ties it to the embedding
         tied_head = HEAD in self.kinds and HEAD not in shapes and EMBEDDING in shapes
         wanted = {**shapes, HEAD: shapes[EMBEDDING]} if tied_head else shapes
         problems = []
@@ -97,6 +98,7 @@ class Weights(ABC):
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
     def _same(self, one: str, other: str) -> bool:
+        # The two may be stored in different dtypes; compare in one that holds both exactly.
         dtype = torch.promote_types(self.kinds[one].dtype, self.kinds[other].dtype)
         return torch.equal(self.tensor(one, dtype), self.tensor(other, dtype))
 

@@ -89,6 +89,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     """
     kinds = _output_kinds(source, dtype)
     comparable = isinstance(source.weights, HFWeights) and source.spec is not None
+    # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
     verify = _resolve_verify(verify, _total(kinds), "" if comparable else "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
@@ -121,7 +122,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         raise UserError(f"{source.path}: needs a config.json; name a folder that has one with --hf_assets_path")
     if dtype == "auto":
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
-        dtype = named if named in DTYPES else "keep"
+        dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds))
     with _new_folder(source, output, kinds, verify) as aside:
@@ -256,7 +257,7 @@ def _tensors_to_write(source: ModelSource, kinds: Kinds, digests: Digests) -> It
     """The tensors to write, see `_tensors`. A thread reads the next tensor while the caller writes this one."""
     verify_files(source.path)  # a sealed checkpoint with damage is refused before anything is written
     tensors = _tensors(source.weights, kinds, digests, "writing")
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:  # one thread: at most two tensors are in memory
         coming = pool.submit(next, tensors, None)
         while (item := coming.result()) is not None:
             coming = pool.submit(next, tensors, None)
@@ -330,6 +331,7 @@ def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Ass
     dtypes = {kind.dtype for kind in kinds.values()}
     dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
     has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
+    # generation_config.json of the export must stop at all of these, or other programs generate on after an answer
     ends = load_tokenizer(source.assets_folder).end_ids() if has_tokenizer else []
     return export_assets(source.assets_folder, source.assets, spec, dtype, ends)
 

@@ -75,10 +75,10 @@ def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Ten
         files: writes the files, syncs them and keeps their hashes.
         tensors: (HF name, tensor), one after the other.
     """
-    metadata, file = Metadata({}, {}, {}), "__0_0.distcp"
+    metadata, file = Metadata({}, {}, {}), "__0_0.distcp"  # the name that DCP gives to rank 0's file
     with files.create_stream(folder / file, "wb") as stream:
         for name, tensor in tensors:
-            start, begin = torch.Size([0] * tensor.ndim), stream.tell()
+            start, begin = torch.Size([0] * tensor.ndim), stream.tell()  # offset in the tensor; byte in the file
             # torch.save stores a tensor's whole storage, so a view is copied first.
             torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
             place = _StorageInfo(file, begin, stream.tell() - begin)
@@ -98,7 +98,7 @@ def write_torch(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         mapped: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            if tensor.numel():
+            if tensor.numel():  # an empty file cannot be mapped
                 path = Path(scratch) / str(len(mapped))
                 path.write_bytes(raw_bytes(tensor).numpy().data)
                 tensor = torch.from_file(str(path), size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)

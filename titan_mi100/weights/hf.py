@@ -50,6 +50,7 @@ def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], 
     """
     # The header comes first in a file, so all shapes must be known before the first tensor is read.
     file_of = _shard_plan(kinds, shard_bytes)
+    # Tensors come in the order of `kinds`, and files are filled in that order, so each file is one group.
     for file, group in groupby(tensors, lambda item: file_of[item[0]]):
         with (folder / file).open("wb") as output:
             output.write(_header({name: kind for name, kind in kinds.items() if file_of[name] == file}))

@@ -50,6 +50,7 @@ def check(name: str) -> None:
     except ImportError:
         raise UserError("--push_to_hub: huggingface_hub is not installed; pip install 'titan_mi100[hub]'") from None
     try:
+        # validate_repo_id also accepts a name without an owner; the hub then uses the owner of the token
         utils.validate_repo_id(name)
     except errors.HFValidationError:
         raise UserError(f"--push_to_hub {name}: is not a valid repository name; write it as OWNER/NAME") from None
@@ -88,7 +89,7 @@ def _explained(error: Exception, name: str) -> tuple[type[Exception], str]:
     """The exception type and message for an error of the library. UserError: trying again would not help."""
     from huggingface_hub import constants, errors
 
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = getattr(getattr(error, "response", None), "status_code", None)  # of an HTTP error; else None
     if isinstance(error, UserError):
         return UserError, str(error)
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):

@@ -41,6 +41,7 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
         if source:
             with raise_together():
                 read, origin = _open_base(source, spec).read, f"weights from {source}"
+                # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
         fill_base(model, read)
     name = config.model.flavor or Path(source).name
@@ -57,6 +58,7 @@ def fill_base(model: ParallelModel, read: Read) -> None:
     """
     layers = [(f"{name}.", m) for part in model.parts for name, m in part.named_modules() if isinstance(m, NF4Linear)]
     small = {name + parameter for name, _ in layers for parameter in ("weight", "largest")}
+    # A generator: one parameter at a time, so that no rank holds more than its shards and one part that is read.
     whole = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and n not in small)
     distributed.fill_parameters(whole, read)
     for name, layer in layers:

@@ -57,6 +57,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         "base_model_name_or_path": base_model_name or None,
         "inference_mode": True,
         "r": lora.rank,
+        # a whole number as an int, as peft itself writes it
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": lora_identity(lora)["target_modules"],
@@ -142,7 +143,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: peft_type = {shortened(repr(raw.get('peft_type')))}; only LORA is supported")
     raw = {"lora_alpha": 8, "lora_dropout": 0.0, **raw}  # peft's own defaults
     problems = []
-    if type(raw.get("r")) is not int or not 1 <= raw["r"] <= 1 << 20:
+    if type(raw.get("r")) is not int or not 1 <= raw["r"] <= 1 << 20:  # type(): True is an int for isinstance
         problems.append(f"r = {shortened(repr(raw.get('r')))} is not a rank, a whole number above 0")
     for key, is_good in (("lora_alpha", lambda x: 0 < x < 1e9), ("lora_dropout", lambda x: 0 <= x < 1)):
         if type(raw[key]) not in (int, float) or not is_good(raw[key]):

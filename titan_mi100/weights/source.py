@@ -35,6 +35,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     path = Path(path)
     if lexists(path / ADAPTER_CONFIG):
         raise UserError(f"{path}: is a PEFT adapter; name its base model here, and this folder as the adapter")
+    # lexists: a link is found even if it is broken, and refused by the reader with a message of its own
     if lexists(path / ".metadata"):
         return DCPWeights(path, only_weights, read_manifest(path).get("files"))
     if path.is_file() and path.suffix != ".safetensors":
@@ -140,7 +141,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     if spec is not None:
         shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
         weights.check(shapes)
-        weights.kinds = {name: weights.kinds[name] for name in shapes}
+        weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
     # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
     of_model = path.is_dir() or bool(assets_folder) or has_config
     found = asset_files.read_assets(folder) if of_model else {}

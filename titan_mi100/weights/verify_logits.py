@@ -73,7 +73,7 @@ def compare(
         theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     else:
         for name, parameter in theirs.named_parameters():
-            if name in weights.kinds:
+            if name in weights.kinds:  # a rounding to bf16 and back, if ours are stored in bf16
                 parameter.copy_(parameter.to(weights.kinds[name].dtype))
     prompts = _prompts(folder, spec.vocab_size)
     expected = [theirs(ids).logits for ids in prompts]
