@@ -258,7 +258,7 @@ def test_what_would_make_another_corpus_is_refused(tmp_path: Path, small_units: 
     [
         (["--eos", "no such token"], "--eos 'no such token': is not a single token of this tokenizer"),
         (["--part", "3/2"], "'3/2' must be i/N with 1 <= i <= N"),
-        (["--text_column", "content"], "missing key: there is no content; the row has id, text"),
+        (["--text_column", "content"], "missing key: the row has no content, only id, text"),
         (["--input", "nothing*.jsonl"], "nothing*.jsonl: matches no file"),
         (["--workers", "-1"], "--workers -1"),
         (["--no-such"], "unrecognized arguments: --no-such"),

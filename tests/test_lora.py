@@ -451,7 +451,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
         ({**good, first: good[first][:2].clone()}, r"has shape \(2, 64\), the model\'s is \(4, 64\)"),
         ({**good, first: good[first].flatten()}, r"has shape \(256,\)"),
         ({**good, first: good[first].int()}, "cannot be trained"),
-        ({}, "holds no tensors"),
+        ({}, "has no tensors"),
     ):
         save_file(tensors, adapter / WEIGHTS)
         refused(message)

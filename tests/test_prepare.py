@@ -237,7 +237,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
 
     with pytest.raises(RefusedData, match=rf"{path}:2: longer than seq_len: {long_answer} tokens"):
         load(path, seq_len=size, overlong="error", on_bad_row="skip")
-    with pytest.raises(RefusedData, match=r"nothing is left to train on\nledger: 3 rows(.|\n)*raise training.seq_len"):
+    with pytest.raises(RefusedData, match=r"no row is left to train on\nledger: 3 rows(.|\n)*raise training.seq_len"):
         load(path, seq_len=4)
 
 
@@ -533,7 +533,9 @@ def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%Y') }}")
     config = DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),))
-    with pytest.raises(UserError, match="rows would change from day to day; set model.chat_template to a copy with a fixed date"):
+    with pytest.raises(
+        UserError, match="rows would change from day to day; set model.chat_template to a copy with a fixed date"
+    ):
         prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
 
 

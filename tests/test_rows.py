@@ -246,7 +246,7 @@ def test_columns_are_read_with_their_system_message() -> None:
     for none in (None, "", " \n"):
         row["rolle"] = none  # type: ignore[assignment]
         assert read("columns", row, prompt="frage", response="antwort", system="rolle") == Example([USER, ASSISTANT])
-    with pytest.raises(BadRecord, match="missing key: there is no 'role'; the row has antwort, frage, rolle"):
+    with pytest.raises(BadRecord, match="missing key: the row has no 'role', only antwort, frage, rolle"):
         read("columns", row, prompt="frage", response="antwort", system="role")
     assert read("text", {"body": "a"}, text="body") == Example(text="a")
 

@@ -329,7 +329,7 @@ def test_bad_rows_stop_the_run_before_training_with_exit_code_2(config: Path, tm
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
     result = train(config, tmp_path / "run", "--data.path", str(path), check=False)
-    assert f"{path}:2: missing key: there is no 'answer'" in result.stderr
+    assert f"{path}:2: missing key: the row has no 'answer'" in result.stderr
     rows = list(csv.DictReader((tmp_path / "run" / "ledger.csv").open()))
     assert [(row["line"], row["status"]) for row in rows] == [("1", "kept"), ("2", "rejected")]
     assert "Traceback" not in result.stderr.split("torch/distributed")[0]
