@@ -147,7 +147,7 @@ class RecordReader:
         elif stream.peek().startswith(ZSTD):
             stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
-        if reason := unsupported_type(head):
+        if reason := refusal(head):
             raise UserError(f"{self.path}: is {reason}")
         if first_byte(head) != b"[":
             return self._lines(stream)
@@ -394,7 +394,7 @@ def first_byte(text: bytes) -> bytes:
     return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
 
 
-def unsupported_type(head: bytes) -> str:
+def refusal(head: bytes) -> str:
     """Detect unsupported file types.
 
     Args:

@@ -20,17 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
-from titan_mi100.data.files import (
-    GZIP,
-    HEAD,
-    LONGEST_LINE,
-    PARQUET,
-    ZSTD,
-    Record,
-    RecordReader,
-    first_byte,
-    unsupported_type,
-)
+from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader, first_byte, refusal
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, expect, listed
 from titan_mi100.errors import UserError
@@ -112,7 +102,7 @@ def _is_jsonl(file: str) -> bool:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     if head.startswith((GZIP, ZSTD, PARQUET)):
         return False
-    if reason := unsupported_type(head):
+    if reason := refusal(head):
         raise UserError(f"{file}: is {reason}; if each file is a document, use --format text")
     return first_byte(head) != b"["
 
