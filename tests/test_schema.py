@@ -121,7 +121,7 @@ def test_progress_is_read_back_and_anything_else_is_refused(tmp_path: Path) -> N
 def test_only_files_of_the_manifest_are_read(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, {"a.txt": "a"})
     (path / "trainer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"step-3/manifest.json: names no trainer.json; remove this checkpoint"):
+    with pytest.raises(UserError, match=r"step-3/manifest.json: does not list trainer.json; remove this checkpoint"):
         open_checkpoint(path)
 
 
@@ -147,7 +147,7 @@ def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
         if not message:
             check_is_run_checkpoint(found)
             found = found._replace(trainer_state={"step": 2})
-            message = "its step = 3 is not that of trainer.json"
+            message = "step = 3 differs from the step in trainer.json"
         with pytest.raises(UserError, match=rf"step-3/manifest.json: {message}"):
             check_is_run_checkpoint(found)
     with pytest.raises(ValueError, match="does not divide this run's steps of 4611686018427387905 rows"):
