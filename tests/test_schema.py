@@ -140,7 +140,7 @@ def test_a_run_resumes_from_counts_above_0_only(tmp_path: Path) -> None:
             ({"rows": 0}, "rows must exist and be above 0"),
             ({"layout": {}}, "local_batch_size, gradient_accumulation_steps, dp_degree must exist"),
             ({"layout": {**layout, "dp_degree": 0}}, "dp_degree must exist"),
-            ({"fingerprints": {}}, "global_batch_size must be there"),
+            ({"fingerprints": {}}, "global_batch_size must exist"),
         )
     ):
         found = open_checkpoint(checkpoint(tmp_path / str(number), {"trainer.json": '{"step": 3}'}, **good | change))
