@@ -9,7 +9,7 @@ and has lines with ERROR, shows a mistake: the command must be refused with thes
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,13 +90,12 @@ class Page:
             found.add(name)
         return found
 
-    def broken_links(self, coming: Collection[str] = ()) -> list[str]:
-        """Args: coming: pages that need not exist yet."""
+    def broken_links(self) -> list[str]:
         wrong = []
         for link in self.links():
             path, _, anchor = unquote(link).partition("#")
             target = Page(Path(os.path.normpath(self.path.parent / path)) if path else self.path)
-            if re.match(r"[a-z]+:", link) or target.name in coming:
+            if re.match(r"[a-z]+:", link):
                 continue
             if not target.path.exists():
                 wrong.append(f"{link}: {target.name} does not exist")

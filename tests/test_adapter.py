@@ -125,9 +125,9 @@ def test_an_adapter_leaves_in_the_dtype_that_was_asked_for(lora_run: Path, tmp_p
 def test_generation_reads_the_adapter_on_its_base(lora_run: Path, tmp_path: Path) -> None:
     base, checkpoint = lora_run / "base", lora_run / "run" / "checkpoint" / "step-3"
     tokenizer, cpu = str(ASSETS / "tokenizer"), torch.device("cpu")
-    assert inference.Model(str(base), "", tokenizer, cpu, torch.float32).enable_thinking is None
+    assert inference.Model(str(base), "", tokenizer, cpu, torch.float32).prompts.enable_thinking is None
     for adapter in (checkpoint, lora_run / "run" / "hf-step-3"):
-        assert inference.Model(str(base), str(adapter), tokenizer, cpu, torch.float32).enable_thinking is False
+        assert inference.Model(str(base), str(adapter), tokenizer, cpu, torch.float32).prompts.enable_thinking is False
     model = inference.Model(str(base), str(checkpoint), tokenizer, cpu, torch.float32).load()
     assert (model(IDS) - logits(base, lora_run / "run" / "hf-step-3")).abs().max() <= 1e-5
     with pytest.raises(UserError, match="is an adapter; name its base"):

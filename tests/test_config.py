@@ -298,7 +298,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         arguments = ["--job.config_file", str(path), *(given if has_files else given[:2]), *model]
         config = load_config(arguments, world_size=cards, with_files=has_files)
         rows = config.batch(cards).global_batch_size
-        assert rows == {"debug": 8, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}.get(path.stem, 96)
+        assert rows == {"debug": 2, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}.get(path.stem, 96)
         assert len(path.read_text().splitlines()) < 40
         assert f"`{path.stem}` | {cards}" in table or path.stem in ("debug", "finetune") or "_sft" in path.stem
 

@@ -202,7 +202,7 @@ def test_a_config_that_is_no_regular_file_is_refused_before_it_is_read(tmp_path:
     os.write(writing, MINIMAL.encode())
     os.close(writing)
     kinds = {
-        "is no regular file": ("/dev/null", "/dev/zero", tmp_path / "fifo", f"/dev/fd/{reading}"),
+        "is not a regular file": ("/dev/null", "/dev/zero", tmp_path / "fifo", f"/dev/fd/{reading}"),
         "is a folder": (tmp_path, ""),
         "no such file": (tmp_path / "gone",),
         "holds control characters": ("a\0b", tmp_path / "a\nb"),

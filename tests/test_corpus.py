@@ -305,7 +305,7 @@ def test_damage_is_found_when_it_is_looked_for_and_a_short_file_when_it_is_read(
     file.write_bytes(content)
     assert f"{file}: has changed" in prepare("--output_dir", out, "--verify", code=2)
     file.write_bytes(content[:-4])
-    with pytest.raises(OSError, match="is not as long as"):
+    with pytest.raises(OSError, match="its length differs from that in corpus"):
         rows_of(out, 16).row(0)
     (out / "corpus.json").write_text("{}")
     with pytest.raises(UserError, match="lacks"):

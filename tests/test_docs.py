@@ -29,11 +29,6 @@ from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format, parse_record
 from titan_mi100.errors import UserError
 
-# Pages that still show commands in blocks without a language.
-PAGES_TO_CONVERT = {"README.md"}
-# Pages that others link to, and that do not exist yet.
-COMING_PAGES: set[str] = set()
-
 PAGES = pages()
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 
@@ -79,7 +74,8 @@ def parsing(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.mkdir()
         (model / "config.json").write_text(json.dumps(to_hf_config(spec)))
     (folder / "outputs" / "mine").mkdir(parents=True)
-    shutil.copy(folder / "X.toml", folder / "outputs" / "mine" / "config.toml")  # a run leaves its config there
+    for copy in ("outputs/mine/config.toml", "mine.toml"):  # a run leaves the one, `config new` the other
+        shutil.copy(folder / "X.toml", folder / copy)
     return folder
 
 
@@ -188,11 +184,7 @@ _STARTS = re.compile(
 def test_commands_stand_in_sh_blocks(page: Page) -> None:
     shown = [block for block in page.blocks if block.language in ("", "text") and "\nERROR " not in block.text]
     found = [block.line for block in shown if _STARTS.search(block.text)]
-    is_listed = page.name in PAGES_TO_CONVERT
-    if is_listed:
-        assert found, f"{page.name} shows its commands in sh blocks now: remove it from PAGES_TO_CONVERT"
-    else:
-        assert not found, f"{page.name}: commands in the blocks of output at lines {found}; put them into sh blocks"
+    assert not found, f"{page.name}: commands in the blocks of output at lines {found}; put them into sh blocks"
 
 
 @every_page
@@ -270,18 +262,13 @@ def test_files_of_other_trainers_can_be_parsed(page: Page) -> None:
 
 @every_page
 def test_links_lead_somewhere(page: Page) -> None:
-    assert not page.broken_links(COMING_PAGES)
-
-
-def test_pages_that_are_there_are_not_awaited() -> None:
-    there = [name for name in COMING_PAGES if (REPO / name).exists()]
-    assert not there, f"remove from COMING_PAGES: {there}"
+    assert not page.broken_links()
 
 
 @every_page
 def test_no_page_holds_a_path_of_one_machine(page: Page) -> None:
     found = page.machine_paths()
-    assert not found or page.name in PAGES_TO_CONVERT, f"{page.name}: {found}"
+    assert not found, f"{page.name}: {found}"
 
 
 def test_the_index_names_every_page() -> None:

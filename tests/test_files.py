@@ -349,7 +349,7 @@ def test_a_parquet_file_may_have_any_name(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs /proc")
 def test_files_of_the_kernel_are_refused_unread() -> None:
     for path in ("/proc/kmsg", "/proc/self/environ"):
-        with pytest.raises(UserError, match="is no regular file"):
+        with pytest.raises(UserError, match="is not a regular file"):
             list(read_records(path))
 
 

@@ -230,7 +230,7 @@ def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspec
 
 def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
     inspect.write(chat("one", "ONE"))
-    assert "the rows are 0 to 0" in inspect("--row", "1", code=2)
+    assert "rows are numbered 0 to 0" in inspect("--row", "1", code=2)
     for rows in ("x", ",", "0,"):
         assert "is not a row number" in inspect("--row", rows, code=2)
     assert "no such set" in inspect("--validation", code=2)

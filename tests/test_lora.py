@@ -420,7 +420,7 @@ def read_checked(folder: Path) -> None:
         ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
         ({"lora_dropout": 1.0}, "lora_dropout = 1.0"),
-        ({"base_model_name_or_path": ["x"]}, r"base_model_name_or_path = .'x'. is no name"),
+        ({"base_model_name_or_path": ["x"]}, r"base_model_name_or_path = .'x'. is neither a name nor a path"),
         ({"base_model_name_or_path": "x" * 5000}, "base_model_name_or_path = 'xxx"),
         ({"k" * 5000: 1}, "kkkk... = 1 is not supported"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map asks to run Python code"),
@@ -444,11 +444,11 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     for tensors, message in (
         (
             {**good, "base_model.model.lm_head.weight": torch.zeros(2, 2)},
-            "holds base_model.model.lm_head.weight, which",
+            "has base_model.model.lm_head.weight, which",
         ),
         ({**good, first.removeprefix("base_model.model."): good[first].clone()}, "is not a LoRA matrix"),
         ({k: v for k, v in good.items() if k != first}, "missing: .*q_proj.lora_A"),
-        ({**good, first: good[first][:2].clone()}, r"has shape \(2, 64\), the model\'s is \(4, 64\)"),
+        ({**good, first: good[first][:2].clone()}, r"has shape \(2, 64\), but the model needs \(4, 64\)"),
         ({**good, first: good[first].flatten()}, r"has shape \(256,\)"),
         ({**good, first: good[first].int()}, "cannot be trained"),
         ({}, "has no tensors"),
@@ -470,7 +470,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     (adapter / WEIGHTS).rename(tmp_path / "elsewhere")
     refused("no such file; download it again")
     (adapter / "adapter_model.bin").write_bytes(b"a pickle")
-    refused("adapter_model.bin: is pickled")
+    refused("adapter_model.bin: is a pickle")
     (adapter / WEIGHTS).symlink_to(tmp_path / "elsewhere")
     refused("is a link to")
 

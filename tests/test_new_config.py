@@ -26,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         shutil.copytree(REPO / "train_configs/debug/tokenizer", tmp_path / f"Qwen3-{name}")
         (tmp_path / f"Qwen3-{name}" / "config.json").write_text(json.dumps(to_hf_config(PRESETS[name])))
         (tmp_path / f"Qwen3-{name}" / "model.safetensors").write_bytes(b"")
-    shutil.copy(REPO / "train_configs/debug/arithmetic.jsonl", tmp_path / "train.jsonl")
+    shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "train.jsonl")
 
     def command(*options: str, typed: tuple[str, ...] | None = None) -> tuple[int, str, str]:
         lines = iter(typed or ())

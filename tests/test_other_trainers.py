@@ -214,7 +214,7 @@ def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> 
 
 
 def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None:
-    data = REPO / "train_configs/debug/arithmetic.jsonl"
+    data = REPO / "train_configs/debug/additions.jsonl"
     cases = {
         "[dta]\npath = 'x'\n[model]\nflavor = 'debug'\ntokenizer_path = '.'": ["[dta] is not a section"],
         "[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1": [
@@ -274,7 +274,7 @@ def test_the_page_has_the_tables_and_its_configs_load(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
-    shutil.copy(REPO / "train_configs/debug/arithmetic.jsonl", tmp_path / "train.jsonl")
+    shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "train.jsonl")
     configs = re.findall(r"(?s)```toml\n(.+?)```", page)
     assert len(configs) == 4
     for text in configs:

@@ -560,7 +560,7 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "not as written: step-100" in text and "1 records of the data were rejected" in text
     [old, new] = collect(run)["checkpoints"]["listed"]
     assert (old["why_suspect"], old["is_best"], new["is_best"]) == ("its loss is high", False, True)
-    assert old["bytes"] > 2_000_000 and "is not what was written" in new["problem"]
+    assert old["bytes"] > 2_000_000 and "has changed since it was written" in new["problem"]
 
 
 def test_names_of_files_are_those_that_the_run_writes() -> None:

@@ -399,7 +399,7 @@ def test_one_process_starts_without_torchrun(checkout: Checkout, state: str, cod
 
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
     assert checkout.train("--nproc_per_node", "2", "-h").returncode == 0
-    assert [arguments for arguments, _ in checkout.calls("config")] == [["--help"]]
+    assert [arguments for arguments, _ in checkout.calls("config")] == [["-h"]]
     assert checkout.calls("torchrun") == []
 
 

@@ -164,7 +164,7 @@ def test_a_folder_is_locked_against_another_process_until_its_holder_ends(
     assert taken.wait(30)
     with pytest.raises(UserError, match=rf"used by another run \(process {holder.pid} on "):
         durable.FolderLock(tmp_path, 0.3)
-    assert caplog.text.count("waiting for it up to 0 s") == 1
+    assert caplog.text.count("waiting for up to 0 s") == 1
     holder.kill()
     holder.join()
     assert durable.FolderLock(tmp_path, 5)
@@ -264,7 +264,7 @@ def test_without_locks_a_run_goes_on_and_says_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     durable.FolderLock(tmp_path, 0)
-    assert "has no locks" in caplog.text
+    assert "cannot be locked" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["open", "fsync", "rename", "unlink"])

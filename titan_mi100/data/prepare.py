@@ -1,7 +1,5 @@
 """Prepares the data of a run: reads, checks, tokenises and packs the files, and keeps the result for the next start.
 
-In this order below: what a run calls, what determines a prepared folder's name, how the folder's files are made.
-
 `python -m titan_mi100.data.prepare` with the arguments of a run only prepares its data, without importing torch.
 """
 
