@@ -206,4 +206,4 @@ def test_an_installed_package_without_lm_eval_names_the_extra(checkout: Checkout
     (checkout.elsewhere / "lm_eval").mkdir()  # a folder of that name is no package
     result = evaluate(checkout, hf_folder, "gsm8k")
     assert result.returncode == 2
-    assert "pip install 'titan_mi100[eval]'" in result.stderr
+    assert "pip install 'lm-eval[hf]'" in result.stderr

@@ -109,7 +109,7 @@ def forget_the_token(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "options", "said"),
     [
-        (hide_the_library, ("--push_to_hub", "me/new"), "pip install 'titan_mi100[hub]'"),
+        (hide_the_library, ("--push_to_hub", "me/new"), "pip install huggingface_hub"),
         (
             None,
             ("--push_to_hub", "me/a/new"),

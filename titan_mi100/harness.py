@@ -66,7 +66,7 @@ def _run(arguments: Sequence[str]) -> int:
         folder = tasks if os.path.isdir(tasks) else os.path.dirname(tasks)
         rest = ["--include_path", folder, *rest]
     if not getattr(find_spec("lm_eval"), "origin", None):
-        raise UserError("lm_eval is not installed; pip install 'titan_mi100[eval]'")
+        raise UserError("lm_eval is not installed; pip install 'lm-eval[hf]'")
     model = _hf_folder(checkpoint)
     model_args = ",".join([f"pretrained={model}", *given.model_args, *_as_trained(model, given)])
     rest += _system_as_trained(model, rest)

@@ -4,7 +4,7 @@
     python scripts/corpora/fetch.py finemath --output_dir raw/finemath
     python -m titan_mi100.prepare_corpus --input raw/finemath/*/*.parquet --tokenizer Qwen3-8B/ --output_dir finemath
 
-Needs huggingface_hub: pip install 'titan_mi100[hub]'. The recipes are in recipes.toml.
+Needs huggingface_hub: pip install huggingface_hub. The recipes are in recipes.toml.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> int:
     try:
         import huggingface_hub
     except ImportError:
-        raise UserError("this needs huggingface_hub: pip install 'titan_mi100[hub]'") from None
+        raise UserError("this needs huggingface_hub: pip install huggingface_hub") from None
     patterns = options.files or recipe["files"]
     try:
         found = huggingface_hub.HfApi().dataset_info(

@@ -239,7 +239,7 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        what = "is parquet, which needs pyarrow: pip install 'titan_mi100[parquet]', or convert to JSONL"
+        what = "is parquet, which needs pyarrow: pip install pyarrow, or convert to JSONL"
         raise UserError(f"{path}: {what}") from None
     # The default pools reserve address space in advance, which would count against the process's memory limit.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
@@ -351,7 +351,7 @@ class _Unzstd(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            what = "is packed by zstd, which needs zstandard: pip install 'titan_mi100[zstd]', or unpack it (zstd -d)"
+            what = "is packed by zstd, which needs zstandard: pip install zstandard, or unpack it (zstd -d)"
             raise UserError(f"{path}: {what}") from None
         self._path, self._packed, self._error = path, packed, zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj

@@ -36,7 +36,9 @@ class Preemption:
             threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def _told(self, number: int, _: object) -> None:
-        self.reason = self.reason or signal.Signals(number).name
+        # Our launcher passes every signal to stop on as SIGUSR1, so the name would not be the one that the user sent.
+        by_launcher = number == signal.SIGUSR1 and "TITAN_LAUNCHER_PID" in os.environ
+        self.reason = self.reason or ("the launcher was told to stop" if by_launcher else signal.Signals(number).name)
 
     def _watch(self, launchers: set[int]) -> None:
         """End this process after its launcher has ended, even if it hangs."""

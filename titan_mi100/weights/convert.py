@@ -228,7 +228,7 @@ def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
         UserError: logits are asked for, but something is missing.
     """
     if not needed and find_spec("transformers") is None:
-        needed = "transformers: pip install 'titan_mi100[eval]'"
+        needed = "transformers: pip install transformers"
     if verify == "auto":
         return "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
     if verify == "logits" and needed:

@@ -48,7 +48,7 @@ def check(name: str) -> None:
         import huggingface_hub
         from huggingface_hub import constants, errors, utils
     except ImportError:
-        raise UserError("--push_to_hub: huggingface_hub is not installed; pip install 'titan_mi100[hub]'") from None
+        raise UserError("--push_to_hub: huggingface_hub is not installed; pip install huggingface_hub") from None
     try:
         # validate_repo_id also accepts a name without an owner; the hub then uses the owner of the token
         utils.validate_repo_id(name)
