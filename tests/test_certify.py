@@ -515,7 +515,7 @@ def test_a_certificate_of_another_machine_is_ignored_with_the_reason(
     known.store(tmp_path, of_this_machine(content, **{name: "another"}))
     assert known.find(tmp_path, CPU) is None
     (said,) = [line for line in lines if "certificate" in line]
-    assert said.startswith(f"the newest certificate does not fit this machine as it is now: {name} another there, ")
+    assert said.startswith(f"the newest certificate does not match this machine and program: {name} another there, ")
 
 
 def test_a_damaged_certificate_is_ignored_with_the_reason(

@@ -59,7 +59,7 @@ def _read_for(cache: Path, here: Machine, newest: Path) -> Certificate | None:
         log.warning(f"the certificate is ignored: {error}; {_MAKE_ONE}")
         return None
     if others := differences(certificate.machine, here):
-        log.info(f"the newest certificate does not fit this machine as it is now: {some(others)}; {_MAKE_ONE}")
+        log.info(f"the newest certificate does not match this machine and program: {some(others)}; {_MAKE_ONE}")
         return None
     log.info(f"certificate of {certificate.made}: {path}")
     return certificate

@@ -12,6 +12,7 @@ import torch
 
 from titan_mi100.certificate.form import Machine
 from titan_mi100.parallel.distributed import device_name
+from titan_mi100.wording import shortened
 
 _PACKAGE = Path(__file__).parents[1]
 # The source files of our kernels: all of them are in attention/ and optim/. A change makes certificates invalid.
@@ -51,7 +52,11 @@ def describe(device: torch.device, cards: int, with_commit: bool = True) -> Mach
 def differences(certified: Machine, here: Machine) -> list[str]:
     """The bound fields in which the machines differ, as text: "torch 2.8.0 there, 2.13.0 here"."""
     pairs = [(name, str(getattr(certified, name)), str(getattr(here, name))) for name in BOUND]
-    return [f"{name} {there or 'none'} there, {ours or 'none'} here" for name, there, ours in pairs if there != ours]
+    return [
+        f"{name} {shortened(there, 20) or 'none'} there, {shortened(ours, 20) or 'none'} here"  # one is a long hash
+        for name, there, ours in pairs
+        if there != ours
+    ]
 
 
 def hash_of_kernels() -> str:
