@@ -362,7 +362,7 @@ def test_the_commands_of_a_page_run_in_its_order(page: Page, prepared: Path, tmp
     shutil.copytree(prepared, folder, symlinks=True)
     started: set[str] = set()
     for command in page.commands():
-        if command.is_marked:
+        if command.is_marked or command.words[0].endswith("run_tests.sh"):  # that would run this test again
             continue
         # what a page makes itself begins as a new folder, not as the one that was prepared
         for made in re.findall(r"--(?:job\.run_folder|output_dir)[ =](\S+)", " ".join(command.words)):
