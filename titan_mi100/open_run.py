@@ -54,7 +54,7 @@ from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.heartbeat import SAVE, VALIDATION, Heartbeat
 from titan_mi100.run.metrics import Reporter, StepResult
-from titan_mi100.run.opening import find_start, keep_global_batch, load_data, log_if_done, log_layout
+from titan_mi100.run.opening import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.run.profiling import SNAPSHOT, Profiler, open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.record import open_record
@@ -268,7 +268,6 @@ def open_run(
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, found.path))
     log_if_done(progress, steps)
-
     stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
@@ -276,6 +275,7 @@ def open_run(
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps, _code_and_machine(world))
         observers += [reporter] if reporter else []
         with raise_together():
+            accept_ledger(data, folder, world)
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
         profiler = open_profiler(folder, config.profiling, world, steps)
     if profiler is not None:

@@ -1,6 +1,7 @@
 """The ledger: the outcome of every input record, with its reason and file:line."""
 
 import csv
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from titan_mi100.data.encode import (
 )
 from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
 from titan_mi100.data.strict_json import listed
+from titan_mi100.errors import UserError
 from titan_mi100.wording import some
 
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and per kind; the others are counted
@@ -228,3 +230,27 @@ class Ledger:
 def _top_kinds(kinds: Counter[str], most: int) -> str:
     """The `most` frequent kinds of reasons, with their counts."""
     return ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common(most) if kind)
+
+
+def keep_ledger(ledger: Path, folder: Path, is_refused: bool = False, is_accepted: bool = False) -> Path:
+    """Copy a ledger into the run folder, as ledger.csv unless that belongs to steps that were trained already.
+
+    Args:
+        is_refused: the data are refused. Where a run has trained, their ledger becomes ledger.refused.csv.
+        is_accepted: the run has accepted the data, so its ledger.csv is replaced. Otherwise a start with other data
+            could still be refused, and must not have changed the ledger of the run.
+
+    Returns:
+        Where the ledger is.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    has_trained = (folder / "metrics.jsonl").exists()
+    target = folder / ("ledger.refused.csv" if is_refused and has_trained else "ledger.csv")
+    if is_refused or is_accepted or not has_trained:
+        try:
+            shutil.copyfile(ledger, target)
+        except OSError as error:
+            raise UserError(f"{target}: cannot be written: {error.strerror}") from None
+    return target

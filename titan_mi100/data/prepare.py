@@ -6,7 +6,6 @@
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from titan_mi100.data.cache import Stamp, cached_text, content_hash, open_or_bui
 from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.formats import choose_format
-from titan_mi100.data.ledger import Ledger
+from titan_mi100.data.ledger import Ledger, keep_ledger
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
 from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
@@ -61,8 +60,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     """Prepare a run's files (see `prepare_data`), open its corpora, and check all against its model.
 
     Args:
-        folder: the run folder. The ledger is copied there if it exists, or if the data are refused (it is made then).
-            None: another rank copies the ledger.
+        folder: the run folder. The ledger is copied there, unless a run has trained in it: `open_run` does it then,
+            after it has accepted the data. None: another rank copies the ledger.
         patience: see `prepare_data`.
 
     Raises:
@@ -77,10 +76,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         if folder is None:
             raise
         folder.mkdir(parents=True, exist_ok=True)
-        _copy_ledger(error.ledger, folder)
-        raise UserError(f"{error}\nevery row: {folder / 'ledger.csv'}") from None
+        raise UserError(f"{error}\nevery row: {keep_ledger(error.ledger, folder, is_refused=True)}") from None
     if data is not None and folder is not None and folder.is_dir():
-        _copy_ledger(data.ledger(), folder)
+        keep_ledger(data.ledger(), folder)
     fingerprint = data.facts.tokenizer if data else _fingerprint(path, cache_folder(config.data))
     data = open_sources(config.data, data, fingerprint, seq_len)
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
@@ -111,13 +109,6 @@ def _fingerprint(tokenizer_path: str, cache: Path) -> str:
     contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
     depends = [contents, _CODE_HASH, *map(_version, _LIBRARIES)]
     return cached_text(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
-
-
-def _copy_ledger(ledger: Path, folder: Path) -> None:
-    try:
-        shutil.copyfile(ledger, folder / "ledger.csv")
-    except OSError as error:
-        raise UserError(f"{folder / 'ledger.csv'}: cannot be written: {error.strerror}") from None
 
 
 def prepare_data(

@@ -23,7 +23,9 @@ def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) 
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
         what = f"the data fill {len(source.rows):,} rows, a step has {size:,}"
-        log.warning(f"{what}: {padding:.0%} of an epoch is padding; lower training.target_tokens_per_step")
+        keys = "training.target_tokens_per_step" if config.training.target_tokens_per_step else "the rows of a step"
+        factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
+        log.warning(f"{what} ({factors}): {padding:.0%} of an epoch is padding; lower {keys}")
     return rows
 
 
