@@ -297,6 +297,37 @@ def test_a_run_that_has_trained_is_restarted_as_often_as_allowed_and_not_twice_a
     assert (found.code, found.step, len(launcher.agents)) == (1, 5, 3)
 
 
+def test_a_node_that_is_lost_and_joins_again_prepares_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_nodes, "_LOOK", 0.01)
+    monkeypatch.setattr(launch_nodes, "_SOON", 0.0)
+    place, told = here(0, 2), list[str]()
+    launcher = FakeLauncher([GONE._replace(step=3), DONE])
+
+    def follow(until: str) -> None:
+        link = None
+        while link is None:
+            link = join(place._replace(rank=1), 2)
+        while (message := link.receive(20)) is not None:
+            told.append(message["do"])
+            if message["do"] == until:
+                break
+            link.send(**Outcome(0)._asdict())
+        link.close()
+
+    def lost_and_back() -> None:
+        follow("start")
+        follow("end")
+
+    other = threading.Thread(target=lost_and_back, daemon=True)
+    with Host(place, 2) as host:
+        other.start()
+        found = launch_nodes.Leader(launcher, host, place, 2).run("folder", Restarts(ATTEMPTS, 2))
+        host.tell(do="end", code=0)
+        other.join(20)
+    assert found == DONE and told == ["prepare", "start", "prepare", "start", "end"]
+    assert f"waiting up to {place.patience} s (--rdzv_timeout) for node 1" in launcher.said
+
+
 def test_fewer_nodes_train_only_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     found, launcher = lead([DONE], here(0, 3, least=2), 2, monkeypatch)
     assert found.code == 0 and launcher.checked == [4]  # processes for which the config is checked anew

@@ -17,6 +17,7 @@ from titan_mi100.outcome import LOST, Outcome, Restarts, combined
 
 _LOOK = 0.3  # seconds between two looks at the other nodes
 _LAST_CALL = 60.0  # seconds to wait for more nodes after the minimum of --nnodes has connected
+_SOON = 5.0  # seconds until the log says that nodes are missing
 _GRACE = 8.0  # seconds that a node's processes get to end by themselves after another node's have failed
 _PARTING = 120.0  # seconds to wait for the other nodes' reports after this node's processes have ended
 
@@ -55,7 +56,7 @@ class Leader:
 
     def __init__(self, launcher: Launcher, host: Host, place: Place, processes: int) -> None:
         self._launcher, self._host, self._place, self._processes = launcher, host, place, processes
-        self._ready = set[int]()  # nodes that have prepared the data
+        self._ready = set[Link]()  # connections of nodes that have prepared the data; a node that joins again has not
         self._checked = place.most  # the config was checked for this number of nodes
 
     def run(self, folder: str, restarts: Restarts) -> Outcome:
@@ -78,11 +79,15 @@ class Leader:
         Raises:
             UserError: fewer than the minimum number of nodes connected in time.
         """
-        place, began = self._place, time.monotonic()
+        place, began, is_said = self._place, time.monotonic(), False
         until = began + place.patience
         while (count := 1 + len(self._host.links)) < place.most and time.monotonic() < until:
             if count >= place.least:
                 until = min(until, began + _LAST_CALL)
+            if not is_said and time.monotonic() > began + _SOON:
+                is_said = True
+                awaited = ", ".join(str(node) for node in range(1, place.most) if node not in self._host.links)
+                self._launcher.say(f"waiting up to {place.patience} s (--rdzv_timeout) for node {awaited}")
             if refusal := self._host.admit(_LOOK):
                 self._launcher.say(refusal)
             self._host.hear()  # drops nodes whose connection is lost
@@ -108,16 +113,17 @@ class Leader:
         if (count := 1 + len(self._host.links)) != self._checked:
             self._launcher.check(self._processes * count, folder=folder)
             self._checked = count
-        self._ready &= self._host.links.keys()
-        for node in self._host.links.keys() - self._ready:
+        self._ready &= set(self._host.links.values())
+        for link in set(self._host.links.values()) - self._ready:
             with suppress(OSError):  # the next `hear` drops the node
-                self._host.links[node].send(do="prepare", folder=folder, world=self._processes * count)
+                link.send(do="prepare", folder=folder, world=self._processes * count)
         if is_first:
             self._launcher.prepare(folder)
-        while self._host.links.keys() - self._ready:
+        while set(self._host.links.values()) - self._ready:
             self._launcher.rest(_LOOK)
             reports = self._hear()
-            self._ready |= {node for node, report in reports.items() if not report.code}
+            links = self._host.links
+            self._ready |= {links[node] for node, report in reports.items() if not report.code and node in links}
             if failed := {node: report for node, report in reports.items() if report.code}:
                 return failed
         return {}
