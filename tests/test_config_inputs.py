@@ -410,3 +410,14 @@ def test_a_run_writes_through_no_link_and_waits_for_no_pipe(file: Path, tmp_path
             make_run_folder(load(file, "--job.run_folder", str(folder)))
     with pytest.raises(UserError, match=r"shared: cannot be made \(File exists\)"):
         make_run_folder(load(file, "--job.run_folder", str(tmp_path / "shared")))
+
+
+def test_a_file_replaces_what_its_base_says_in_another_way(file: Path, tmp_path: Path) -> None:
+    base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text(f'base = "{file}"\n[training]\nsteps = 0\nepochs = 3\n')
+    mine.write_text('base = "base.toml"\n[training]\nsteps = 5\n')
+    config = load(mine)
+    assert (config.training.steps, config.training.epochs) == (5, 0)
+    assert f"{mine}: [training] steps replaces [training] epochs = 3" in config.notes
+    mine.write_text('base = "base.toml"\n[training]\nsteps = 5\nepochs = 2\n')
+    assert "steps and epochs are both set" in refusal("--job.config_file", str(mine))

@@ -47,8 +47,8 @@ _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variables; the first that is set counts
 _OURS = (
-    *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json", "ledger.csv", ".lock"),
-    "wandb_id",
+    *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id"),
 )
 
 
@@ -59,6 +59,7 @@ class _Setting(NamedTuple):
     where: str  # "file.toml: [section] key" or "--section.key", for messages
     folder: Path  # what a relative path is relative to
     is_text: bool  # from the command line: to be parsed
+    depth: int = -1  # 0: from the config file, 1: from its base, 2: from that one's base; -1: from the command line
 
 
 def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: bool = True) -> Config:
@@ -95,7 +96,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
                 problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
             errors += problems
             refused.update([f"{name}.{key.name}"] if problems else [])
-    notes = _replace_alternatives(values, overrides)
+    notes = _replace_alternatives(values, settings)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     elif named.value != config_file.value:
@@ -139,13 +140,16 @@ def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unk
     )
 
 
-def _replace_alternatives(values: dict[_Name, Any], overrides: dict[_Name, _Setting]) -> list[str]:
-    """Unset keys of the file that a key on the command line excludes; a line for the log about each."""
+def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setting]) -> list[str]:
+    """Unset keys that exclude a key which was set closer to the user: the command line, then the config file, then its
+    base. Returns a line for the log about each.
+    """
     notes = []
     for pair in ALTERNATIVES:
         for mine, other in (pair, pair[::-1]):
-            if mine in overrides and other not in overrides and values[mine] and values[other]:
-                notes.append(f"--{'.'.join(mine)} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
+            depths = [settings[name].depth if name in settings else _LONGEST_CHAIN for name in (mine, other)]
+            if depths[0] < depths[1] and values[mine] and values[other]:
+                notes.append(f"{settings[mine].where} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
                 values[other] = type(values[other])()
     return notes
 
@@ -224,7 +228,7 @@ def _read_toml(
             elif (section, key) == ("job", "config_file"):
                 errors.append(f"{where} can only be given on the command line; use `base` to inherit")
             else:
-                settings[section, key] = _Setting(value, where, path.parent, is_text=False)
+                settings[section, key] = _Setting(value, where, path.parent, is_text=False, depth=len(chain))
     return is_read
 
 
