@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -421,3 +422,17 @@ def test_a_file_replaces_what_its_base_says_in_another_way(file: Path, tmp_path:
     assert f"{mine}: [training] steps replaces [training] epochs = 3" in config.notes
     mine.write_text('base = "base.toml"\n[training]\nsteps = 5\nepochs = 2\n')
     assert "steps and epochs are both set" in refusal("--job.config_file", str(mine))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('steps = "100"', r"\[training\] steps = '100' must be a whole number; write it without quotes"),
+        ('steps = "ten"', r"\[training\] steps = 'ten' must be a whole number$"),
+        ('data.path = ["x"]', r"\[training\] data is a table, .*; write \[data\] on a line of its own"),
+    ],
+)
+def test_a_slip_in_toml_gets_the_words_that_correct_it(text: str, said: str, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f'base = "{file}"\n[training]\n{text}\n')
+    [line] = refusal("--job.config_file", str(tmp_path / "mine.toml")).splitlines()
+    assert re.search(said, line)

@@ -344,7 +344,7 @@ def test_a_damaged_dcp_folder_does_not_start_a_run(tmp_path: Path) -> None:
 
 def test_a_run_is_no_model_but_its_checkpoints_are(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint" / "step-7").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"name one of its checkpoints, such as .*step-7"):
+    with pytest.raises(UserError, match=r"name one of its checkpoints or exports, such as .*step-7"):
         open_weights(tmp_path / "run")
 
 

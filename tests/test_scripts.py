@@ -397,6 +397,12 @@ def test_one_process_starts_without_torchrun(checkout: Checkout, state: str, cod
     assert ("the trainer was killed by SIGKILL; most likely memory ran out" in result.stderr) == (state == "killed")
 
 
+def test_the_variable_of_torchtitan_for_the_config_is_refused_not_ignored(checkout: Checkout) -> None:
+    result = checkout.train(CONFIG_FILE="x.toml")
+    assert result.returncode == 2 and "write --job.config_file x.toml" in result.stderr
+    assert checkout.calls("torchrun") == []
+
+
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
     assert checkout.train("--nproc_per_node", "2", "-h").returncode == 0
     assert [arguments for arguments, _ in checkout.calls("config")] == [["-h"]]

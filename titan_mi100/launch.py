@@ -76,6 +76,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
             return 0
         if asked := {"-h", "--help", "--version"} & set(arguments):
             return len(launcher.run_first("the help", *_CONFIG, *asked))  # 0: it is printed
+        if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
+            raise UserError(f"CONFIG_FILE = {file!r} is not read here; unset it, and write --job.config_file {file}")
         processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
         launcher.processes = processes
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))

@@ -61,7 +61,7 @@ def parse_place(given: Mapping[str, str]) -> Place | None:
         raise UserError(f"--nnodes must be a number, or LEAST:MOST, not {given['nnodes']!r}; e.g. 4, or 3:4")
     if most == 1:
         if extra := given.keys() - {"nnodes"}:
-            raise UserError(f"--{min(extra)} is for several nodes; add --nnodes, e.g. --nnodes 2")
+            raise UserError(f"--{min(extra)} is for several nodes; leave it out, or add --nnodes, e.g. --nnodes 2")
         return None
     example = f"--nnodes {nodes[0]} --node_rank 0 --rdzv first-node:29400, with 1, 2 ... as node_rank on the others"
     if not re.fullmatch("[0-9]{1,4}", rank := given.get("node_rank", ""), re.ASCII) or int(rank) >= most:

@@ -267,7 +267,9 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     may_be_empty = is_list and (setting.is_text or kind is str)
     values = [_as_kind(item, kind, setting.is_text) for item in given if not may_be_empty or item != ""]
     if any(type(item) is not kind for item in values):
-        return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}"
+        is_quoted = not is_list and isinstance(value, str) and not setting.is_text
+        hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
+        return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
         return key.default, f"must be one of: {', '.join(rules['choices'])}"
     problems = [problem for item in values if (problem := _refused(item, rules))]

@@ -41,6 +41,10 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
 
 def unknown_key(where: str, section: str, key: str, value: Any) -> Unknown:
     """A key that its section does not have. Args: where: "file.toml: [section] key", for the message."""
+    if isinstance(value, dict):  # `data.path = ...` below [training]
+        inside = {f"{key}.{name}" for name in value} & our_keys().keys()
+        hint = f"; write [{key}] on a line of its own, and its keys below it" if inside else ""
+        return Unknown(f"{where} is a table, and no section has one{hint}", inside or None)
     if advice := advise(f"{section}.{key}", value, in_toml=True):
         return Unknown(f"{where} {advice.text}", advice.targets)
     if same := keys_called(key):

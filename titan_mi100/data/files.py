@@ -420,7 +420,7 @@ def refusal(head: bytes) -> str:
     # then other lines are complete objects.
     continues = lines[0].endswith((b"{", b"[", b",", b":"))
     if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
-        return "JSON whose first object takes several lines; write each row on one line (jq -c), or an array of rows"
+        return "JSON whose first object takes several lines; write each row on one line (jq -c . FILE), or one array"
     return ""
 
 

@@ -45,7 +45,7 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         page = ("--html", shown_path(folder / "data.html"))
         found.append(("data page", _command("titan_mi100.inspect_data", *_config_of(folder), *which, *page)))
     if config.metrics.enable_tensorboard:
-        found.append(("curves", f"tensorboard --logdir {shlex.quote(shown_path(folder / 'tensorboard'))}"))
+        found.append(("curves", _command("tensorboard.main", "--logdir", shown_path(folder / "tensorboard"))))
     return found
 
 

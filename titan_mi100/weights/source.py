@@ -41,7 +41,9 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     if path.is_file() and path.suffix != ".safetensors":
         return read_torch_weights(path)
     if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
-        raise UserError(f"{path}: is a run folder; name one of its checkpoints, such as {checkpoints[-1]}")
+        exports = sorted(path.glob("hf-step-*"), key=lambda folder: folder.stat().st_mtime)
+        newest = [*checkpoints, *exports][-1]
+        raise UserError(f"{path}: is a run folder; name one of its checkpoints or exports, such as {newest}")
     if not path.exists():
         raise UserError(f"{path}: no such folder or file{hub_hint(str(path))}")
     if path.is_file():  # a .safetensors file
