@@ -119,7 +119,7 @@ def test_the_debug_config_is_only_for_its_own_model_and_data(tmp_path: Path) -> 
     assert (tuned.optimizer.lr, tuned.training.epochs, tuned.training.steps) == (2e-5, 3, 0)
     assert tuned.notes == (f"no --job.config_file is given: settings from {tuned.job.config_file}",)
     assert "[data] path is not set" in refusal("--checkpoint.initial_load_path", model)
-    assert "[model] flavor is not set; name a preset, or an HF folder" in refusal("--data.path", DATA)
+    assert "[model] flavor is not set; name an HF folder in" in refusal("--data.path", DATA)
 
 
 # --- nothing is idle

@@ -16,6 +16,7 @@ from titan_mi100.data.files import Record, RecordReader, expand_patterns, read_r
 from titan_mi100.data.formats import parse
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
+from titan_mi100.files.patterns import matching_files
 
 ROWS = [
     {"question": f"{n} größe \U0001f600", "answer": '"\\[{' * (n % 7), "more": [n, {"x": None}]} for n in range(300)
@@ -429,7 +430,7 @@ def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypa
         "folder: is a folder; name its files, e.g. folder/*.jsonl",
         "fold*: matches no file",
         "dangling.jsonl: cannot be read: No such file or directory",
-        "pipe: is not a regular file (a pipe?); data are read more than once, so write them to disk first",
+        "pipe: is not a regular file (a pipe?); it is read more than once, so write its content to disk first",
         "secret.jsonl: cannot be read: Permission denied",
         ": cannot be read: No such file or directory",
     ]
@@ -445,3 +446,13 @@ def test_reading_needs_no_torch() -> None:
         "import sys, titan_mi100.data.formats; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pyarrow')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    similar, missing = str(tmp_path / "trian.jsonl"), str(tmp_path / "data" / "*.jsonl")
+    assert matching_files(similar)[1] == [
+        f"{similar}: cannot be read: No such file or directory; did you mean {tmp_path / 'train.jsonl'}?"
+    ]
+    assert matching_files(missing)[1] == [f"{missing}: matches no file; there is no folder {tmp_path / 'data'}"]
+    assert matching_files(str(tmp_path / "x"))[1] == [f"{tmp_path / 'x'}: cannot be read: No such file or directory"]

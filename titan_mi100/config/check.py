@@ -204,7 +204,10 @@ def _check_paths(config: Config) -> list[str]:
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
         pass  # that folder's tokenizer: its absence is reported above
     elif not path:
-        errors.append("[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder")
+        errors.append(
+            "[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the "
+            "tiny model: --job.config_file train_configs/debug.toml"
+        )
     elif not os.path.exists(path):
         errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder)}")
     elif not os.path.isfile(path) and not has_tokenizer(path):

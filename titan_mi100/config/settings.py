@@ -403,7 +403,7 @@ class Config:
         if flavor and not preset:
             raise UserError(f"[model] flavor = {flavor!r} is not known{did_you_mean(flavor, model_spec.PRESETS)}")
         if not flavor and not load:
-            raise UserError("[model] flavor is not set; name a preset, or an HF folder in checkpoint.initial_load_path")
+            raise UserError("[model] flavor is not set; name an HF folder in checkpoint.initial_load_path, or a preset")
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):

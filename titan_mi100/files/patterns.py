@@ -1,8 +1,11 @@
 """Finds the data files that a path or glob pattern of the config matches. Imports no torch."""
 
+import difflib
 import glob
 import os
 import stat
+
+_MOST_NAMES = 10_000  # of a folder that are compared with a missing one
 
 
 def matching_files(pattern: str) -> tuple[list[str], list[str]]:
@@ -10,18 +13,33 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
     literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # an existing file may be named data[1].jsonl
     files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
-    return files, problems if files else [f"{pattern}: matches no file"]
+    return files, problems if files else [f"{pattern}: matches no file{_nearby(pattern)}"]
+
+
+def _nearby(path: str) -> str:
+    """The end of a message about a missing file: its folder is missing, or it holds a file with a similar name."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return "" if glob.has_magic(folder) else f"; there is no folder {folder}"
+    try:
+        names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(os.path.basename(path), names, n=1, cutoff=0.8)
+    return f"; did you mean {os.path.join(os.path.dirname(path), close[0])}?" if close else ""
 
 
 def unusable(path: str, kind: str = "*.jsonl") -> str:
     """Why the path cannot be read as a file; "" if it can. Args: kind: a pattern of such files, for the message."""
     try:
         found = os.stat(path)
+    except FileNotFoundError as error:
+        return f"cannot be read: {error.strerror}{_nearby(path)}"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
     if stat.S_ISDIR(found.st_mode):
         return f"is a folder; name its files, e.g. {os.path.join(path, kind)}"
     kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder)}
     if not stat.S_ISREG(found.st_mode) or found.st_dev in kernels:  # reading /proc/kmsg waits for the next message
-        return "is not a regular file (a pipe?); data are read more than once, so write them to disk first"
+        return "is not a regular file (a pipe?); it is read more than once, so write its content to disk first"
     return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
