@@ -311,7 +311,7 @@ def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> 
         return pyarrow.DictionaryArray.from_arrays(indices, [text])
 
     for told, column in (
-        ("need more memory", repeated("x" * (20 << 20), 2000)),
+        ("need far more memory", repeated("x" * (20 << 20), 2000)),
         ("over 100 times its size", repeated("x" * 10_000, 50_000)),
         ("need more memory", pyarrow.ListArray.from_arrays([0, 50_000_000], np.zeros(50_000_000, np.int8))),
     ):
