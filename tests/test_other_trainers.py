@@ -111,7 +111,7 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
 def _setting(value: object, is_text: bool) -> object:
     from titan_mi100.config.load import _Setting
 
-    return _Setting(value, "", Path(), is_text)
+    return _Setting(value, "", Path()) if is_text else _Setting(value, "", Path(), depth=0)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ _OWN_MODEL_OR_DATA = (
 # Bytes of a TOML file. Parsing can take cubic time: larger files are parsed in a child process with a time limit.
 _SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
+_COMMAND_LINE, _DEFAULT = -1, _LONGEST_CHAIN  # depths of settings that no file gives, see _Setting
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variables; the first that is set counts
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
@@ -58,8 +59,12 @@ class _Setting(NamedTuple):
     value: Any  # from the command line: a text; for a list key a list of texts
     where: str  # "file.toml: [section] key" or "--section.key", for messages
     folder: Path  # what a relative path is relative to
-    is_text: bool  # from the command line: to be parsed
-    depth: int = -1  # 0: from the config file, 1: from its base, 2: from that one's base; -1: from the command line
+    depth: int = _COMMAND_LINE  # 0: from the config file, 1: from its base, 2: from that one's base, ...
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is still to be parsed."""
+        return self.depth == _COMMAND_LINE
 
 
 def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: bool = True) -> Config:
@@ -79,7 +84,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     errors, unknown = list[str](), list[Unknown]()
     overrides = _parse_arguments(argv, errors, unknown)
     shipped = "finetune" if any(map(overrides.get, _OWN_MODEL_OR_DATA)) else "debug"
-    default = _Setting(str(bundled.FOLDER / f"{shipped}.toml"), "default config file", Path(), is_text=True)
+    default = _Setting(str(bundled.FOLDER / f"{shipped}.toml"), "default config file", Path())
     named = overrides.get(("job", "config_file"), default)
     config_file = overrides["job", "config_file"] = named._replace(value=bundled.or_bundled(named.value))
     settings: dict[_Name, _Setting] = {}
@@ -88,7 +93,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     values, refused, here = {}, set[str](), Path.cwd()
     for name, section in sections():
         for key in keys_of(section):
-            setting = settings.get((name, key.name)) or _Setting(key.default, "", here, is_text=False)
+            setting = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT)
             if table := table_of(key):
                 values[name, key.name], problems = _convert_tables(table, setting)
             else:
@@ -147,7 +152,7 @@ def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setti
     notes = []
     for pair in ALTERNATIVES:
         for mine, other in (pair, pair[::-1]):
-            depths = [settings[name].depth if name in settings else _LONGEST_CHAIN for name in (mine, other)]
+            depths = [settings[name].depth if name in settings else _DEFAULT for name in (mine, other)]
             if depths[0] < depths[1] and values[mine] and values[other]:
                 notes.append(f"{settings[mine].where} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
                 values[other] = type(values[other])()
@@ -179,12 +184,12 @@ def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unkno
             errors.append(f"command line: --{name} needs a value")
         elif is_list:
             items = [item for word in words for item in _items(word, known[name].metadata["path"])]
-            found[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd(), True)
+            found[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd())
         elif before:
             twice = f"{shown(before.value)} and {shown(words[0])}"
             errors.append(f"command line: --{name} is given twice, as {twice}; keep one of them")
         else:
-            found[section, key] = _Setting(words[0], f"--{name}", Path.cwd(), True)
+            found[section, key] = _Setting(words[0], f"--{name}", Path.cwd())
     return found
 
 
@@ -228,7 +233,7 @@ def _read_toml(
             elif (section, key) == ("job", "config_file"):
                 errors.append(f"{where} can only be given on the command line; use `base` to inherit")
             else:
-                settings[section, key] = _Setting(value, where, path.parent, is_text=False, depth=len(chain))
+                settings[section, key] = _Setting(value, where, path.parent, len(chain))
     return is_read
 
 
@@ -290,7 +295,7 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
             if name not in keys:
                 errors.append(f"{where}: {_in_line(name)} is not a key{did_you_mean(name, keys)}")
                 continue
-            values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, is_text=False))
+            values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, setting.depth))
             errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
         found.append(table(**values))
     return tuple(found), errors
