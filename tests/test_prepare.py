@@ -32,7 +32,6 @@ from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
 from titan_mi100.data import prepared as prepared_module
 from titan_mi100.data import tokenise
-from titan_mi100.data.ledger import keep_ledger
 from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
@@ -563,6 +562,14 @@ def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_t
     assert result.returncode == 2 and f"{bad}:2: not JSON" in result.stderr
     assert result.stderr.endswith(f"every row: {tmp_path / 'run' / 'ledger.csv'}\n")
     assert "rejected" in (tmp_path / "run" / "ledger.csv").read_text()
+    # the ledger of a run that has trained stays: these data are refused now, others may be refused later
+    (tmp_path / "run" / "ledger.csv").write_text("of the run")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    result = prepare_command("--data.path", str(bad), *where)
+    assert result.stderr.endswith(f"every row: {tmp_path / 'run' / 'ledger.refused.csv'}\n")
+    assert "rejected" in (tmp_path / "run" / "ledger.refused.csv").read_text()
+    assert prepare_command("--data.path", str(good), *where).returncode == 0
+    assert (tmp_path / "run" / "ledger.csv").read_text() == "of the run"
     program = "import sys; import titan_mi100.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == 0
 
@@ -864,7 +871,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 BUILD = """
 import sys
-from titan_mi100.data.ledger import keep_ledger
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.config.settings import DataConfig
 data = prepare_data(DataConfig(path=(sys.argv[1],), cache_folder=sys.argv[2], workers=2), sys.argv[3], "", 256)
@@ -958,17 +964,3 @@ def test_a_template_that_does_harm_with_one_row_only_is_refused(
     config = DataConfig(path=(str(data),), cache_folder=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=re.escape(message)):
         prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
-
-
-def test_a_refused_start_leaves_the_ledger_of_a_run_that_has_trained(tmp_path: Path) -> None:
-    ledger, folder = tmp_path / "new.csv", tmp_path / "run"
-    folder.mkdir()
-    ledger.write_text("new")
-    assert keep_ledger(ledger, folder) == keep_ledger(ledger, folder, is_refused=True) == folder / "ledger.csv"
-    (folder / "ledger.csv").write_text("of the run")
-    (folder / "metrics.jsonl").touch()
-    assert keep_ledger(ledger, folder) == folder / "ledger.csv"
-    assert keep_ledger(ledger, folder, is_refused=True) == folder / "ledger.refused.csv"
-    assert (folder / "ledger.csv").read_text() == "of the run"
-    keep_ledger(ledger, folder, is_accepted=True)
-    assert (folder / "ledger.csv").read_text() == "new"

@@ -260,7 +260,7 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
 def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    changing = ("run_state.json", "train.log", ".lock", "ledger.csv")
+    changing = ("run_state.json", "train.log", ".lock")
     before = {path.name: path.read_bytes() for path in uninterrupted.iterdir() if path.is_file()}
     other = ("--training.seed", "7", "--training.steps", "1", "--data.validation_fraction", "0.05")
     shorter = ("--training.seq_len", "64", "--data.max_lost_share", "1")

@@ -25,6 +25,7 @@ from titan_mi100.data.strict_json import listed
 from titan_mi100.errors import UserError
 from titan_mi100.wording import some
 
+LEDGER, REFUSED_LEDGER = "ledger.csv", "ledger.refused.csv"  # in a run folder
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and per kind; the others are counted
 _DETAILS = 100_000  # records whose full reason is kept; for later ones only the kind of reason, to bound memory
 _MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes a warning
@@ -232,25 +233,14 @@ def _top_kinds(kinds: Counter[str], most: int) -> str:
     return ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common(most) if kind)
 
 
-def keep_ledger(ledger: Path, folder: Path, is_refused: bool = False, is_accepted: bool = False) -> Path:
-    """Copy a ledger into the run folder, as ledger.csv unless that belongs to steps that were trained already.
+def has_trained(folder: Path) -> bool:
+    """Whether the ledger in a run folder belongs to steps that were trained: a refused start must not change it."""
+    return (folder / "metrics.jsonl").exists()
 
-    Args:
-        is_refused: the data are refused. Where a run has trained, their ledger becomes ledger.refused.csv.
-        is_accepted: the run has accepted the data, so its ledger.csv is replaced. Otherwise a start with other data
-            could still be refused, and must not have changed the ledger of the run.
 
-    Returns:
-        Where the ledger is.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    has_trained = (folder / "metrics.jsonl").exists()
-    target = folder / ("ledger.refused.csv" if is_refused and has_trained else "ledger.csv")
-    if is_refused or is_accepted or not has_trained:
-        try:
-            shutil.copyfile(ledger, target)
-        except OSError as error:
-            raise UserError(f"{target}: cannot be written: {error.strerror}") from None
-    return target
+def copy_ledger(ledger: Path, target: Path) -> None:
+    """Copy a ledger into a run folder. Raises UserError: it cannot be written."""
+    try:
+        shutil.copyfile(ledger, target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror}") from None

@@ -27,7 +27,7 @@ from titan_mi100.data.cache import Stamp, cached_text, content_hash, open_or_bui
 from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.formats import choose_format
-from titan_mi100.data.ledger import Ledger, keep_ledger
+from titan_mi100.data.ledger import LEDGER, REFUSED_LEDGER, Ledger, copy_ledger, has_trained
 from titan_mi100.data.packing import Packing, pack_rows
 from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
 from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
@@ -60,8 +60,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     """Prepare a run's files (see `prepare_data`), open its corpora, and check all against its model.
 
     Args:
-        folder: the run folder. The ledger is copied there, unless a run has trained in it: `open_run` does it then,
-            after it has accepted the data. None: another rank copies the ledger.
+        folder: the run folder, which gets the ledger of refused data. None: another rank does that.
         patience: see `prepare_data`.
 
     Raises:
@@ -76,9 +75,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         if folder is None:
             raise
         folder.mkdir(parents=True, exist_ok=True)
-        raise UserError(f"{error}\nevery row: {keep_ledger(error.ledger, folder, is_refused=True)}") from None
-    if data is not None and folder is not None and folder.is_dir():
-        keep_ledger(data.ledger(), folder)
+        target = folder / (REFUSED_LEDGER if has_trained(folder) else LEDGER)
+        copy_ledger(error.ledger, target)
+        raise UserError(f"{error}\nevery row: {target}") from None
     fingerprint = data.facts.tokenizer if data else _fingerprint(path, cache_folder(config.data))
     data = open_sources(config.data, data, fingerprint, seq_len)
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
@@ -433,7 +432,10 @@ def _prepare(config: Config) -> None:
     lock = FolderLock(folder) if any(folder.iterdir()) else None  # never overwrite the ledger of a running run
     if is_new and RUN_FOLDER not in os.environ:  # without a launcher no run follows: leave no empty folder
         folder.rmdir()  # a refusal makes it again, for its ledger
-    prepare_run(config, folder)
+    data = prepare_run(config, folder)
+    # Where a run has trained, the trainer copies the ledger, after it has accepted the data.
+    if data.facts.files and folder.is_dir() and not has_trained(folder):
+        copy_ledger(data.ledger(), folder / LEDGER)
     del lock
 
 

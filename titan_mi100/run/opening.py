@@ -11,7 +11,7 @@ from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, TrainingConfig
-from titan_mi100.data.ledger import keep_ledger
+from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
@@ -60,7 +60,7 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
 def accept_ledger(data: Prepared, folder: Path, world: World) -> None:
     """Put the ledger of accepted data into the run folder, on rank 0. Raises UserError: it cannot be written."""
     if world.rank == 0 and data.facts.files:  # else all sources are corpora
-        keep_ledger(data.ledger(), folder, is_accepted=True)
+        copy_ledger(data.ledger(), folder / LEDGER)
 
 
 def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) -> Config:
