@@ -4,6 +4,7 @@ other_trainers.txt has the names. docs/COMING_FROM.md shows them as tables, whic
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -149,6 +150,6 @@ def _converted(key: str, value: Any) -> tuple[str, str]:
         text = str(item).lower() if isinstance(item, bool) else str(item).strip()
         if kind is int:
             with suppress(ValueError, OverflowError):
-                text = str(int(float(text)))
+                text = str(math.ceil(float(text)))  # half an epoch is not none
         texts.append(toml_value(text) if kind is str else text)
     return (f"[{', '.join(texts)}]" if is_list else texts[0]), fetch
