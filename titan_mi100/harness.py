@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_mi100 import cli
-from titan_mi100.config.assets import prompt_settings, read_assets
+from titan_mi100.config.assets import PromptSettings, prompt_settings, read_assets
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
 
@@ -68,8 +68,9 @@ def _run(arguments: Sequence[str]) -> int:
     if not getattr(find_spec("lm_eval"), "origin", None):
         raise UserError("lm_eval is not installed; pip install 'lm-eval[hf]'")
     model = _hf_folder(checkpoint)
-    model_args = ",".join([f"pretrained={model}", *given.model_args, *_as_trained(model, given)])
-    rest += _system_as_trained(model, rest)
+    trained = prompt_settings(read_assets(model), model)
+    model_args = ",".join([f"pretrained={model}", *given.model_args, *_thinking_as_trained(trained, given)])
+    rest += _system_as_trained(trained, rest)
     command = ["--model", "hf", "--model_args", model_args, "--tasks", tasks, "--output_path", str(results), *rest]
     return _evaluate(command, results, folder)
 
@@ -126,23 +127,22 @@ def _hf_folder(checkpoint: Path) -> Path:
     return export
 
 
-def _as_trained(model: Path, given: _Split) -> list[str]:
+def _thinking_as_trained(trained: PromptSettings, given: _Split) -> list[str]:
     """The model argument enable_thinking as in training, unless the user sets it or uses no chat template."""
     if _CHAT not in given.rest or any("enable_thinking" in argument for argument in given.model_args):
         return []
-    thinking = prompt_settings(read_assets(model), model).enable_thinking
-    if thinking is None:
+    if trained.enable_thinking is None:
         return []
     _say(
-        f"enable_thinking = {str(thinking).lower()}, as the model was trained (titan_mi100.json); "
+        f"enable_thinking = {str(trained.enable_thinking).lower()}, as the model was trained (titan_mi100.json); "
         "--model_args enable_thinking=... overrides"
     )
-    return [f"enable_thinking={thinking}"]
+    return [f"enable_thinking={trained.enable_thinking}"]
 
 
-def _system_as_trained(model: Path, rest: Sequence[str]) -> list[str]:
+def _system_as_trained(trained: PromptSettings, rest: Sequence[str]) -> list[str]:
     """lm_eval's option for the system message of training, unless the arguments hold one."""
-    prompt = prompt_settings(read_assets(model), model).system_prompt
+    prompt = trained.system_prompt
     if _CHAT not in rest or not prompt or any(argument.startswith(_SYSTEM) for argument in rest):
         return []
     _say(f"system message {prompt!r}, as the model was trained (titan_mi100.json); {_SYSTEM} TEXT overrides")
