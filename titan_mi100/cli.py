@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
@@ -62,10 +62,6 @@ class Parser(argparse.ArgumentParser):
     def _get_formatter(self) -> argparse.HelpFormatter:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         return self.formatter_class(prog=self.prog, width=width)  # type: ignore[call-arg]  # typeshed knows prog only
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        flush_output()  # `--help | head` would end with a traceback
-        super().exit(status, message)
 
 
 def reflowed(text: str, width: int = WIDTH) -> str:
