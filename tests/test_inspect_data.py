@@ -135,7 +135,7 @@ def test_the_page_holds_the_tokens_escaped_and_needs_no_other_file(inspect: Insp
     columns = (row[name][: len(row["id"]) - row["padding"]] for name in ("text", "id", "position", "supervised"))
     assert tokens_of_page(text) == list(zip(*columns, strict=True))
     assert not re.search("<(script|img|link|base)|\x1b|url\\(|://|src=|href=", re.sub("<b [^<]*|&lt;", "", text))
-    elements = {"html", "meta", "title", "style", "h1", "h2", "h3", "small", "mark", "b"}
+    elements = {"html", "meta", "title", "style", "h1", "h2", "h3", "small", "samp", "mark", "b"}
     assert set(re.findall(r"<([a-z]+\d?)", text)) == elements  # nothing of the data is an element
     table = inspect.html("--row", "0", "--table")
     line = f"{0:>8} {row['id'][0]:>8} {0:>10}  -           "

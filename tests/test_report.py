@@ -406,6 +406,19 @@ def test_files_that_may_not_be_read_are_named(run: Path, report: Report) -> None
     assert "cannot be read: Permission denied" in report.page(run).text
 
 
+def test_a_prompt_is_named_by_its_question_and_whether_its_last_answer_was_expected(
+    tmp_path: Path, report: Report
+) -> None:
+    run = write_run(tmp_path / "run")
+    rendered = "<|im_start|>user\nfirst?<|im_end|>\n<|im_start|>user\n1 < 2?<|im_end|>\n<|im_start|>assistant\n"
+    entry = {"prompt": [{"role": "prompt", "content": rendered}], "reference": "yes"}
+    lines = [{"step": 1, **entry, "answer": "no"}, {"step": 2, **entry, "answer": "yes"}]
+    lines += [{**line, "prompt": ["text"]} for line in lines[:1]]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report.page(run).text
+    assert "Prompt 1: \n1 < 2?\n (answered as expected)\n" in page and "Prompt 2: \ntext\nprompt\n" in page
+
+
 def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     run = write_run(tmp_path / "<b>&'\"\u202e\n")
     message = {"role": HOSTILE, "content": HOSTILE}

@@ -34,7 +34,7 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         report = make_report(load_config(settings, world_size=None), options)
     lines = report_lines(report, options.table)
     if options.html:
-        text = page(f"What trains: {report['set']}", lines)
+        text = page(f"Data as training sees it: {report['set']}", lines)
         print(f"{options.html}: {Path(options.html).write_bytes(text.encode()):,} bytes")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))

@@ -59,6 +59,12 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def last_question(prompt: str, most: int) -> str:
+    """The last user turn of a prompt as Qwen3's chat template renders it; of other text the last `most` characters."""
+    questions = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    return shortened(questions[-1], most) if questions else prompt[-most:]
+
+
 def bytes_in_words(size: int) -> str:
     """A size of `size` bytes in decimal units: "3.4 MB"."""
     power = min(int(math.log10(max(size, 1))) // 3, 3)

@@ -30,14 +30,16 @@ _STYLES = {
     "heading": ("1", "h2"),
     "document": ("1;36", "h3"),
     "soft": ("2", "small"),
+    "columns": ("", "samp"),  # lines that belong under each other: smaller on a narrow screen, rather than broken
     "supervised": ("32", "mark"),
     "supervised row": ("32", "mark"),  # in the table; without color it needs no brackets, as a column says yes or -
 }
 
 _STYLE = """
 body { font: 14px/1.6 monospace; white-space: pre-wrap; unicode-bidi: plaintext }
-h1, h2, h3 { display: inline; font-size: 1.2em }
+h1, h2, h3 { display: inline; font: 600 1.2em system-ui, sans-serif } h1 { font-size: 1.7em }
 b { font-weight: normal; border-radius: 3px } b:nth-child(even), b:hover { background: #8883 }
+samp { display: inline-block; font: inherit; font-size: min(1em, 1.5vw) }
 mark { color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }
 """
 _HELP = "Green and underlined: supervised. Point at a token for its id and position."
@@ -125,7 +127,7 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     yield _heading("options and their effects")
     for entry in report["options"]:
         effect = entry["effect"].replace("; ", "\n" + 30 * " ")
-        yield [Part(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}")]
+        yield [Part(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}", "columns")]
     yield _heading(f"ledger: {report['ledger']['path']}")
     for status, rows in report["ledger"]["statuses"].items():
         yield [Part(f"  {status}: {rows['rows']:,}")]
@@ -135,7 +137,9 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     yield _heading("documents by supervised share in percent")
     yield from _bars(report["shares"], 0)
     yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
-    yield from ([Part(f"  {row['row']:>9,} {row['picture']} {row['documents']}")] for row in report["packing"])
+    yield from (
+        [Part(f"  {row['row']:>9,} {row['picture']} {row['documents']}", "columns")] for row in report["packing"]
+    )
     yield _heading("the oddest documents")
     for odd in report["oddest"]:
         yield [Part(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
@@ -150,4 +154,4 @@ def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
         bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
         end = "  ─ seq_len" if entry["to"] == seq_len else ""
         count = entry["documents"] or entry["overlong"]
-        yield [Part(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}")]
+        yield [Part(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}", "columns")]

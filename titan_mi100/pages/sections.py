@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titan_mi100.pages.document import text
-from titan_mi100.wording import bytes_in_words
+from titan_mi100.wording import bytes_in_words, last_question
 
 _GIB = 2**30
 Cell = str | tuple[str, str]  # a text; or (our own HTML, a text after it)
@@ -48,7 +48,9 @@ def details_of(run: dict[str, Any]) -> str:
             section("Sample answers", _samples(run["samples"])),
             section("Settings changed by a later start", _changes(run)),
             section("Warnings and errors in train.log", _log(run["log"])),
-            section("Versions and hardware", _pairs(run["environment"])),
+            section(
+                "Versions and hardware", _pairs({name: value or "none" for name, value in run["environment"].items()})
+            ),
             section("All settings", _folded_pairs(run["config"], "config.toml, resolved")),
         )
     )
@@ -194,8 +196,10 @@ def _samples(samples: dict[str, Any]) -> str:
         more = f"<p>{left_out:,} answers in between are left out.</p>" if left_out else ""
         folded = f"<details><summary>earlier answers: {len(earlier)}</summary>{older}{more}</details>" if older else ""
         first = "" if number > 1 else " open"
-        name = text(prompt["messages"][-1]["content"][:80]) if prompt["messages"] else ""
-        head = f"<summary>Prompt {number}: <bdi>{name}</bdi></summary>"
+        name = text(last_question(prompt["messages"][-1]["content"], 80)) if prompt["messages"] else ""
+        expected = prompt["reference"] and newest["answer"] == prompt["reference"]
+        verdict = " (answered as expected)" if expected else ""
+        head = f"<summary>Prompt {number}: <bdi>{name}</bdi>{verdict}</summary>"
         shown.append(f"<details{first}>{head}{messages}{reference}{answer}{folded}</details>")
     if samples.get("prompts_left_out"):
         shown.append(f"<p>{samples['prompts_left_out']:,} more prompts are in samples.jsonl.</p>")

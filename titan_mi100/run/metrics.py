@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,13 @@ from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import if_finite, validated
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
-from titan_mi100.wording import shortened, utc_now
+from titan_mi100.wording import last_question, shortened, utc_now
 
 SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 _LONGEST_SAMPLE = 1 << 24  # bytes of a line of samples.jsonl, which holds a document
 _LARGEST_EXPONENT = 700  # exp of 710 is more than a float holds
 _SHOWN = 200  # characters of a prompt or an answer in the log
-_USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)  # as Qwen3's chat template writes it
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def sample_line(number: int, entry: dict[str, Any]) -> str:
     """What was asked, the model's answer and, where it differs, the data's. `entry`: of samples.jsonl."""
-    prompt, answer, reference = entry["prompt"][-1]["content"], entry["answer"], entry["reference"]
-    questions = _USER_TURN.findall(prompt)
-    # of a conversation its last question, of other text the end
-    asked = shortened(questions[-1], _SHOWN) if questions else prompt[-_SHOWN:]
+    answer, reference = entry["answer"], entry["reference"]
+    asked = last_question(entry["prompt"][-1]["content"], _SHOWN)
     verdict = "as expected" if answer == reference else f"expected: {shortened(repr(reference), _SHOWN)}"
     return f"prompt {number}: {asked!r}  answer: {shortened(repr(answer), _SHOWN)}  ({verdict})"
 
