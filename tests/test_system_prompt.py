@@ -10,7 +10,7 @@ import pytest
 from conftest import ASSETS
 
 from titan_mi100 import harness, inspect_data
-from titan_mi100.config.assets import PROMPTS, PromptSettings, prompt_settings, run_assets
+from titan_mi100.config.assets import PROMPTS, PromptSettings, prompt_settings, read_assets, run_assets
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import DataConfig
@@ -118,6 +118,7 @@ def test_checkpoints_and_exports_say_it_and_prompts_are_as_in_training(
     assert "as the model was trained" not in capsys.readouterr().err
 
     chat = ["--apply_chat_template"]
-    assert harness._system_as_trained(folder, chat) == ["--system_instruction", PROMPT]
-    assert harness._system_as_trained(folder, []) == harness._system_as_trained(TOKENIZER, chat) == []
-    assert harness._system_as_trained(folder, [*chat, "--system_instruction=x"]) == []
+    trained_with, nothing = (prompt_settings(read_assets(path), path) for path in (folder, TOKENIZER))
+    assert harness._system_as_trained(trained_with, chat) == ["--system_instruction", PROMPT]
+    assert harness._system_as_trained(trained_with, []) == harness._system_as_trained(nothing, chat) == []
+    assert harness._system_as_trained(trained_with, [*chat, "--system_instruction=x"]) == []
