@@ -22,15 +22,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; see interpreted.py
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a script runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one; the last
 # ones are short.
 ORDER = (
-    "layouts", "tokenizer", "memory", "chaos", "lean_optimizer", "loss_scale", "lora", "prepare", "train",
-    "conformance", "mixed_run", "rehearsal", "parity", "corpus", "checkpoint_at_scale", "safe_read", "sweep", "nf4",
-    "planner", "hf_config", "scripts", "generate", "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler",
-    "adapter", "ruined_weights", "pipeline_bench", "reference_run", "parallelize", "mixture", "offload", "nodes",
+    "layouts", "tokenizer", "memory", "chaos", "default_run", "certify", "lean_optimizer", "loss_scale", "lora",
+    "prepare", "train", "conformance", "mixed_run", "rehearsal", "parity", "corpus", "checkpoint_at_scale",
+    "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "docs", "console", "generate", "nodes", "offload",
+    "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter", "ruined_weights", "pipeline_bench",
+    "reference_run", "parallelize", "mixture",
 )  # fmt: skip
 
 

@@ -66,8 +66,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(kind: str, saved: Pa
         pytest.param("exits", "two runs with one folder", marks=pytest.mark.full),
         pytest.param("hangs", "FSDP2 x2, script: asleep over its rows", marks=pytest.mark.full),
         pytest.param("hangs", "one process, bare: stopped in a step", marks=pytest.mark.full),
-        pytest.param("restarts", "FSDP2 x2, 2 times", marks=pytest.mark.full),
-        pytest.param("slow", "0 validation, FSDP2 x2", marks=pytest.mark.full),
+        pytest.param("slow", "0 rows, FSDP2 x2", marks=pytest.mark.full),
     ],
 )
 def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: Path) -> None:
@@ -79,8 +78,10 @@ def test_a_case_of_real_runs_is_as_it_should_be(row: str, name: str, tmp_path: P
 
 @pytest.mark.full
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """Once; row 1 of tests/chaos/run.py kills in all phases."""
+    """Once by hand and once by the launcher; tests/chaos/run.py kills in all phases, and makes ranks hang."""
     outcome = runs.case("killed", runs.killed, "FSDP2 x2", "async", 1, random.Random(110)).run(tmp_path, ())
+    assert outcome.count == 1 and not outcome.wrong
+    outcome = runs.case("restarted", hangs.restarted, "FSDP2 x2", 1, random.Random(0)).run(tmp_path / "b", ())
     assert outcome.count == 1 and not outcome.wrong
 
 
