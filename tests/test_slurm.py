@@ -25,6 +25,8 @@ if "titan_mi100.train" not in command:
         print("\\n".join("here " + node for node in os.environ["STUB_NODES"].split()))
         sys.exit()
     os.execvp(command[0], command)
+with open(os.environ["STUB_LOG"] + ".end", "w") as file:
+    file.write(os.environ.get("SLURM_JOB_END_TIME", ""))
 number = int(os.environ["TITAN_START"].rpartition(".")[2])
 code, state, step = json.loads(os.environ["STUB_STATES"])[number - 1]
 if state:
@@ -34,6 +36,7 @@ if state:
 sys.exit(143 if code else 0)
 """,
     "sbcast": '#!/bin/sh\nshift 2\ncp "$1" "$2"\n',
+    "squeue": '#!/bin/sh\necho "$STUB_END"\n',
     "scontrol": '#!/bin/sh\n[ "$1" = requeue ] && echo requeued || printf "n1\\nn2\\nn3\\n"\n',
 }
 
@@ -51,6 +54,7 @@ class Job:
             **job_environment(),
             "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "STUB_LOG": str(folder / "log"), "STUB_STATES": json.dumps(states), "STUB_NODES": "n1 n3",
+            "STUB_END": "1970-01-02T00:00:00", "TZ": "UTC",
             "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "2",
             "SLURM_SUBMIT_DIR": str(REPO), "TITAN_NODES": "2", "TITAN_TASKS": "1", "TITAN_LOCAL": str(folder / "local"),
             **settings,
@@ -60,6 +64,21 @@ class Job:
         self.ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
         lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
         self.starts = [words for words in map(json.loads, lines) if "titan_mi100.train" in words]
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, "86400"),
+        pytest.param({"STUB_END": "N/A"}, "", marks=pytest.mark.full),
+        pytest.param({"STUB_END": ""}, "", marks=pytest.mark.full),
+        pytest.param({"SLURM_JOB_END_TIME": "1234"}, "1234", marks=pytest.mark.full),
+    ],
+)
+def test_the_trainer_learns_when_its_job_ends(settings: dict[str, str], end: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, [(0, "done", 60)], **settings)
+    assert job.ended.returncode == 0, job.ended.stderr
+    assert (tmp_path / "log.end").read_text() == end
 
 
 STARTED_LATE = [(1, "", None), (1, "lost_a_process", None), (0, "done", 60)]

@@ -33,6 +33,7 @@ from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.next_commands import to_resume
 from titan_mi100.run.record import log_where_everything_is, step_to_use
+from titan_mi100.run.time_limit import TimeLimit, end_of_job
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level
 
@@ -58,6 +59,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         run = open_run(config, world, folder.path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason))
         again = to_resume(*started)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
+        if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
+            run.observers.append(TimeLimit(end, preemption, run.checkpointer))
         ended = RunState("done", 0, *train(run, preemption))
     except UserError as error:
         ended = RunState("bad_input", 2, str(error), "fix the problem above and start again")

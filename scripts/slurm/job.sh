@@ -118,7 +118,7 @@ titan_requeue() {
 }
 
 titan_job() {
-  local run_folder=${1:-} folder code=1 move="" words="" attempt nodes=() first=""
+  local run_folder=${1:-} folder code=1 move="" words="" attempt nodes=() first="" end
   step_pid="" titan_stopping=""
   case $run_folder in "" | -*)
     titan_say "ERROR name a run folder on a file system that all nodes share: sbatch SCRIPT RUN_FOLDER [arguments]"
@@ -134,6 +134,11 @@ titan_job() {
   TITAN_NODES=${TITAN_NODES:-$SLURM_JOB_NUM_NODES}
   TITAN_LOCAL=${TITAN_LOCAL:-/tmp/titan-$(id -un)-$SLURM_JOB_ID}
   trap titan_stop USR1 TERM
+  # The trainer stops and saves before this time. Newer versions of SLURM set it; of older ones (22.05), squeue tells it.
+  if [ -z "${SLURM_JOB_END_TIME:-}" ] && end=$(squeue -h -j "$SLURM_JOB_ID" -o %e) && [ -n "$end" ]; then
+    SLURM_JOB_END_TIME=$(date -d "$end" +%s 2>/dev/null) || : # "N/A" where there is no limit
+  fi
+  export SLURM_JOB_END_TIME
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   mapfile -t titan_nodes < <(titan_answering "${nodes[@]}")
   titan_say "${#titan_nodes[@]} of ${#nodes[@]} nodes answer; $TITAN_NODES are needed"

@@ -13,6 +13,7 @@ import errno
 import json
 import shutil
 import threading
+import time
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,7 @@ class Checkpointer:
             self._group = dist.new_group(writers, backend="gloo", timeout=_PATIENCE)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._bytes = 0  # of a checkpoint, over all ranks; counted by the first save
+        self._bytes, self.longest_save = 0, 0.0  # of a checkpoint, over all ranks; seconds
 
     def save(
         self,
@@ -219,7 +220,7 @@ class Checkpointer:
         self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
     ) -> None:
         """Write and seal all files; the same code in the foreground and in the thread. A collective of the writers."""
-        rank, files = self.world.rank, HashedFiles()
+        rank, files, began = self.world.rank, HashedFiles(), time.monotonic()
         # One thread: with several, DCP loses the error of a full disk.
         writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=False, thread_count=1)
         if self._in_background:
@@ -239,6 +240,7 @@ class Checkpointer:
                     plans, results = zip(*parts, strict=True)
                     writer.finish(planner.create_global_plan(list(plans))[1], list(results))
                     self._seal(aside, files, dict(ChainMap(*written)), state, record, best)
+            self.longest_save = max(self.longest_save, time.monotonic() - began)
         except Exception:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
