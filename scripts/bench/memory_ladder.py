@@ -1,7 +1,9 @@
 """Peak memory per card of Qwen3-8B (or another size) on two cards, and how much each technique saves.
 
-Each of the first rows adds one technique to the rows above it. The last rows show alternatives. The peak is counted by
-category on fake tensors (titan_mi100/memory/counter.py), not measured on a GPU. --png draws it (needs matplotlib).
+Each of the first rows adds one technique to the rows above it. Each row "instead: ..." is an alternative of its own: it
+adds nothing to the other rows with "instead". The first three of them have the weights, optimizer state and reduction of
+the row "+ gradients reduced in bf16". The peak is counted by category on fake tensors (titan_mi100/memory/counter.py),
+not measured on a GPU. --png draws it (needs matplotlib).
 """
 
 import argparse
@@ -31,17 +33,17 @@ STEPS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("+ gradients reduced in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
 ]
 WAYS: list[tuple[str, dict[str, dict[str, Any]]]] = [
-    ("all of the above, pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
+    ("instead: pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
     (
-        "all of the above, gradients and state on the host",
+        "instead: FSDP2, gradients and state on the host",
         {"optimizer": _BF16, "memory": {"offload": "optimizer"}},
     ),
     (
-        "all of the above, weights on the host too",
+        "instead: FSDP2, weights, gradients and state on the host",
         {"optimizer": _BF16, "memory": {"offload": "weights"}},
     ),
-    ("LoRA, rank 16", {"lora": {"rank": 16}}),
-    ("QLoRA, rank 16", {"lora": {"rank": 16, "base": "nf4"}}),
+    ("instead: LoRA, rank 16", {"lora": {"rank": 16}}),
+    ("instead: QLoRA, rank 16", {"lora": {"rank": 16, "base": "nf4"}}),
 ]
 
 
@@ -104,6 +106,7 @@ def draw(rows: list[tuple[str, Count]], path: Path, title: str) -> None:
     for number, size in enumerate(left):
         plate = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # so that the dashed line does not cross it
         axes.text(size + 0.6, number, f"{size:.1f}", va="center", weight="bold", bbox=plate)
+    axes.axhline(len(STEPS) - 0.5, color="#8d8d8d", linewidth=0.8)  # above it: steps; below it: alternatives
     axes.margins(x=0.08, y=0.02)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
