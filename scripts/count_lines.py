@@ -1,9 +1,10 @@
-"""Counts what there is to read: lines, lines of code and longest functions by folder, against the budgets.
+"""Counts lines, lines of code and comments by folder, and the longest functions, against the budgets.
 
     python scripts/count_lines.py [--json]
 
-Lines of code are those that hold code: no blank lines, comments or docstrings. The budgets below are asserted by
-tests/test_line_budgets.py; a commit that raises one says why.
+Lines of code are those that hold code: no blank lines, comments or docstrings. "comments" is the share of all
+lines that have a comment, whole-line or trailing. tests/test_line_budgets.py asserts the budgets below; a commit that
+raises one says why.
 """
 
 import argparse
@@ -45,6 +46,7 @@ class File:
     lines: int
     code: int
     functions: tuple[Function, ...] = ()
+    comments: int = 0  # lines with a comment, whole-line or trailing
 
 
 def count_python(path: Path, name: str) -> File:
@@ -61,15 +63,19 @@ def count_python(path: Path, name: str) -> File:
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 functions.append(Function(f"{name}:{node.lineno} {node.name}", lines))
     code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for token in tokens:
         if token.type not in _LAYOUT:
             code.update(range(token.start[0], token.end[0] + 1))
-    return File(name, len(text.splitlines()), len(code - docstrings), tuple(functions))
+    comments = sum(token.type == tokenize.COMMENT for token in tokens)  # a line has at most one
+    return File(name, len(text.splitlines()), len(code - docstrings), tuple(functions), comments)
 
 
 def count_shell(path: Path, name: str) -> File:
     lines = path.read_text(encoding="utf-8").splitlines()
-    return File(name, len(lines), sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines))
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    comments = sum(line.lstrip().startswith("#") or " # " in line for line in lines)
+    return File(name, len(lines), len(code), comments=comments)
 
 
 def count(repo: Path = REPO) -> list[File]:
@@ -117,13 +123,14 @@ def over_budget(files: list[File]) -> list[str]:
 
 
 def summary(files: list[File]) -> dict[str, object]:
-    """Per folder: files directly in it, their lines and lines of code; then the budgets and the longest functions."""
+    """Per folder: files directly in it, their lines, lines of code and comments; then budgets and longest functions."""
     folders: dict[str, dict[str, int]] = {}
     for file in files:
-        entry = folders.setdefault(file.path.rpartition("/")[0], {"files": 0, "lines": 0, "code": 0})
+        entry = folders.setdefault(file.path.rpartition("/")[0], {"files": 0, "lines": 0, "code": 0, "comments": 0})
         entry["files"] += 1
         entry["lines"] += file.lines
         entry["code"] += file.code
+        entry["comments"] += file.comments
     product = [file for file in files if not file.path.startswith("tests/")]
     longest = sorted((f for file in product for f in file.functions), key=lambda f: (-f.lines, f.name))
     return {
@@ -144,9 +151,10 @@ def main() -> int:
     if parser.parse_args().json:
         print(json.dumps(found, indent=1))
         return 0
-    print(f"{'folder':<32}{'files':>6}{'lines':>8}{'code':>8}")
+    print(f"{'folder':<32}{'files':>6}{'lines':>8}{'code':>8}{'comments':>10}")
     for folder, entry in found["folders"].items():  # type: ignore[attr-defined]
-        print(f"{folder:<32}{entry['files']:>6}{entry['lines']:>8,}{entry['code']:>8,}")
+        share = entry["comments"] / entry["lines"]
+        print(f"{folder:<32}{entry['files']:>6}{entry['lines']:>8,}{entry['code']:>8,}{share:>10.1%}")
     print()
     for part, entry in found["budgets"].items():  # type: ignore[attr-defined]
         print(f"{part}: {entry['code']:,} lines of code, budget {entry['budget']:,}")

@@ -1,9 +1,9 @@
 """Peak memory per card of Qwen3-8B (or another size) on two cards, and how much each technique saves.
 
-Each of the first rows adds one technique to the rows above it. Each row "instead: ..." is an alternative of its own: it
-adds nothing to the other rows with "instead". The first three of them have the weights, optimizer state and reduction of
-the row "+ gradients reduced in bf16". The peak is counted by category on fake tensors (titan_mi100/memory/counter.py),
-not measured on a GPU. --png draws it (needs matplotlib).
+Each of the first rows adds one technique to the rows above it. Each row "instead: ..." is an alternative of its own.
+The first three of these have the weights, optimizer state and reduction of the row "+ gradients reduced in bf16". The
+peak is counted by category on fake tensors (titan_mi100/memory/counter.py), not measured on a GPU.
+--png draws it (needs matplotlib).
 """
 
 import argparse
