@@ -37,7 +37,7 @@ class _Split(NamedTuple):
 
     results: str  # --output_path
     model_args: list[str]
-    rest: list[str]  # for lm_eval, unchanged
+    rest: list[str]  # arguments that lm_eval gets unchanged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,9 +153,9 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
     """Run lm_eval. Its output is shown and also written to lm_eval.log.
 
     Args:
-        arguments: for lm_eval.
+        arguments: lm_eval's arguments.
         results: folder of the results and the log.
-        folder: of local tasks; lm_eval runs there. None: no local tasks.
+        folder: the folder of local tasks, in which lm_eval runs. None: no local tasks.
     """
     # Safe path: lm_eval must not import Python files that lie in the folder of the tasks.
     own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **(_OFFLINE if folder else {})}

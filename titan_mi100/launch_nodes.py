@@ -233,7 +233,7 @@ def agent(place: Place, numbers: list[int], port: int, processes: int) -> tuple[
 
     Args:
         numbers: the node numbers that take part; torchrun's node rank is the position in this list.
-        port: of the processes' store on node 0.
+        port: the port of the processes' store on node 0.
     """
     where = ("--node-rank", str(numbers.index(place.rank)), "--master-addr", place.host, "--master-port", str(port))
     return ("--nnodes", str(len(numbers)), *where, "--nproc_per_node", str(processes))

@@ -28,7 +28,7 @@ class _LineFormatter(logging.Formatter):
     def __init__(self, prefix: str, date_format: str | None = None, of_info: str = "") -> None:
         """Args:
         prefix: text before the level, such as "rank 3 ".
-        date_format: of the time; None: with the date.
+        date_format: format of the time; None: date and time.
         of_info: what is printed as the level of an info message.
         """
         super().__init__(datefmt=date_format)

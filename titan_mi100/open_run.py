@@ -224,7 +224,7 @@ def open_run(
         folder: the run folder; None: nothing is recorded or saved.
         spec: the model's shape; None: the one that the config names.
         data: prepared data; None: those that the config names.
-        checkpoint: to resume from; None: the newest one in the folder, if there is one.
+        checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
         heartbeat: this process's record for the watcher; None: not watched.
 
     Raises:

@@ -344,7 +344,7 @@ def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: arg
 
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
-    """(file, line, kind, detail) of each row that was left out. Args: numbers: of the shards to look into."""
+    """(file, line, kind, detail) of each row that was left out. Args: numbers: the shards to look into."""
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
         before = lines_before(first_files, lines, number)

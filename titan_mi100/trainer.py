@@ -43,7 +43,7 @@ class Trainer:
             first_row: number of the first step's first row.
             flags: name -> function that returns this rank's value, called once per step. In the result a flag is set if
                 any rank has it set.
-            loss_scale: for fp16; every step updates it.
+            loss_scale: the loss scale of fp16; every step updates it.
             note: called with the name of each part of a step when it begins.
             own_values: returns values of this rank; the step's result holds those of all ranks.
             spike_above: returns the loss above which a step is a spike; the same on all ranks.

@@ -77,9 +77,9 @@ class Checkpointer:
         """A collective.
 
         Args:
-            folder: of the checkpoints.
+            folder: the folder of the checkpoints.
             keep_latest_k: how many intact checkpoints to keep; 0: all.
-            layout: of the model; it determines which ranks write.
+            layout: the model's layout; it determines which ranks write.
             in_background: copy the tensors to host memory, and let a thread write them while training continues.
             assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
         """
@@ -101,7 +101,7 @@ class Checkpointer:
             self._group = dist.new_group(writers, backend="gloo", timeout=_PATIENCE)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._bytes, self.longest_save = 0, 0.0  # of a checkpoint, over all ranks; seconds
+        self._bytes, self.longest_save = 0, 0.0  # a checkpoint over all ranks; longest save, seconds
 
     def save(
         self,
@@ -115,7 +115,7 @@ class Checkpointer:
 
         Args:
             trainer_state: JSON values; the same on every rank.
-            about: for the manifest: `layout`, `fingerprints`, `data`, `rows`.
+            about: entries of the manifest: `layout`, `fingerprints`, `data`, `rows`.
             best: the step with the best validation loss; its checkpoint is kept, with a link named `best`.
             suspicion: why the weights may be ruined; then the checkpoint is marked as suspect.
 

@@ -286,7 +286,7 @@ class Retention:
     def __init__(self, folder: Path, keep_latest_k: int) -> None:
         """
         Args:
-            folder: of the checkpoints.
+            folder: the folder of the checkpoints.
             keep_latest_k: intact checkpoints to keep; 0: all.
         """
         self._folder, self._keep = folder, keep_latest_k

@@ -151,7 +151,7 @@ def _answer(function: str, path: str, *arguments: Any) -> str:
 
 
 def _memory(field: int) -> int:
-    """Memory of this process in bytes. Args: field: of /proc/self/statm; 1 is the resident set, 5 the data segment.
+    """Memory of this process in bytes. Args: field: index in /proc/self/statm; 1: resident set, 5: data segment.
 
     ru_maxrss is of no use here: after a fork it begins with the parent's value.
     """

@@ -5,7 +5,7 @@ import glob
 import os
 import stat
 
-_MOST_NAMES = 10_000  # of a folder that are compared with a missing one
+_MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
 
 
 def matching_files(pattern: str) -> tuple[list[str], list[str]]:

@@ -14,8 +14,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
 
 MIB = 1 << 20
-LARGEST_CONFIG = 16 * MIB  # of a config; the largest real one known is a tokenizer_config.json of 1 MiB
-LARGEST_TABLE = 100 * MIB  # of a tokenizer or an index of shards; the largest known is a tokenizer.json of 33 MiB
+LARGEST_CONFIG = 16 * MIB  # largest config file; the largest real one known is a tokenizer_config.json of 1 MiB
+LARGEST_TABLE = 100 * MIB  # largest tokenizer or shard index; the largest one known is a tokenizer.json of 33 MiB
 
 _CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they make transformers run a folder's Python code
 

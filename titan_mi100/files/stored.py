@@ -34,7 +34,7 @@ class StoredTensors:
     def __init__(self, folder: Path, table: Table, others: Iterable[str] = (), zipped: bool = False) -> None:
         """
         Args:
-            folder: of the files that the table names.
+            folder: the folder with the files that the table names.
             table: see tables.py.
             others: names of entries that are not tensors.
             zipped: each part is a zip written by torch.save, as in a DCP folder; `read` asks the child to look into it.
@@ -47,10 +47,10 @@ class StoredTensors:
         """Read a box (a slice in every dimension) of a tensor. Few other bytes are read.
 
         Args:
-            offset: of the box in the tensor, one number per dimension.
-            size: of the box.
-            dtype: to cast to; None: as stored. Parts are cast one by one, so that memory never holds the whole box in
-                two dtypes.
+            offset: where the box begins in the tensor, one number per dimension.
+            size: the size of the box, one number per dimension.
+            dtype: the dtype to cast to; None: as stored. Parts are cast one by one, so that memory never holds the
+                whole box in two dtypes.
 
         Returns:
             A tensor of shape `size` in memory. It may share the mapped file's pages.
@@ -90,8 +90,8 @@ class StoredTensors:
 
         Args:
             begin: first byte in the file.
-            shape: of the part.
-            strides: in elements; None: contiguous.
+            shape: the part's shape.
+            strides: the strides in elements; None: contiguous.
             box: slices in the part.
         """
         nbytes, before = BYTES[dtype], begin % mmap.ALLOCATIONGRANULARITY  # a map must begin at a page

@@ -31,7 +31,7 @@ Table = dict[str, list[Any]]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 STATE_DICTS = ("model", "state_dict", "model_state_dict")  # keys under which trainers store the weights in a file
-_LARGEST = 384 * MIB  # of a header or .metadata, which has 172 bytes per part; a 32B model of 512 ranks needs 178 MiB
+_LARGEST = 384 * MIB  # largest header or .metadata; 172 bytes per part: a 32B model on 512 ranks needs 178 MiB
 _MOST_DIMS = 32  # dimensions of a tensor; numpy 1 allows no more
 
 BYTES = {

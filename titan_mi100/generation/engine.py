@@ -54,7 +54,7 @@ class Model:
     """A model in any supported form (HF folder, DCP folder, torch file). All but its weights is read and checked.
 
     Args:
-        path: of the model.
+        path: the model's folder or file.
         adapter: a LoRA adapter to merge into it, see adapter.merged_source; "": none.
         tokenizer_path: another tokenizer and chat template than those in the model's folder; "": those.
 
@@ -90,7 +90,7 @@ class Model:
             self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
 
     def fingerprint(self) -> str:
-        """A digest of the weights: of their manifests, which identify every byte, or else as lora.base_fingerprint."""
+        """A digest of the weights: of the manifests, which identify every byte; without manifests, of sampled bytes."""
         read, shapes = self.source.weights.read, parameter_shapes(self.spec)
         sampled = base_fingerprint(read, shapes) if not all(self._manifests) else ""
         return hashlib.sha256(json.dumps([*self._manifests, sampled]).encode()).hexdigest()

@@ -37,7 +37,7 @@ from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.wording import some
 
-_SAMPLE_TOKENS = 1 << 22  # of a set with more tokens only every k-th document is examined, to bound time and memory
+_SAMPLE_TOKENS = 1 << 22  # with more tokens in a set, only every k-th document is examined: bounds time and memory
 _FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
@@ -69,7 +69,7 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """Make the report of `inspect_data`.
 
     Args:
-        config: of the run; its data are prepared if they are not yet.
+        config: the run's config; its data are prepared if they are not yet.
         options: row, where, source, validation and html of the command line.
 
     Returns:
@@ -131,7 +131,7 @@ def _choose_source(sources: Sequence[SourceRows], name: str) -> SourceRows:
 
 
 def _numbers(text: str, rows: int) -> list[int]:
-    """The row numbers of --row, such as "0,3-5". Args: rows: of the set. Raises UserError: not a number or range."""
+    """The row numbers of --row, such as "0,3-5". Args: rows: number of rows. Raises UserError: no number or range."""
     numbers: list[int] = []
     for part in text.split(",") if text else ():
         if not (match := re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)):

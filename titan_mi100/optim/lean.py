@@ -373,7 +373,7 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
     """Zeros, sharded as the parameter is.
 
     Args:
-        stays: on the parameter's device; False: in page-locked host memory.
+        stays: whether the zeros are on the parameter's device; False: they are in page-locked host memory.
         block: one element per `block` columns.
     """
     local = _local(parameter)

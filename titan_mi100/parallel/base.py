@@ -52,7 +52,7 @@ class ParallelModel(ABC):
         """Compute the gradient of weight x loss, summed over all tokens and ranks, in `grad` or host_gradients.
 
         Args:
-            microbatches: of this step, on the CPU, at least one.
+            microbatches: the microbatches of this step, on the CPU, at least one.
             weight: weight of each token's loss: 1 / supervised tokens of the step over all ranks.
 
         Returns:

@@ -38,7 +38,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
 
     def __init__(self, parts: Sequence[Qwen3], device: torch.device) -> None:
         """Args:
-        parts: of the model, materialised, on `device`. Gradients of vectors stay on the device.
+        parts: the model's parts, materialised, on `device`. Gradients of vectors stay on the device.
         """
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()

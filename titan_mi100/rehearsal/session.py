@@ -29,7 +29,7 @@ class Rehearsed:
     """Memory and work of one rank in a step.
 
     Attributes:
-        memory: of the first step.
+        memory: what the counter found in the first step.
         work: FLOPs and collectives of the second step; the first one has set-up communication too.
     """
 

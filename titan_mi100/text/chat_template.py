@@ -93,7 +93,7 @@ class ChatTemplate:
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
             template: a Jinja file to use instead, for all conversations.
-            eos_token: of the tokenizer, in case `tokenizer_config.json` is missing or does not name it.
+            eos_token: the tokenizer's end token, in case `tokenizer_config.json` is missing or does not name it.
 
         Returns:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.

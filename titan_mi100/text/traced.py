@@ -111,7 +111,7 @@ class Traced(str):
         """Turn pieces of this string into slices of it, which keep their sources.
 
         Args:
-            pieces: in order, not overlapping.
+            pieces: the pieces in order, without overlap.
             gap: characters between two pieces (the separator's length); 0: none or white space.
         """
         located, position = [], 0

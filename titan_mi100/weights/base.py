@@ -49,8 +49,8 @@ class Weights(ABC):
         The signature is that of distributed.fill_parameters.
 
         Args:
-            shape: of the whole tensor.
-            offset, size: of the box, one number per dimension.
+            shape: the shape of the whole tensor.
+            offset, size: begin and size of the box in the tensor, one number per dimension.
 
         Returns:
             A tensor of shape `size`.

@@ -221,7 +221,7 @@ def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
     """Replace "auto" by "logits" or "bytes".
 
     Args:
-        nbytes: of the weights.
+        nbytes: the size of the weights.
         needed: what is missing for a comparison of logits, other than transformers; "": nothing.
 
     Raises:

@@ -45,7 +45,7 @@ def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], 
 
     Args:
         kinds: shape and dtype of all tensors.
-        tensors: in the order of `kinds`, contiguous.
+        tensors: contiguous tensors, in the order of `kinds`.
         shard_bytes: largest number of tensor bytes in a file, unless a single tensor has more.
     """
     # The header comes first in a file, so all shapes must be known before the first tensor is read.

@@ -89,7 +89,7 @@ def _explained(error: Exception, name: str) -> tuple[type[Exception], str]:
     """The exception type and message for an error of the library. UserError: trying again would not help."""
     from huggingface_hub import constants, errors
 
-    status = getattr(getattr(error, "response", None), "status_code", None)  # of an HTTP error; else None
+    status = getattr(getattr(error, "response", None), "status_code", None)  # only an HTTP error has one
     if isinstance(error, UserError):
         return UserError, str(error)
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):

@@ -92,7 +92,7 @@ class ModelSource:
         assets_folder: folder of config.json and tokenizer files.
         assets: their contents.
         spec: the model's shape; None: unknown, because there is no config.json and no manifest.
-        manifest: of a sealed DCP folder; empty if there is none.
+        manifest: the manifest of a sealed DCP folder; empty if there is none.
         lora: settings of a LoRA run's checkpoint, which holds the adapter only; None: it is a whole model.
     """
 
