@@ -110,7 +110,7 @@ class PromptBuilder:
     """Builds requests from texts or conversations."""
 
     def __init__(self, model: Model, system: str | None, enable_thinking: bool | None, raw: bool = False) -> None:
-        """What is not given is as in training, from the model's titan_mi100.json.
+        """An option that is not given has the value of training, from the model's titan_mi100.json.
 
         Args:
             system: message for conversations that have none; "": none.
