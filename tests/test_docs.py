@@ -137,10 +137,10 @@ def run_command(command: Command, folder: Path) -> str:
 
 
 def _with_its_step(word: str, folder: Path) -> str:
-    """A path with a step that the tiny run does not reach, with its last step instead."""
-    if not re.search(r"\bstep-\d+", word) or (folder / word).exists():
+    """A path with step N, or a step that the tiny run does not reach, with its last step instead."""
+    if not re.search(r"\bstep-(\d+|N\b)", word) or (folder / word).exists():
         return word
-    found = [path.relative_to(folder).as_posix() for path in folder.glob(re.sub(r"\bstep-\d+", "step-*", word))]
+    found = [path.relative_to(folder).as_posix() for path in folder.glob(re.sub(r"\bstep-(\d+|N\b)", "step-*", word))]
     steps = {int(step[1]): path for path in found if (step := re.search(r"\bstep-(\d+)(?:/|$)", path))}
     return steps[max(steps)] if steps else word
 
