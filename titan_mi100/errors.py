@@ -22,7 +22,9 @@ class NumericalError(RuntimeError):
     """Loss, gradients, weights or optimizer state are not finite, and the run cannot go on. Nothing of it was saved."""
 
 
-def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of a message about an unknown word."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{close[0]}?" if close else "; --help lists them"
+def did_you_mean(
+    word: str, known: Iterable[str], prefix: str = "", otherwise: str = "; --help lists them", cutoff: float = 0.6
+) -> str:
+    """The end of a message about an unknown word. Args: otherwise: the end where no known word is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {prefix}{close[0]}?" if close else otherwise

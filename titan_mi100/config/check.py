@@ -97,7 +97,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
         if training.seq_len > spec.max_position_embeddings:
             errors.append(
                 f"[training] seq_len = {training.seq_len} is more than the model's max_position_embeddings = "
-                f"{spec.max_position_embeddings}"
+                f"{spec.max_position_embeddings}; use at most {spec.max_position_embeddings}"
             )
     except UserError as error:
         errors.extend(line for line in str(error).splitlines() if line not in errors)
@@ -302,7 +302,7 @@ def _check_effects(config: Config) -> list[str]:
         for key in keys:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
-                found.append(f"[{section}] {key} = {value!r} has no effect with {why}; leave it at {default!r}")
+                found.append(f"[{section}] {key} = {value!r} has no effect with {why}; delete it")
     return found
 
 
@@ -335,7 +335,7 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list
     if is_on and not profiling.profile_ranks:
         errors.append("[profiling] profile_ranks is empty; name at least one rank, or set enable_profiling to false")
     if not is_on and profiling.profile_ranks != (0,):
-        what = "has no effect with enable_profiling and enable_memory_snapshot = false; leave it at [0]"
+        what = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
         errors.append(f"[profiling] profile_ranks = {list(profiling.profile_ranks)} {what}")
     if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
         errors.append(f"[profiling] profile_ranks names {beyond[0]}, but the ranks are 0 to {world_size - 1}")

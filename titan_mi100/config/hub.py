@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 
 _FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model", ".tiktoken")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -26,14 +27,20 @@ def hub_id(path: str, folder: str = "") -> str:
 def download(name: str, is_data: bool = False) -> tuple[str, str]:
     """The path to name after the download of OWNER/NAME, and the command that downloads it."""
     folder = name.partition("/")[2]
-    if is_data:
-        return f"{folder}/**/*.parquet", f"hf download {name} --repo-type dataset --local-dir {folder}"
+    if is_data:  # a data set may have several configurations, each in a folder, and files of several splits
+        config = "main" if folder == "gsm8k" else "data"
+        return f"{folder}/{config}/train-*.parquet", f"hf download {name} --repo-type dataset --local-dir {folder}"
     return folder, f"hf download {name} --local-dir {folder}"
 
 
 def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
     """The end of a message about a path that is not there, if it may be a name on the hub; else "". Args: as hub_id."""
-    if not (name := hub_id(path, folder)):
+    last = os.path.basename(path)
+    if not (name := hub_id(path, folder)) and re.fullmatch(r"Qwen3-[\d.]+B(-Base)?", last):
+        near = os.path.relpath(path)
+        target = path if near.startswith("..") else near
+        return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(target)}"
+    if not name:
         return ""
     local, command = download(name, is_data)
     return f"; if you mean {name} on the Hugging Face hub, fetch it: {command}, and name {local} here"

@@ -224,12 +224,12 @@ def _read_toml(
     known = {name: {key.name for key in keys_of(section)} for name, section in sections()}
     for section, values in document.items():
         if section not in known or not isinstance(values, dict):
-            unknown.append(unknown_at_top_level(str(path), section, values, known))
+            unknown.append(unknown_at_top_level(str(path), section, document, known))
             continue
         for key, value in values.items():
             where = f"{path}: [{section}] {_in_line(key)}"
             if key not in known[section]:
-                unknown.append(unknown_key(where, section, key, value))
+                unknown.append(unknown_key(where, section, key, value, document))
             elif (section, key) == ("job", "config_file"):
                 errors.append(f"{where} can only be given on the command line; use `base` to inherit")
             else:
@@ -247,10 +247,24 @@ def parse_toml(path: str) -> dict[str, Any]:
         return tomllib.loads(text := content.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path}: cannot be read as TOML: {shortened(str(error), 300)}"
-        if place := re.search(r"at line (\d+)", problem):
-            line = text.splitlines()[int(place[1]) - 1]
-            problem += f": {shortened(line.strip(), 100)}; write key = value, and texts in quotes"
+        if place := re.search(r"at (?:line (\d+)|end of document)", problem):
+            line = text.rstrip().splitlines()[int(place[1] or 0) - 1]  # -1: the last
+            problem += f": {shortened(line.strip(), 100)}; {_toml_remedy(str(error), line)}"
         raise UserError(problem) from None
+
+
+def _toml_remedy(problem: str, line: str) -> str:
+    """What to do about a syntax error. Args: problem: the parser's message about the line."""
+    name, _, value = (part.strip() for part in line.partition("="))
+    if "overwrite" in problem or "twice" in problem:
+        return f"{shortened(name)} is given twice; delete one of them"
+    if "\\" in problem or "hex value" in problem or "escaped" in problem:
+        return "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash"
+    if word := re.match(r"(True|False|None)\b", value):
+        return "there is no None; delete the line" if word[1] == "None" else f"write {name} = {word[1].lower()}"
+    if "array" in problem:
+        return "a ] is missing above it; add it" if line.startswith("[") else "add the missing ]"
+    return "add the missing ]" if "]" in problem else "write key = value, and texts in quotes"
 
 
 def _in_line(key: str) -> str:
@@ -276,7 +290,8 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
-        return key.default, f"must be one of: {', '.join(rules['choices'])}"
+        hint = did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)  # bf16, fp16
+        return key.default, f"must be one of: {', '.join(rules['choices'])}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
         values = [_absolute(item, setting.folder, is_list) if item else item for item in values]

@@ -15,10 +15,15 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100.config.as_text import keys_of, sections, toml_value
 from titan_mi100.config.hub import download, hub_id
+from titan_mi100.wording import shown
 
 # what may be given as OWNER/NAME elsewhere, and must be a path here
 _OF_THE_HUB = ("checkpoint.initial_load_path", "model.tokenizer_path", "data.path", "data.validation_path")
+_DATA = _OF_THE_HUB[2:]
 _FILE = Path(__file__).with_suffix(".txt")
+
+
+Document = Mapping[str, Any]  # a parsed TOML file
 
 
 class Entry(NamedTuple):
@@ -28,7 +33,8 @@ class Entry(NamedTuple):
         trainer: whose option it is.
         names: theirs, with the same meaning; "section.*" is a whole section.
         key: "section.key" of ours that takes the same value; "": there is none.
-        settings: their value -> our setting as TOML, "section.key = value"; "": nothing needs to be set.
+        settings: their value -> our setting as TOML, "section.key = value", or several, joined by " and "; "": nothing
+            needs to be set.
         exists: whether something here does the same for other values; else `note` says what to use.
         note: what is different, or what to use instead.
     """
@@ -43,7 +49,8 @@ class Entry(NamedTuple):
     @property
     def targets(self) -> set[str]:
         """Each "section.key" of ours that this option is about."""
-        named = {self.key, *(setting.partition(" = ")[0] for setting in self.settings.values())} - {""}
+        written = [one for setting in self.settings.values() for one in setting.split(" and ")]
+        named = {self.key, *(one.partition(" = ")[0] for one in written)} - {""}
         return named or set(re.findall(r"\b[a-z_]+\.[a-z_0-9]+\b", self.note)) & our_keys().keys()
 
 
@@ -88,52 +95,85 @@ def entries() -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def advise(name: str, value: Any, in_toml: bool) -> Advice | None:
+def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     """What to write here instead of another trainer's option; None: the name is unknown.
 
     Args:
         name: the option, with its section if it has one; "section." for a whole section.
         value: of the option: a text, or what TOML made of it. None: it has none.
-        in_toml: where it was written, and so in which form the advice is.
+        document: the TOML file in which it was written; None: the command line. The advice has the same form.
     """
     entry = _find(name.replace("-", "_"))
     if entry is None:
         return None
-    given = "true" if value is None else str(value).lower()
-    setting, fetch = entry.settings.get(given), ""
+    given = "true" if value is None else str(value).strip().lower()
+    words = [given, *given.split()[:1]]  # "full_shard auto_wrap"
+    setting, fetch = next((entry.settings[word] for word in words if word in entry.settings), None), ""
     start, note = f"is {'a section' if name.endswith('.') else 'an option'} of {entry.trainer}", entry.note
     if setting == "":
         return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)
     if not entry.exists:
         what = note if note == "leave it out" else f"{note}; leave it out"
         return Advice(f"{start} and does not exist here: {what}", entry.targets)
+    if value is None and entry.key and our_keys()[entry.key].type is bool:
+        value = True
     if setting is None and entry.key and value is not None:
-        words, fetch = _converted(entry.key, value)
-        setting = f"{entry.key} = {words}"
+        if refused := _cannot_be(entry.key, value, document):
+            return Advice(f"{start}; {refused}", entry.targets)
+        converted, fetch = _converted(entry.key, value)
+        setting = f"{entry.key} = {converted}"
     if setting is None:
         return Advice(f"{start}; here: {note or entry.key}", entry.targets)
-    return Advice(f"{start}; here: {as_written(setting, in_toml)}{f' ({note})' if note else ''}{fetch}", entry.targets)
+    here = as_written(setting, document)
+    return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", entry.targets)
 
 
 def _find(name: str) -> Entry | None:
-    """By its full name; else by its section; else without the section, unless a key of ours has that name."""
+    """By its full name; else by its section; else by its last part, unless a key of ours has that name."""
     known = {given: entry for entry in reversed(entries()) for given in entry.names}  # of two, the first holds
     section, _, key = name.rpartition(".")
     if entry := known.get(name) or known.get(f"{name.partition('.')[0]}.*"):
         return entry
-    return known.get(key) if section and not keys_called(key) else None
+    if keys_called(key):
+        return None
+    same = [entry for entry in entries() if any(given.endswith(f".{key}") for given in entry.names)]
+    return known.get(key) or (same[0] if len(same) == 1 else None)
 
 
-def as_written(setting: str, in_toml: bool) -> str:
-    """A setting in TOML, "section.key = value", in the form in which it can be pasted."""
+def as_written(setting: str, document: Document | None) -> str:
+    """Settings in TOML, "section.key = value", joined by " and ", in the form in which they can be pasted."""
+    if " and " in setting:
+        joint = " " if document is None else " and "
+        return joint.join(as_written(one, document) for one in setting.split(" and "))
     name, _, value = setting.partition(" = ")
     section, _, key = name.partition(".")
-    if in_toml:
-        return f"under [{section}] write {key} = {value}"
+    if document is not None:
+        table = document.get(section)
+        is_there = isinstance(table, dict) and key in table
+        return f"under [{section}] {f'change {key} to {value}' if is_there else f'write {key} = {value}'}"
     words = json.loads(value) if value[0] in '["' else value
     return (
         f"--{name} {' '.join(map(shlex.quote, map(str, words)) if isinstance(words, list) else [shlex.quote(words)])}"
     )
+
+
+def _cannot_be(key: str, value: Any, document: Document | None) -> str:
+    """Why our key cannot have their value, and what to write; "": it can."""
+    kind = our_keys()[key].type
+    if kind not in (int, float) or isinstance(value, bool):
+        return ""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        default = toml_value(our_keys()[key].default)
+        return f"{key} must be a number here, not {shown(value)}; leave it out for the default, {default}"
+    if kind is int and 0 < number < 1 and key != "training.epochs":
+        example = as_written(f"{key} = {max(1, round(1000 * number))}", document)
+        return f"{value} is a share of the steps; write a number of steps: of 1,000 it is {example}"
+    if key == "data.validation_fraction" and number >= 1:
+        example = as_written(f"{key} = 0.05", document)
+        return f"{value} is a number of rows, which cannot be given here; write a share of them, such as {example}"
+    return ""
 
 
 def _converted(key: str, value: Any) -> tuple[str, str]:
@@ -142,9 +182,12 @@ def _converted(key: str, value: Any) -> tuple[str, str]:
     is_list = get_origin(field.type) is tuple
     kind = get_args(field.type)[0] if is_list else field.type
     items = value if isinstance(value, list) else re.split("[, ]+", str(value)) if is_list else [value]
+    items = [item.get("path", "") if isinstance(item, dict) else item for item in items]  # axolotl's data sets
     if key in _OF_THE_HUB and len(items) == 1 and hub_id(str(items[0])):
         items[0], command = download(str(items[0]), is_data=key.startswith("data."))
         fetch = f"; fetch it first: {command}"
+    elif key in _DATA:  # the name of a data set: a file of the user's own takes its place
+        items = [item if re.search(r"[./*]", str(item)) else f"{item}.jsonl" for item in items]
     texts = []
     for item in items:
         text = str(item).lower() if isinstance(item, bool) else str(item).strip()

@@ -1,11 +1,12 @@
 """Messages about names that are none of our settings: what the user most likely meant. Imports no torch."""
 
-import re
+import difflib
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-from titan_mi100.config.other_trainers import advise, keys_called, our_keys
+from titan_mi100.config.other_trainers import Document, advise, entries, keys_called, our_keys
 from titan_mi100.errors import did_you_mean
 from titan_mi100.wording import shortened, shown
 
@@ -29,42 +30,37 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
         return Unknown(f"{where} is not an option here; it is one of ./run_train.sh and titan-mi100 train", set())
     if name in our_keys():
         return Unknown(f"{where} is not an option; it is a list of tables: write [[{name}]] in a TOML file", {name})
-    if advice := advise(name, value, in_toml=False):
+    if advice := advise(name, value, None):
         return Unknown(f"command line: --{name} {advice.text}", advice.targets)
     if same := keys_called(name):
         given = f" {shlex.quote(value)}" if value else ""
         what = f"is not an option; write {' or '.join(f'--{key}{given}' for key in same)}"
         return Unknown(f"command line: --{name} {what}", set(same))
-    hint = did_you_mean(name, [*our_keys(), *LAUNCHER_OPTIONS], "--")
-    return Unknown(f"command line: {shown(argument)} is not an option{hint}", _guessed(hint))
+    hint, meant = _guess(name, in_toml=False)
+    return Unknown(f"command line: {shown(argument)} is not an option{hint}", meant)
 
 
-def unknown_key(where: str, section: str, key: str, value: Any) -> Unknown:
+def unknown_key(where: str, section: str, key: str, value: Any, document: Document) -> Unknown:
     """A key that its section does not have. Args: where: "file.toml: [section] key", for the message."""
     if isinstance(value, dict):  # `data.path = ...` below [training]
         inside = {f"{key}.{name}" for name in value} & our_keys().keys()
         hint = f"; write [{key}] on a line of its own, and its keys below it" if inside else ""
         return Unknown(f"{where} is a table, and no section has one{hint}", inside or None)
-    if advice := advise(f"{section}.{key}", value, in_toml=True):
+    if advice := advise(f"{section}.{key}", value, document):
         return Unknown(f"{where} {advice.text}", advice.targets)
     if same := keys_called(key):
         listed = " or ".join("[{}] {}".format(*name.split(".")) for name in same)
         return Unknown(f"{where} is not a key; did you mean {listed}?", set(same))
-    hint = did_you_mean(key, [name.partition(".")[2] for name in our_keys() if name.startswith(f"{section}.")])
-    return Unknown(f"{where} is not a key{hint}", _guessed(hint, f"{section}."))
+    hint, meant = _guess(f"{section}.{key}", in_toml=True)
+    return Unknown(f"{where} is not a key{hint}", meant)
 
 
-def unknown_at_top_level(path: str, name: str, value: Any, known_sections: Collection[str]) -> Unknown:
+def unknown_at_top_level(path: str, name: str, document: Document, known_sections: Collection[str]) -> Unknown:
     """What is at the top level of a file and is no section of ours: a section, or a key outside of all sections."""
-    shown_name = shortened(repr(name)[1:-1])
+    shown_name, value = shortened(repr(name)[1:-1]), document[name]
     if isinstance(value, dict):
-        where = f"{path}: [{shown_name}]"
-        if advice := advise(f"{name}.", None, in_toml=True) or advise(name, None, in_toml=True):
-            return Unknown(f"{where} {advice.text}", advice.targets)
-        inside = {our for key in value for our in keys_called(key)}
-        hint = did_you_mean(name, known_sections)
-        return Unknown(f"{where} is not a section{hint}", inside or None)
-    if advice := advise(name, value, in_toml=True):
+        return _unknown_section(f"{path}: [{shown_name}]", name, document, known_sections)
+    if advice := advise(name, value, document):
         return Unknown(f"{path}: {shown_name} {advice.text}", advice.targets)
     where = f"{path}: {shown_name} = {shown(value)}"
     if name in known_sections:
@@ -76,10 +72,38 @@ def unknown_at_top_level(path: str, name: str, value: Any, known_sections: Colle
     return Unknown(f"{where} is outside of any section{did_you_mean(name, known_sections)}", None)
 
 
-def _guessed(hint: str, prefix: str = "") -> set[str] | None:
-    """The key that the end of a message names, if it names one."""
-    found = re.search(r"did you mean (?:--)?([\w.]+)\?", hint)
-    return {prefix + found[1]} if found else None
+def _unknown_section(where: str, name: str, document: Document, known_sections: Collection[str]) -> Unknown:
+    """The message about the section, after one line for each of its keys that other trainers have."""
+    theirs = {name for entry in entries() for name in entry.names}
+    of_keys = {key: advise(f"{name}.{key}", document[name][key], document) for key in document[name]}
+    found = {key: advice for key, advice in of_keys.items() if advice and f"{name}.{key}" in theirs}
+    meant = {target for advice in found.values() for target in advice.targets}
+    lines = [f"{where} {key} {advice.text}" for key, advice in found.items()]
+    if of_section := advise(f"{name}.", None, document) or advise(name, None, document):
+        return Unknown("\n".join([*lines, f"{where} {of_section.text}"]), of_section.targets | meant)
+    meant |= {our for key in document[name] for our in keys_called(key)}
+    return Unknown("\n".join([*lines, f"{where} is not a section{did_you_mean(name, known_sections)}"]), meant or None)
+
+
+@cache
+def _known_names() -> Mapping[str, str]:
+    """Names that a typing error may have changed -> what to write: our keys, those of other trainers that are ours."""
+    theirs = {name: entry.key for entry in entries() if entry.key for name in entry.names}
+    ours = {name: key for key in our_keys() for name in (key.partition(".")[2], key)}
+    return {**theirs, **ours, **{name: name for name in LAUNCHER_OPTIONS}}
+
+
+def _guess(name: str, in_toml: bool) -> tuple[str, set[str] | None]:
+    """The end of a message about an unknown name, and the key of ours that was meant; None: nobody can tell."""
+    section, _, key = name.rpartition(".")
+    known = _known_names()
+    own = {word: ours for word, ours in known.items() if ours.startswith(f"{section}.")}
+    for word, names in ((key, own), (name, known), (key, known)):
+        if close := difflib.get_close_matches(word, names, n=1, cutoff=0.8):
+            found = names[close[0]]
+            said = "[{}] {}".format(*found.split(".")) if in_toml and "." in found else f"--{found}"
+            return f"; did you mean {said}?", {found}
+    return "; --help lists them", None
 
 
 def _stray(argument: str) -> str:
