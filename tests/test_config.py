@@ -148,7 +148,7 @@ mode = "some"
         f"{file}: [optimizer] lr = True must be a number",
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
-        "use -1 (all that the others leave) or start with --nproc_per_node 3",
+        "use -1 (all that the others leave) or start with ./run_train.sh --nproc_per_node 3",
         f"{file}: [data] path is not set; name a file or a glob, or several, or [[data.source]]",
         "command line: '--training.sed=4' is not an option; did you mean --training.seed?",
         "command line: --training.seed needs a value",
@@ -193,7 +193,9 @@ def test_impossible_combinations_are_refused(tmp_path: Path, text: str, expected
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert errors(tmp_path, "[training\n")[0].startswith(f"{tmp_path / 'my.toml'}: cannot be read as TOML")
-    assert errors(tmp_path, 'base = "gone.toml"\n' + MINIMAL) == [f"{tmp_path / 'gone.toml'}: no such file"]
+    assert errors(tmp_path, 'base = "gone.toml"\n' + MINIMAL) == [
+        f"{tmp_path / 'gone.toml'}: no such file; python -m titan_mi100 config new writes one"
+    ]
     assert "forms a cycle" in errors(tmp_path, 'base = "my.toml"\n' + MINIMAL)[0]
     with pytest.raises(UserError, match=r"nowhere.toml: no such file"):
         load_config(["--job.config_file", "nowhere.toml"])
@@ -203,6 +205,7 @@ def test_the_folder_of_weights_gives_the_model_and_must_agree_with_a_preset(tmp_
     from titan_mi100.config.model_spec import PRESETS, to_hf_config
 
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(PRESETS["8B"])))
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "base.toml").write_text(MINIMAL)
     text = f'base = "base.toml"\n[checkpoint]\ninitial_load_path = "{tmp_path}"\n[model]\nflavor = '
     assert load(tmp_path, text + '""').spec() == PRESETS["8B"]

@@ -108,6 +108,7 @@ def test_the_command_line_replaces_what_the_file_says_in_another_way(file: Path,
 
 def test_the_debug_config_is_only_for_its_own_model_and_data(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
     (tmp_path / "model" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((ASSETS / "tokenizer" / name).read_bytes())
@@ -436,3 +437,37 @@ def test_a_slip_in_toml_gets_the_words_that_correct_it(text: str, said: str, fil
     (tmp_path / "mine.toml").write_text(f'base = "{file}"\n[training]\n{text}\n')
     [line] = refusal("--job.config_file", str(tmp_path / "mine.toml")).splitlines()
     assert re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (
+            'path = "C:\\data\\x"',
+            "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash",
+        ),
+        ("a = 1\na = 2", "a is given twice; delete one of them"),
+        ("enable = True", "write enable = true"),
+        ("path = None", "there is no None; delete the line"),
+        ("[training", "add the missing ]"),
+        ('path = ["a", "b"\n[training]\n', "a ] is missing above it; add it"),
+        ('path = ["a", "b"', "add the missing ]"),
+        ("path = a.jsonl", "write key = value, and texts in quotes"),
+    ],
+)
+def test_a_syntax_error_in_toml_names_its_repair(text: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f"[compile]\n{text}")
+    [line] = refusal("--job.config_file", str(tmp_path / "mine.toml")).splitlines()
+    assert line.endswith(f"; {remedy}")
+
+
+def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_path: Path) -> None:
+    said = refusal("--job.config_file", str(file), "--training.mixed_precision_param", "bf16")
+    assert said.endswith("must be one of: bfloat16, float16, float32, float64; did you mean bfloat16?")
+    said = refusal("--job.config_file", str(file), "--training.seq_len", "100000")
+    assert re.search(r"max_position_embeddings = (\d+); use at most \1$", said)
+    assert refusal("--job.config_file", str(file), "--lora.alpha", "4").endswith(
+        "has no effect with rank = 0; delete it"
+    )
+    said = refusal("--job.config_file", str(tmp_path / "gone.toml"))
+    assert said.endswith("gone.toml: no such file; python -m titan_mi100 config new writes one")

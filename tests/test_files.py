@@ -454,5 +454,6 @@ def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(tm
     assert matching_files(similar)[1] == [
         f"{similar}: cannot be read: No such file or directory; did you mean {tmp_path / 'train.jsonl'}?"
     ]
-    assert matching_files(missing)[1] == [f"{missing}: matches no file; there is no folder {tmp_path / 'data'}"]
+    there = f"there is no folder {tmp_path / 'data'}; {tmp_path} has train.jsonl"
+    assert matching_files(missing)[1] == [f"{missing}: matches no file; {there}"]
     assert matching_files(str(tmp_path / "x"))[1] == [f"{tmp_path / 'x'}: cannot be read: No such file or directory"]

@@ -563,7 +563,7 @@ def test_a_run_resumes_bit_identically_on_its_own_base_only(config: Path, tmp_pa
         "rank": 4, "alpha": 16.0, "target_modules": list(LINEARS), "dropout": 0.1, "base": str(config.parent / "base")
     }  # fmt: skip
     other = ("--checkpoint.initial_load_path", str(config.parent / "other"))
-    assert "was made with another base (" in train(config, resumed, *other, code=2)
+    assert "the run now differs from it: base (changed)" in train(config, resumed, *other, code=2)
     output = train(config, resumed)
     assert "weights from" in output and f"resumed from {resumed / 'checkpoint' / 'step-3'}" in output
     assert [e.get("validation_loss") for e in metrics(resumed)] == [e.get("validation_loss") for e in metrics(whole)]

@@ -210,6 +210,10 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, {}), "missing key: message 2: role is missing; the message has none"),
         (said(HUMAN, GPT), "missing key: message 1: role is missing; the message has from, value"),
         (said(USER, {"role": None, "content": "4"}), "missing key: message 2: role is missing"),
+        (
+            said({"role": "human", "content": "4"}, ASSISTANT),
+            "role is 'human'; known are system, user, assistant, tool; ren",
+        ),
         (said(USER, {"role": "robot", "content": "4"}), "unknown role: message 2: role is 'robot'; known are system,"),
         (said(USER, {"role": "Assistant", "content": "4"}), "unknown role: message 2: role is 'Assistant'"),
         (said(USER, {"role": "assistant ", "content": "4"}), "unknown role: message 2: role is 'assistant '"),
@@ -534,6 +538,9 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b"", "is empty; expected JSONL (one JSON object per line), a JSON array of objects, or parquet"),
     ("a.json", b"[]", "has no rows"),
     ("a.json", b"[\n]\n", "has no rows"),
+    ("a.csv", b'question,answer\n"1, 2",3\n', "print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < "),
+    ("a.json", json.dumps({"data": [{"a": 1}]}, indent=2).encode(), "on one line (jq -c '.data[]' "),
+    ("a.json", json.dumps({"messages": [{"a": 1}]}, indent=2).encode() * 2, "on one line (jq -c . "),
     (
         "a.json",
         json.dumps({"question": "a", "answer": "b"}, indent=2).encode(),

@@ -51,13 +51,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: Run, tmp_path: Path) -> None:
     given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
     code, out, err = run(*given, "--method", "full", "--output", "mine.toml")
-    assert (code, err) == (0, "") and "changed" not in out and " of 32.0 GiB on each card" in out
+    assert (code, err) == (0, "") and "changed" not in out and " of 32 GiB on each card" in out
     for word in ("inspect", "plan", "train"):
         assert f" {word} --job.config_file mine.toml" in out
     config = load_config(["--job.config_file", "mine.toml"], 2)
     assert config.data.path == (str(tmp_path / "train.jsonl"),) and config.training.epochs == 3 and not config.lora.rank
     plan = make_plan(config, 2, 32 * GIB)
-    assert plan.fits and f"{plan.most / GIB:.1f} of 32.0" in out
+    assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out
     before = Path("mine.toml").read_bytes()
     code, _, err = run(*given, "--output", "mine.toml")
     assert code == 2 and "mine.toml: exists already" in err and Path("mine.toml").read_bytes() == before
@@ -110,8 +110,20 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
     [
         ((), ("Qwen3-0.6B",), 2, "the input has ended; nothing was written"),
         ((), ("Qwen3-0.6B", "^C"), 130, "interrupted"),
-        ((), None, 2, "--model is missing, and there is no terminal to ask for it"),
-        (("--model", "gone"), None, 2, "--model: gone: is no folder"),
+        (
+            (),
+            None,
+            2,
+            "--model and --data must be given, as there is no terminal to ask for answers; e.g. python -m",
+        ),
+        (("--model", "gone"), None, 2, "--data must be given"),
+        (
+            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "zero"),
+            None,
+            2,
+            "a whole number above 0, such",
+        ),
+        (("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--method", "All"), None, 2, "'All' is none of full, lora"),
         (("--model", "gone"), (), 2, "--model: gone: is no folder"),
         (("--model", "Qwen3-0.6B", "--data", "*.csv"), None, 2, "--data: "),
         (("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "0"), None, 2, "--cards: '0' is no number"),

@@ -214,8 +214,6 @@ def test_a_config_of_torchtitan_gets_messages_that_lead_to_one_that_loads(
     for line in found:
         mended = as_the_message_says(mended, line.removeprefix(start))
     monkeypatch.chdir(tmp_path)
-    [left] = errors_of(*written(tmp_path, mended), world_size=2)
-    assert left.startswith(f"{start}[data] path: {tmp_path}/c4.jsonl: matches no file") or "hf download" in left
     shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "c4.jsonl")
     [left] = errors_of(*written(tmp_path, mended), world_size=2)
     assert left.endswith("fetch it: hf download Qwen/Qwen3-0.6B --local-dir assets/hf/Qwen3-0.6B")
@@ -303,6 +301,14 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=command):
         open_weights("Qwen/Qwen3-0.6B")
     assert advise("model_name_or_path", "Qwen/Qwen3-0.6B", document=None).text.endswith(f"fetch it first: {command}")
+    # a folder with a model's name is fetched from its owner, and one without weights again
+    for path in ("models/Qwen3-0.6B", "assets/hf/Qwen3-0.6B"):
+        [line] = [line for line in errors_of("--model.tokenizer_path", path) if "no such folder" in line]
+        assert line.endswith(f"; fetch it: hf download Qwen/Qwen3-0.6B --local-dir {path}")
+    shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
+    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    [line] = [line for line in errors_of("--checkpoint.initial_load_path", "Qwen3-0.6B") if "weights" in line]
+    assert line.endswith("no weights (*.safetensors); fetch it: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B")
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
         assert hub_id(path) == "", path
@@ -322,6 +328,7 @@ def test_the_page_has_the_tables_and_its_configs_load(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    (tmp_path / "Qwen3-0.6B" / "model.safetensors").touch()
     shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "train.jsonl")
     configs = re.findall(r"(?s)```toml\n(.+?)```", page)
     assert len(configs) == 4

@@ -264,7 +264,7 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
     assert len(found) == len(BAD_ROWS) + 1
     for number, (line, reason) in enumerate(zip(found, BAD_ROWS.values(), strict=False)):
         assert line.startswith(f"{path}:{2 * number + 2}: ") and reason in line, line
-    assert found[-1] == 'correct these rows, or skip them with data.on_bad_row = "skip"'
+    assert found[-1] == "correct these rows, or skip them with --data.on_bad_row skip"
     rejected = [row for row in ledger(caught.value) if row["status"] == "rejected"]
     assert [int(row["line"]) for row in rejected] == [2 * number + 2 for number in range(len(BAD_ROWS))]
     assert all(row["reason"] for row in rejected)

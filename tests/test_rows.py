@@ -313,8 +313,7 @@ def test_unknown_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         choose(path, "auto")
     assert str(caught.value).splitlines() == [
-        f"{path}:2: not JSON: Expecting ',' delimiter (column 8)",
-        f"{path}: no row can be read, so its format is unknown",
+        f"{path}:2: not JSON: Expecting ',' delimiter (column 8); no row of the file can be read",
     ]
 
 

@@ -205,7 +205,7 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     assert before.startswith("to resume, start again with job.run_folder = ")
     stopping = load_config(settings(folder, **{"checkpoint.load_step": -1}), 1)
     run = open_run.open_run(stopping, world, folder, wants_to_stop=lambda: True)
-    with pytest.raises(Preempted, match="stopped after step 1 of 3; step-1 holds every step"):
+    with pytest.raises(Preempted, match="stopped after step 1 of 3; all steps are saved in step-1"):
         train(run, SimpleNamespace(reason=""))  # type: ignore[arg-type]
     assert to_resume(folder, 4, 2) == before  # several nodes have no one command
     python, _, *words = shlex.split(to_resume(folder, 1, 1).removeprefix("to resume: "))

@@ -479,7 +479,7 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     assert code == 3, errors
     heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
-    assert "to resume, add --job.run_folder" in errors.splitlines()[-1]
+    assert "stopped on request and saved. Run folder: " in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

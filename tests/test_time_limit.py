@@ -67,6 +67,6 @@ def test_a_run_saves_before_its_jobs_end_and_the_next_job_resumes_it(tmp_path: P
     job = torchrun(*command, check=False, SLURM_JOB_END_TIME=str(int(time.time()) + 50))
     state = json.loads((tmp_path / "run/run_state.json").read_text())
     assert (job.returncode, state["state"], state["step"]) == (3, "preempted", 2), job.stderr
-    assert "the job ends in" in state["message"] and state["message"].endswith("step-2 holds every step")
+    assert "the job ends in" in state["message"] and state["message"].endswith("all steps are saved in step-2")
     torchrun(*command, SLURM_JOB_END_TIME=str(int(time.time()) + 5000))
     assert json.loads((tmp_path / "run/run_state.json").read_text())["step"] == 6

@@ -266,9 +266,9 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     shorter = ("--training.seq_len", "64", "--data.max_lost_share", "1")
     refused = train(config, uninterrupted, *other, *shorter, processes=1, check=False)
     for words in (
-        "was made with another data (",
+        "the run now differs from it: seed (",
         "seed (42, now 7)",
-        "checkpoint.allow_changed",
+        "; or allow it: --checkpoint.allow_changed data seed; or start over beside it: --checkpoint.fresh",
         "seq_len (128, now 64)",
     ):
         assert words in refused.stderr, words

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
+        self._example = options.pop("example", "")
         options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse derives one
         if options.get("formatter_class") is argparse.RawDescriptionHelpFormatter:
             options["formatter_class"] = _RawHelp
@@ -58,6 +59,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--version", action=_Version, nargs=0, help="print the versions of this package and its libraries"
         )
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{message}; {self._example or f'{self.prog} --help lists the options'}")
+        self.exit(2)
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         width = min(shutil.get_terminal_size().columns, WIDTH)

@@ -56,7 +56,7 @@ _KILLED = 10.0  # seconds to wait for a killed process to end; a process that ha
 _AGAIN = 2.0  # seconds between signals to the workers, which are repeated: a worker may not listen yet
 _MEANING = {
     2: "the config or the input is wrong",
-    3: "stopped on request and saved; to resume, add --job.run_folder '{}', without --checkpoint.fresh and load_step",
+    3: "stopped on request and saved",
     4: "stopped because of the numbers (loss or gradients)",
     5: "a process hung",
     6: "out of memory; python -m titan_mi100.planner shows layouts that need less",

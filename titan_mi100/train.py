@@ -161,7 +161,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     run.close()
     if stopping and (not run.is_finished or progress.validation_due):
         why = preemption.reason or "another process was told to stop"
-        where = f"step-{saved} holds every step" if saved else "nothing was trained yet"
+        where = f"all steps are saved in step-{saved}" if saved else "nothing was trained yet"
         raise Preempted(f"{why}: stopped after step {progress.step} of {run.steps}; {where}")
     assert run.folder is not None
     message, remedy = "", "to train on, raise training.steps or epochs"

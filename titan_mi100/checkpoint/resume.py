@@ -1,5 +1,6 @@
 """Finds the checkpoint to resume from, and checks that it belongs to the same run."""
 
+import re
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -159,12 +160,14 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     """
     refused: list[str] = []
     permitted: list[str] = []
+    changed: list[str] = []
     for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
         # "data" is one hash; the manifest's `data` tells which files or settings have changed
-        more = differing(found.manifest["data"], about["data"]).values() if name == "data" else ()
-        (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend([words, *more])
+        more = list(differing(found.manifest["data"], about["data"]).values()) if name == "data" else []
+        (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend(more or [words])
+        changed += [] if {name, name.split(".")[0]} & set(allowed) else [name]
     if permitted:
-        log.warning(f"checkpoint.allow_changed: the run resumes with another {some(permitted, 30)}")
+        log.warning(f"checkpoint.allow_changed: the run resumes with changes: {some(permitted, 30)}")
     # The optimizer's number format cannot be allowed to change: its state has other dtypes.
     before, now = found.manifest.get("optimizer", _FP32), about.get("optimizer", _FP32)
     if different := differing({"optimizer": before}, {"optimizer": now}).values():
@@ -173,9 +176,11 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
             "from its weights with a new optimizer: set checkpoint.initial_load_path, and another job.run_folder"
         )
     if refused:
-        remedy = "name what may differ in checkpoint.allow_changed, or start over beside it with --checkpoint.fresh"
-        what = f"was made with another {some(refused, 30)}; resume with the same settings and data"
-        raise UserError(f"{found.path}: {what}, {remedy}")
+        remedy = (
+            f"allow it: --checkpoint.allow_changed {' '.join(changed)}; or start over beside it: --checkpoint.fresh"
+        )
+        what = f"the run now differs from it: {some(refused, 30)}; resume with the same settings and data"
+        raise UserError(f"{found.path}: {what}; or {remedy}")
 
 
 def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
@@ -187,7 +192,10 @@ def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     before, after = _flat(saved), _flat(now)
     # In the order of `now`, then names that only `saved` has.
     names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
-    return {name: f"{name} ({_short(before.get(name))}, now {_short(after.get(name))})" for name in names}
+    values = {name: (_short(before.get(name)), _short(after.get(name))) for name in names}
+    return {
+        name: f"{name} ({f'{was}, now {now}' if was and now else 'changed'})" for name, (was, now) in values.items()
+    }
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -199,5 +207,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = str(value)
-    # A path is recognised by its end, a hash by its beginning.
+    if re.fullmatch("[0-9a-f]{32,64}", text):  # a hash says nothing to a reader
+        return ""
+    # A path is recognised by its end.
     return text if len(text) <= 60 else shortened(text, 12) + (text[-40:] if "/" in text else "")

@@ -50,6 +50,12 @@ def has_tokenizer(folder: str | Path) -> bool:
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
 
 
+def has_weights(folder: str) -> bool:
+    """Whether a model's folder may hold weights, in any format."""
+    known = ("*.safetensors*", ".metadata", "*.bin", "*.pt", "*.pth")
+    return any(glob.glob(os.path.join(glob.escape(folder), name)) for name in known)
+
+
 def is_corpus(path: str | os.PathLike[str]) -> bool:
     """Whether it is a folder that prepare_corpus has completed."""
     return os.path.lexists(os.path.join(path, CORPUS))

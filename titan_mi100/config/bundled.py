@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titan_mi100 import cli
 from titan_mi100.errors import UserError
+from titan_mi100.files.patterns import nearby
 
 FOLDER = (Path(__file__).parents[1] / "train_configs").resolve()
 
@@ -36,7 +37,9 @@ def or_bundled(path: str, folder: str = "") -> str:
 def no_such_file(path: str) -> str:
     """The message about a config file that does not exist."""
     close = difflib.get_close_matches(os.path.basename(path).removesuffix(".toml"), names(), n=1, cutoff=0.8)
-    return f"no such file; a bundled config is called {close[0]}.toml, without a folder" if close else "no such file"
+    if close:
+        return f"no such file; a bundled config is called {close[0]}.toml, without a folder"
+    return f"no such file{nearby(path)}; python -m titan_mi100 config new writes one"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,13 @@ import os
 from dataclasses import fields
 from importlib.util import find_spec
 
-from titan_mi100.config.assets import PLAN, has_tokenizer, is_corpus
+from titan_mi100.config.assets import CONFIG, PLAN, has_tokenizer, has_weights, is_corpus
 from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.patterns import matching_files, nearby
 from titan_mi100.wording import has_control_characters
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
@@ -38,7 +38,7 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
     """One message for each problem. Args: world_size: processes; None: not known, so layouts are not checked."""
-    errors = _check_paths(config) if with_files else []
+    errors = _check_paths(config, world_size is not None) if with_files else []
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):
@@ -182,7 +182,7 @@ def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
     return errors
 
 
-def _check_paths(config: Config) -> list[str]:
+def _check_paths(config: Config, needs_weights: bool) -> list[str]:
     errors, folder = [], os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
         errors.append("[data] path is not set; name a file or a glob, or several, or [[data.source]]")
@@ -199,6 +199,9 @@ def _check_paths(config: Config) -> list[str]:
         errors.append(f"[model] chat_template = {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
         errors.append(no_such_model(load, config.job.config_file))
+    elif needs_weights and load and os.path.isfile(os.path.join(load, CONFIG)) and not has_weights(load):
+        remedy = hub_hint(load) or "; download the whole folder again, or name another"
+        errors.append(f"[checkpoint] initial_load_path = {load!r} has {CONFIG}, but no weights (*.safetensors){remedy}")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
@@ -209,7 +212,7 @@ def _check_paths(config: Config) -> list[str]:
             "tiny model: --job.config_file train_configs/debug.toml"
         )
     elif not os.path.exists(path):
-        errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder)}")
+        errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
     elif not os.path.isfile(path) and not has_tokenizer(path):
         errors.append(
             f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "

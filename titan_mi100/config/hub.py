@@ -4,6 +4,8 @@ import os
 import re
 import shlex
 
+from titan_mi100.files.patterns import nearby
+
 _FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model", ".tiktoken")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
@@ -36,7 +38,9 @@ def download(name: str, is_data: bool = False) -> tuple[str, str]:
 def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
     """The end of a message about a path that is not there, if it may be a name on the hub; else "". Args: as hub_id."""
     last = os.path.basename(path)
-    if not (name := hub_id(path, folder)) and re.fullmatch(r"Qwen3-[\d.]+B(-Base)?", last):
+    name = hub_id(path, folder)
+    is_folder = name.partition("/")[0] in ("", "models", "model", "weights", "checkpoints", "assets")  # no owner
+    if is_folder and re.fullmatch(r"Qwen3-[\d.]+B(-Base)?", last):
         near = os.path.relpath(path)
         target = path if near.startswith("..") else near
         return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(target)}"
@@ -48,5 +52,9 @@ def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
 
 def no_such_model(load: str, config_file: str) -> str:
     """The message about a checkpoint.initial_load_path that does not exist."""
-    hint = hub_hint(load, os.path.dirname(config_file))
+    hint = (
+        hub_hint(load, os.path.dirname(config_file))
+        or nearby(load)
+        or "; a model: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    )
     return f"[checkpoint] initial_load_path = {load!r}: no such folder or file{hint}"

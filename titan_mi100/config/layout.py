@@ -116,14 +116,15 @@ def resolve_layout(
     if dp_shard == -1:
         if world_size % product:
             raise ValueError(
-                f"[parallelism] {others} does not divide the {processes}; start with --nproc_per_node {product} or a "
-                f"multiple of it, or lower a degree"
+                f"[parallelism] {others} does not divide the {processes}; start with "
+                f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree"
             )
         dp_shard = world_size // product
     if product * dp_shard != world_size:
         raise ValueError(
             f"[parallelism] data_parallel_shard_degree = {dp_shard}{' x ' + others if others else ''} does not fill "
-            f"the {processes}; use -1 (all that the others leave) or start with --nproc_per_node {product * dp_shard}"
+            f"the {processes}; use -1 (all that the others leave) or start with "
+            f"./run_train.sh --nproc_per_node {product * dp_shard}"
         )
     if zero_stage == -1:
         only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
@@ -150,8 +151,8 @@ def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, p
     if dp_replicate not in (1, world_size):
         raise ValueError(
             f"[parallelism] zero_stage = 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill "
-            f"the {world_size} started processes; leave it out (all of them), or start with --nproc_per_node "
-            f"{dp_replicate}"
+            f"the {world_size} started processes; leave it out (all of them), or start with "
+            f"./run_train.sh --nproc_per_node {dp_replicate}"
         )
     return 1, world_size
 

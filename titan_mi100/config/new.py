@@ -91,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 def _new(options: argparse.Namespace) -> None:
     if options.output and os.path.lexists(options.output):
         raise UserError(f"--output {options.output}: exists already; name another file")
-    answers = Answers(**{name: _answer(name, question, options) for name, question in _questions().items()})
+    questions = _questions()
+    missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
+    if missing and not sys.stdin.isatty():
+        what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
+        raise UserError(f"{what}; e.g. python -m titan_mi100 config new --model Qwen3-0.6B --data train.jsonl")
+    answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
     plan, changed = fitting_plan(answers)
     output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     text = as_toml(answers, changed[1])
@@ -104,7 +109,7 @@ def _new(options: argparse.Namespace) -> None:
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
     if changed[0]:
         print(f"changed so that it fits: {changed[0]}")
-    print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:.1f} GiB on each card (docs/MEMORY.md)\n\nnext:")
+    print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)\n\nnext:")
     for command in _next_commands(output, answers):
         print(f"  {command}")
 
@@ -128,10 +133,7 @@ def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
     """From the option, else from the terminal, else the default. A wrong answer on a terminal is asked for again."""
     given, is_terminal = getattr(options, name), sys.stdin.isatty()
     given = shlex.join(given) if isinstance(given, list) else given
-    if given is None and not is_terminal:
-        given = question.default
-        if not given:
-            raise UserError(f"--{name} is missing, and there is no terminal to ask for it")
+    given = question.default if given is None and not is_terminal else given
     while True:
         try:
             default = f" [{question.default}]" if question.default else ""
@@ -170,9 +172,9 @@ def _data(text: str) -> tuple[str, ...]:
 
 
 def _method(text: str) -> str:
-    if text not in METHODS:
+    if (method := text.lower()) not in METHODS:
         raise UserError(f"{text!r} is none of {', '.join(METHODS)}")
-    return text
+    return method
 
 
 def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
@@ -191,7 +193,7 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
     remedy = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
     raise UserError(
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
-        f"{answers.cards} cards, which have {answers.memory:.1f}; {remedy}"
+        f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {remedy}"
     )
 
 

@@ -131,7 +131,7 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
 def _find(name: str) -> Entry | None:
     """By its full name; else by its section; else by its last part, unless a key of ours has that name."""
     known = {given: entry for entry in reversed(entries()) for given in entry.names}  # of two, the first holds
-    section, _, key = name.rpartition(".")
+    key = name.rpartition(".")[2]
     if entry := known.get(name) or known.get(f"{name.partition('.')[0]}.*"):
         return entry
     if keys_called(key):

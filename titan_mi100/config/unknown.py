@@ -101,7 +101,9 @@ def _guess(name: str, in_toml: bool) -> tuple[str, set[str] | None]:
     for word, names in ((key, own), (name, known), (key, known)):
         if close := difflib.get_close_matches(word, names, n=1, cutoff=0.8):
             found = names[close[0]]
-            said = "[{}] {}".format(*found.split(".")) if in_toml and "." in found else f"--{found}"
+            said = f"--{found}"
+            if in_toml and "." in found:
+                said = found.removeprefix(f"{section}.") if names is own else "[{}] {}".format(*found.split("."))
             return f"; did you mean {said}?", {found}
     return "; --help lists them", None
 

@@ -119,7 +119,9 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
     if role not in ROLES:
         if role is None:
             raise BadRecord("missing key", f"role is missing; the message has {listed(given)}")
-        raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}")
+        as_here = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}.get(str(role))
+        remedy = f"; rename it to {as_here}, or use ShareGPT's keys: conversations, from, value" if as_here else ""
+        raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}{remedy}")
     if len(message) != 2 or "content" not in message:  # the common case, role and content, needs no further checks
         _check_optional(message)
     content = message.get("content")

@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import os
+import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -59,6 +61,13 @@ _FOREIGN = {  # magic bytes -> "is ..." of an error message
 _WANTED = (
     "expected JSONL (one JSON object per line), a JSON array of objects, or parquet; JSON may be packed by gzip or zstd"
 )
+
+
+_FROM_CSV = (
+    "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' "
+    "< FILE > NEW.jsonl"
+)
+_LISTS_OF_A_ROW = (b"messages", b"conversations", b"prompt", b"completion", b"tools")  # keys of one row
 
 
 class Record(NamedTuple):
@@ -148,7 +157,7 @@ class RecordReader:
             stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
         if reason := refusal(head):
-            raise UserError(f"{self.path}: is {reason}")
+            raise UserError(f"{self.path}: is {reason.replace('FILE', shlex.quote(self.path))}")
         if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(_BOM):
@@ -415,12 +424,17 @@ def refusal(head: bytes) -> str:
         return ""
     if not any(line.startswith(b"{") for line in lines):
         shown = repr(lines[0][:40].decode("latin-1"))
-        return f"neither JSON nor parquet: its first line begins with {shown}; {_WANTED}"
+        is_csv = len(lines) > 1 and lines[1].count(b",") >= lines[0].count(b",") > 0
+        remedy = f"if it is CSV, convert it: {_FROM_CSV}" if is_csv else _WANTED
+        return f"neither JSON nor parquet: its first line begins with {shown}; {remedy}"
     # Pretty-printed JSON has a first line such as `{` or `"messages": [`. A truncated row may end like that, too, but
     # then other lines are complete objects.
     continues = lines[0].endswith((b"{", b"[", b",", b":"))
     if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
-        return "JSON whose first object takes several lines; write each row on one line (jq -c . FILE), or one array"
+        found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(_BOM))
+        rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
+        what = "JSON whose first object takes several lines; write each row on one line"
+        return f"{what} (jq -c {rows} FILE > NEW.jsonl), or one array"
     return ""
 
 

@@ -150,7 +150,7 @@ def _first_keys(path: str) -> set[str]:
             return {key for key, value in parse_record(record).items() if value is not None}
         except BadRecord as bad:
             first_reason = first_reason or f"{path}:{record.number}: {bad}"
-    raise UserError(f"{first_reason}\n{path}: no row can be read, so its format is unknown")
+    raise UserError(f"{first_reason}; no row of the file can be read")
 
 
 def parse_record(record: Record) -> dict[str, Any]:

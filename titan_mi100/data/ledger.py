@@ -133,7 +133,7 @@ class Ledger:
             most = config.max_bad_rows
             lines.append(f"more than [data] max_bad_rows = {most} rows are bad; correct them or raise it")
         elif config.on_bad_row != "skip" and not never_skipped and len(bad) < len(kinds):
-            lines.append('correct these rows, or skip them with data.on_bad_row = "skip"')
+            lines.append("correct these rows, or skip them with --data.on_bad_row skip")
         return "\n".join(lines)
 
     def summary(self) -> list[str]:

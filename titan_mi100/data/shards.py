@@ -22,7 +22,7 @@ import numpy as np
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
 from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader, first_byte, refusal
 from titan_mi100.data.formats import parse_record
-from titan_mi100.data.strict_json import BadRecord, expect, listed
+from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import HashingStream, sync
 from titan_mi100.files.plain import read_object
@@ -329,7 +329,7 @@ def _read_text(path: str) -> str:
     try:
         return _not_blank(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise BadRecord("not UTF-8", f"at byte {error.start + 1}; convert the file with iconv") from None
+        raise BadRecord("not UTF-8", f"at byte {error.start + 1}; {TO_UTF8}") from None
 
 
 def _not_blank(text: str) -> str:

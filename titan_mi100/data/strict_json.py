@@ -14,6 +14,7 @@ from titan_mi100.wording import shortened, some
 # the same file must be accepted or refused everywhere.
 DEEPEST = 100
 
+TO_UTF8 = "convert the file, e.g. from Latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
 TO_IGNORE = "delete it, or name it in data.ignored_keys"  # remedy for a refused key
 
 _SHOWN = 40  # characters of the input in a message
@@ -103,7 +104,7 @@ def _load(raw: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeDecodeError as error:
-        raise BadRecord("not UTF-8", f"at byte {error.start + 1}; convert the file with iconv") from None
+        raise BadRecord("not UTF-8", f"at byte {error.start + 1}; {TO_UTF8}") from None
     except UnicodeEncodeError:
         raise BadRecord(
             "lone surrogate", "half of a surrogate pair (\\ud800 to \\udfff), which is not a character"

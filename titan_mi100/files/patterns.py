@@ -5,6 +5,8 @@ import glob
 import os
 import stat
 
+from titan_mi100.wording import some
+
 _MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
 
 
@@ -13,14 +15,17 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
     literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # an existing file may be named data[1].jsonl
     files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
-    return files, problems if files else [f"{pattern}: matches no file{_nearby(pattern)}"]
+    return files, problems if files else [f"{pattern}: matches no file{nearby(pattern)}"]
 
 
-def _nearby(path: str) -> str:
+def nearby(path: str) -> str:
     """The end of a message about a missing file: its folder is missing, or it holds a file with a similar name."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
-        return "" if glob.has_magic(folder) else f"; there is no folder {folder}"
+        above = os.path.dirname(folder) or "."
+        there = sorted(os.listdir(above)) if os.path.isdir(above) and os.access(above, os.R_OK) else []
+        near = f"; {above} has {some(there, 5)}" if there else ""
+        return "" if glob.has_magic(folder) else f"; there is no folder {folder}{near}"
     try:
         names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
     except OSError:
@@ -34,7 +39,7 @@ def unusable(path: str, kind: str = "*.jsonl") -> str:
     try:
         found = os.stat(path)
     except FileNotFoundError as error:
-        return f"cannot be read: {error.strerror}{_nearby(path)}"
+        return f"cannot be read: {error.strerror}{nearby(path)}"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
     if stat.S_ISDIR(found.st_mode):

@@ -22,6 +22,7 @@ from titan_mi100.model.decode import check_lengths
 from titan_mi100.weights.base import dtype_name
 from titan_mi100.wording import some
 
+_MODEL = "outputs/RUN/checkpoint/step-500"
 _ROW_BEGINS = b'{"prompt": "'
 _ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # keys of every row, besides settings
 _FINISH = ("length", "stop")  # why an answer ended: too long, or with a stop token
@@ -33,7 +34,7 @@ Judge = Callable[[int, str], Row]
 def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
     """A parser with the options of every command that generates."""
     prog = f"python -m titan_mi100.{name}"
-    parser = Parser(prog=prog, description=description, epilog=epilog)
+    parser = Parser(prog=prog, description=description, epilog=epilog, example=f"e.g. {prog} --model {_MODEL}")
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")

@@ -14,6 +14,7 @@ from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.patterns import nearby
 from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
@@ -45,7 +46,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         newest = [*checkpoints, *exports][-1]
         raise UserError(f"{path}: is a run folder; name one of its checkpoints or exports, such as {newest}")
     if not path.exists():
-        raise UserError(f"{path}: no such folder or file{hub_hint(str(path))}")
+        raise UserError(f"{path}: no such folder or file{hub_hint(str(path)) or nearby(str(path))}")
     if path.is_file():  # a .safetensors file
         raise UserError(f"{path}: name its folder, which must have a config.json as well")
     return HFWeights(path)
