@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def _first_keys(path: str) -> set[str]:
             return {key for key, value in parse_record(record).items() if value is not None}
         except BadRecord as bad:
             first_reason = first_reason or f"{path}:{record.number}: {bad}"
-    raise UserError(f"{first_reason}; no row of the file can be read")
+    raise UserError(f"{first_reason.replace('FILE', shlex.quote(path))}; no row of the file can be read")
 
 
 def parse_record(record: Record) -> dict[str, Any]:
