@@ -538,9 +538,9 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b"", "is empty; expected JSONL (one JSON object per line), a JSON array of objects, or parquet"),
     ("a.json", b"[]", "has no rows"),
     ("a.json", b"[\n]\n", "has no rows"),
-    ("a.csv", b'question,answer\n"1, 2",3\n', "print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < "),
-    ("a.json", json.dumps({"data": [{"a": 1}]}, indent=2).encode(), "on one line (jq -c '.data[]' "),
-    ("a.json", json.dumps({"messages": [{"a": 1}]}, indent=2).encode() * 2, "on one line (jq -c . "),
+    ("a.csv", b'question,answer\n"1, 2",3\n', "print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < "),
+    ("a.json", json.dumps({"data": [{"a": 1}]}, indent=2).encode(), "on one line: jq -c '.data[]' "),
+    ("a.json", json.dumps({"messages": [{"a": 1}]}, indent=2).encode() * 2, "on one line: jq -c . "),
     (
         "a.json",
         json.dumps({"question": "a", "answer": "b"}, indent=2).encode(),

@@ -266,7 +266,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     shorter = ("--training.seq_len", "64", "--data.max_lost_share", "1")
     refused = train(config, uninterrupted, *other, *shorter, processes=1, check=False)
     for words in (
-        "the run now differs from it: seed (",
+        "the run now differs from it: ",
         "seed (42, now 7)",
         "; or allow it: --checkpoint.allow_changed data seed; or start over beside it: --checkpoint.fresh",
         "seq_len (128, now 64)",

@@ -164,8 +164,9 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
         # "data" is one hash; the manifest's `data` tells which files or settings have changed
         more = list(differing(found.manifest["data"], about["data"]).values()) if name == "data" else []
-        (permitted if {name, name.split(".")[0]} & set(allowed) else refused).extend(more or [words])
-        changed += [] if {name, name.split(".")[0]} & set(allowed) else [name]
+        is_allowed = bool({name, name.split(".")[0]} & set(allowed))
+        (permitted if is_allowed else refused).extend(more or [words])
+        changed += [] if is_allowed else [name]
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with changes: {some(permitted, 30)}")
     # The optimizer's number format cannot be allowed to change: its state has other dtypes.

@@ -131,9 +131,9 @@ def _questions() -> dict[str, Question]:
 
 def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
     """From the option, else from the terminal, else the default. A wrong answer on a terminal is asked for again."""
-    given, is_terminal = getattr(options, name), sys.stdin.isatty()
+    given = getattr(options, name)
     given = shlex.join(given) if isinstance(given, list) else given
-    given = question.default if given is None and not is_terminal else given
+    given = question.default if given is None and not sys.stdin.isatty() else given
     while True:
         try:
             default = f" [{question.default}]" if question.default else ""

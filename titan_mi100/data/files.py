@@ -64,8 +64,7 @@ _WANTED = (
 
 
 _FROM_CSV = (
-    "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' "
-    "< FILE > NEW.jsonl"
+    "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < FILE > NEW.jsonl"
 )
 _LISTS_OF_A_ROW = (b"messages", b"conversations", b"prompt", b"completion", b"tools")  # keys of one row
 
@@ -423,18 +422,15 @@ def refusal(head: bytes) -> str:
     if not lines or lines[0].startswith(b"["):
         return ""
     if not any(line.startswith(b"{") for line in lines):
-        shown = repr(lines[0][:40].decode("latin-1"))
         is_csv = len(lines) > 1 and lines[1].count(b",") >= lines[0].count(b",") > 0
         remedy = f"if it is CSV, convert it: {_FROM_CSV}" if is_csv else _WANTED
-        return f"neither JSON nor parquet: its first line begins with {shown}; {remedy}"
-    # Pretty-printed JSON has a first line such as `{` or `"messages": [`. A truncated row may end like that, too, but
-    # then other lines are complete objects.
+        return f"neither JSON nor parquet: its first line begins with {lines[0][:40].decode('latin-1')!r}; {remedy}"
+    # Pretty-printed JSON begins with a line such as `{`. So may a truncated row, but then other lines are complete.
     continues = lines[0].endswith((b"{", b"[", b",", b":"))
     if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
         found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(_BOM))
         rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
-        what = "JSON whose first object takes several lines; write each row on one line"
-        return f"{what} (jq -c {rows} FILE > NEW.jsonl), or one array"
+        return f"JSON whose first object takes several lines; write each row on one line: jq -c {rows} FILE > NEW.jsonl"
     return ""
 
 
