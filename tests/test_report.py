@@ -21,6 +21,7 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
+from titan_mi100.outcome import append_to_log
 from titan_mi100.pages import collect as collecting
 from titan_mi100.pages import tables
 from titan_mi100.pages.bins import Bins, half_window, smoothed, usable
@@ -577,7 +578,32 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
 
 
 def test_names_of_files_are_those_that_the_run_writes() -> None:
-    assert (collecting.FAULTS, collecting.PLAN) == (faults.FILE, forecast.FILE)
+    assert ([*collecting.FAULTS], collecting.PLAN) == ([faults.FILE, faults.SPIKES], forecast.FILE)
+
+
+def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
+    append_to_log(run, ["rank 1 is behind", "restart 1 of 3"])
+    log = collect(run)["log"]
+    assert [entry["message"] for entry in log["messages"]] == ["twice", "once", "rank 1 is behind", "restart 1 of 3"]
+    assert log["errors"] == 3
+
+
+def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 98, "loss": null, "skipped": true}\n')
+        file.write(
+            '{"step": 99, "loss": 9.0, "skipped": true, "spike": true}\n{"step": 100, "loss": 9.0, "spike": true}\n'
+        )
+    (run / "loss_spikes.csv").write_text("5,a.jsonl,4\r\n99,c.jsonl,1\r\n")
+    found = collect(run)
+    assert [(each["step"], each["what"]) for each in found["faults"]] == [
+        (5, "loss spike"), (7, "not finite"), (99, "loss spike")
+    ]  # fmt: skip
+    said = "2 steps were skipped because loss or gradients were not finite, or because of loss spikes (1): 98, 99"
+    text = report.page(run).text
+    assert said in text and "99\nloss spike\n1\nc.jsonl:1" in text
+    found["metrics"] |= {"skipped": 1, "skipped_steps": [99]}
+    assert "1 step was skipped because of loss spikes (1): 99" in {finding.text for finding in findings(found)}
 
 
 # several runs
@@ -683,7 +709,9 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     log.propagate = True
     try:
         with caplog.at_level("INFO"):
-            log_where_everything_is(tmp_path / "a b", config, SimpleNamespace(skipped_steps=0, step=5), 5)  # type: ignore[arg-type]
+            log_where_everything_is(
+                tmp_path / "a b", config, SimpleNamespace(skipped_steps=0, skipped_spikes=0, step=5), 5
+            )  # type: ignore[arg-type]
     finally:
         log.propagate = False
     assert any(line.endswith(f" -m titan_mi100.report '{tmp_path}/a b'") for line in caplog.messages)

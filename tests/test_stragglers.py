@@ -15,6 +15,7 @@ from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.machine.health import amd_health
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
+from titan_mi100.run.record import log_where_everything_is
 from titan_mi100.run.stragglers import Stragglers, device_health, slow_ranks
 
 
@@ -102,7 +103,11 @@ def test_a_spike_is_logged_with_its_rows_and_skipped_where_that_is_asked_for(
     assert result.spike_above == pytest.approx(0.55 + 6 * 0.05) and result.skipped == skips
     changed = any(not torch.equal(value, weights[name]) for name, value in run.model.named_parameters())
     assert changed != skips
-    assert "far above the steps before (0.8500 is the limit)" in caplog.text
+    assert "far above the steps before (0.85 is the limit)" in caplog.text
+    assert run.progress.skipped_steps == run.progress.skipped_spikes == skips
+    log_where_everything_is(tmp_path, run.config, run.progress, 2)
+    assert (f"1 steps were skipped: their loss was a spike; rows: {tmp_path}/loss_spikes.csv" in caplog.text) == skips
+    assert "nonfinite_rows.csv" not in caplog.text
     assert ("was skipped on all ranks" if skips else "updated all the same") in caplog.text
     assert list(csv.reader((tmp_path / "loss_spikes.csv").open())) == [["2", "rows.jsonl", str(result.first_row)]]
     assert run.progress.skipped_in_a_row == 0 and run.progress.recent_losses[-1] == result.loss

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +24,8 @@ from titan_mi100.pages.bins import usable
 from titan_mi100.pages.tables import read_faults, read_ledger, read_log, read_metrics, read_samples, whole, words
 from titan_mi100.wording import shortened, some
 
-METRICS, CONFIG, ENVIRONMENT, FAULTS = "metrics.jsonl", "config.toml", "environment.json", "nonfinite_rows.csv"
-PLAN = "plan.json"
+METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
+FAULTS = {"nonfinite_rows.csv": "not finite", "loss_spikes.csv": "loss spike"}
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
 _UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
 _MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
@@ -58,6 +59,9 @@ def collect(folder: Path) -> dict[str, Any]:
         return read_object(path, _REMEDY)
 
     nothing: dict[str, Any] = {}
+    faults = list[dict[str, Any]]()
+    for name, what in FAULTS.items():
+        faults += read(name, partial(read_faults, what=what), list[dict[str, Any]]())
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
     found = {
@@ -75,7 +79,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "ledger": read("ledger.csv", read_ledger, nothing),
         "log": read("train.log", read_log, nothing),
         "samples": read("samples.jsonl", read_samples, nothing),
-        "faults": read(FAULTS, read_faults, list[dict[str, Any]]()),
+        "faults": sorted(faults, key=lambda fault: fault["step"]),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
     return {**found, "problems": problems}

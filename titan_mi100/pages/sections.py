@@ -41,7 +41,7 @@ def details_of(run: dict[str, Any]) -> str:
         (
             section("How it ended", _end(run["state"])),
             section("Restarts", _restarts(run["restarts"])),
-            section("Skipped steps", _faults(run["faults"])),
+            section("Skipped steps and loss spikes", _faults(run["faults"])),
             section("Plan and measured", _plan(run)),
             section("Data ledger", _ledger(run["ledger"])),
             section("Checkpoints", _checkpoints(run["checkpoints"])),
@@ -89,8 +89,8 @@ def _or_none(value: int | None) -> str:
 
 
 def _faults(faults: Sequence[dict[str, Any]]) -> str:
-    rows = [(f"{entry['step']:,}", f"{entry['rows']:,}", ", ".join(entry["first"])) for entry in faults]
-    return table(("Step", "Records of its input", "The first of them"), rows, numeric=(0, 1)) if rows else ""
+    rows = [(f"{each['step']:,}", each["what"], f"{each['rows']:,}", ", ".join(each["first"])) for each in faults]
+    return table(("Step", "What", "Records of its input", "The first of them"), rows, numeric=(0, 2)) if rows else ""
 
 
 def _plan(run: dict[str, Any]) -> str:

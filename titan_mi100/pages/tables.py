@@ -33,7 +33,7 @@ _MOST_SERIES, _LONGEST_NAME, _MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MO
     100,
 )
 _MOST_PROMPTS, _MOST_ANSWERS, _MOST_LEFT_OUT, _LONGEST_TEXT = 20, 6, 10_000, 4000
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR) (.*)")
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
 
 
 def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
@@ -76,12 +76,13 @@ def read_metrics(path: Path) -> dict[str, Any]:
 
     Returns:
         `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
-        the first of them; `not_finite`: steps whose loss is null; `epoch`; `total`: sums over all steps.
+        the first of them; `skipped_spikes`: how many were spikes; `not_finite`: steps whose loss is null; `epoch`;
+        `total`: sums over all steps.
     """
     series: dict[str, Bins] = {}
     total = dict.fromkeys(_SUMS, 0.0)
     found: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "not_finite": 0}
-    skipped, skipped_steps = 0, list[int]()
+    skipped, spikes, skipped_steps = 0, 0, list[int]()
     for entry in _objects(path):
         if entry is None:
             found["unreadable"] += 1
@@ -102,10 +103,11 @@ def read_metrics(path: Path) -> dict[str, Any]:
             for key in _SUMS:
                 total[key] += entry[key] if usable(entry.get(key)) else 0
             if entry.get("skipped") is True:
-                skipped += 1
+                skipped, spikes = skipped + 1, spikes + (entry.get("spike") is True)
                 skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
     summaries = {key: bins.summary() for key, bins in sorted(series.items())}
-    return {**found, "skipped": skipped, "skipped_steps": skipped_steps, "total": total, "series": summaries}
+    found |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
+    return {**found, "total": total, "series": summaries}
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
@@ -212,8 +214,8 @@ def _message(message: object) -> dict[str, str]:
     return {"role": words(found.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
 
 
-def read_faults(path: Path) -> list[dict[str, Any]]:
-    """Read `nonfinite_rows.csv`: the steps that were skipped because of NaN or infinity, with their input rows."""
+def read_faults(path: Path, what: str) -> list[dict[str, Any]]:
+    """Read `nonfinite_rows.csv` or `loss_spikes.csv`: steps with their input rows. Args: what: is odd about them."""
     found: dict[int, dict[str, Any]] = {}
     for row in _rows(path):
         try:
@@ -222,7 +224,7 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
             continue
         if step not in found and len(found) == _MOST_STEPS:
             continue
-        entry = found.setdefault(step, {"step": step, "rows": 0, "first": []})
+        entry = found.setdefault(step, {"step": step, "what": what, "rows": 0, "first": []})
         entry["rows"] += 1
         if len(entry["first"]) < _MOST_EXAMPLES:
             entry["first"].append(shortened(f"{file}:{line}", 300))

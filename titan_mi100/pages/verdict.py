@@ -71,8 +71,10 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
     series = metrics["series"]
     if skipped := metrics["skipped"]:
         steps = f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped"
-        why = "loss or gradients were not finite" + (", or overflowed fp16" if "loss_scale" in series else "")
-        found.append(Finding(WARN, f"{steps} because {why}: {some(metrics['skipped_steps'])}"))
+        spikes, overflow = metrics["skipped_spikes"], ", or overflowed fp16" if "loss_scale" in series else ""
+        why = [f"loss or gradients were not finite{overflow}"] if skipped > spikes else []
+        why += [f"of loss spikes ({spikes:,})"] if spikes else []
+        found.append(Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}"))
     if (loss := series.get("loss")) and loss["count"] > 20 and loss["recent"][0] >= loss["first"][1]:
         found.append(
             Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")

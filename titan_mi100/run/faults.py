@@ -68,7 +68,7 @@ class FaultWatch:
         if self._world.rank == 0:
             self._note(SPIKES, step, places)
             done = "the step was skipped on all ranks" if result.skipped else "the weights were updated all the same"
-            what = f"loss {result.loss:.4f}, far above the steps before ({limit:.4f} is the limit); {done}"
+            what = f"loss {result.loss:.4g}, far above the steps before ({limit:.4g} is the limit); {done}"
             log.warning(f"step {step}: {what}; rows of the highest loss: {some(places, _SHOWN)}")
 
     def _places(self, first_row: int, microbatches: Iterable[int]) -> list[str]:

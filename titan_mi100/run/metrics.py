@@ -135,6 +135,7 @@ class Reporter:
             "data_wait": result.waited / seconds,
             "gradient_bytes": result.gradient_bytes,
             "skipped": result.skipped,
+            **({} if result.spike_above is None else {"spike": True}),
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
         }
         self._write(step, record, prefix="train/")

@@ -26,6 +26,7 @@ class Progress:
 
     step: int = 0
     skipped_steps: int = 0
+    skipped_spikes: int = 0  # of these
     skipped_in_a_row: int = 0
     best_step: int | None = None  # of the lowest validation loss
     best_loss: float | None = None
@@ -42,6 +43,7 @@ class Progress:
         self.step += 1
         self.rows_consumed = result.next_row
         self.skipped_steps += result.skipped
+        self.skipped_spikes += result.skipped and result.spike_above is not None
         is_finite = not result.skipped or result.spike_above is not None
         if not result.overflowed:  # an fp16 overflow is normal: the next step has a smaller loss scale
             self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1

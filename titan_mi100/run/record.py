@@ -23,7 +23,7 @@ from titan_mi100.logging import log
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
-from titan_mi100.run.faults import FILE
+from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.metrics import SAMPLES, Reporter
 from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress
@@ -148,8 +148,11 @@ def step_to_use(folder: Path, config: Config, progress: Progress) -> int:
 def log_where_everything_is(folder: Path, config: Config, progress: Progress, step: int) -> None:
     """The closing summary, and commands to go on with. Args: step: of the export."""
     checkpoints = list_checkpoints(folder / "checkpoint")
-    if progress.skipped_steps:
-        log.warning(f"{progress.skipped_steps} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
+    spikes = progress.skipped_spikes
+    if count := progress.skipped_steps - spikes:
+        log.warning(f"{count} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
+    if spikes:
+        log.warning(f"{spikes} steps were skipped: their loss was a spike; rows: {folder / SPIKES}")
     log.info(f"done. Everything is in {shown_path(folder)}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.checkpoint.export_hf:
