@@ -22,7 +22,8 @@ from types import MappingProxyType
 
 from titan_mi100 import nodes
 from titan_mi100.config.hardware import default_process_count
-from titan_mi100.config.scheduler import PLACE, RUN_FOLDER, srun_tasks
+from titan_mi100.config.scheduler import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
+from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.errors import UserError
 from titan_mi100.launch_nodes import Leader, follow
 from titan_mi100.machine.start import before_start
@@ -41,7 +42,7 @@ from titan_mi100.outcome import (
     write_run_state,
 )
 from titan_mi100.run.heartbeat import WATCHED
-from titan_mi100.run.watchdog import LOOK, Watch
+from titan_mi100.run.watchdog import LOOK, Idle, Watch, how_to_start_again
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import command_name, printable
 
@@ -174,7 +175,7 @@ def conclude(outcome: Outcome, folder: str) -> int:
     # After a hang or a lost process no process of the run could write this state.
     if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST) and os.path.isdir(folder):
         state = LOST if outcome.state == LOST else HUNG
-        again = f"to resume, start again with job.run_folder = {folder}"
+        again = how_to_start_again(Path(folder))
         write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
     if outcome.code:
         meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
@@ -208,6 +209,7 @@ class Launcher:
     def __init__(self) -> None:
         self.trainer: Sequence[str] = ()
         self.processes = 1
+        self._limit = WatchdogConfig().start_seconds  # without CPU time, for steps before the training
         self._stop_signal: signal.Signals | None = None  # the first stop signal
         self._outcome, self._under_torchrun = Path(), True
         # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
@@ -226,11 +228,12 @@ class Launcher:
             folder: the run folder; "": create it now.
         """
         os.environ.pop(RUN_FOLDER, None)
-        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0"}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
         place |= {RUN_FOLDER: folder} if folder else {}
         what, pipe = "the check of the config", subprocess.PIPE
         found = self.run_first(what, *_CONFIG, *self.trainer, stdout=pipe, environment=place)
-        os.environ[RUN_FOLDER] = os.fsdecode(found).removesuffix("\n")
+        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(found).removesuffix("\n").partition(" ")
+        self._limit = float(limit)
         return os.environ[RUN_FOLDER]
 
     def prepare(self, folder: str) -> None:
@@ -249,7 +252,7 @@ class Launcher:
     def run_first(
         self, what: str, *command: str, stdout: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
     ) -> bytes:
-        """Run a step before the training itself. Exits this process if the step fails, or after a stop signal.
+        """Run a step before the training itself. Exits this process if the step fails or hangs, or after a stop signal.
 
         Args:
             what: name of the step, for messages.
@@ -258,8 +261,12 @@ class Launcher:
         Returns:
             What the step printed, if `stdout` is a pipe.
         """
-        status, output = self._run(what, command, Process.terminate, environment, stdout)
+        idle, environment = Idle(self._limit), {"PYTHONFAULTHANDLER": "1", **environment}  # stacks at SIGABRT
+        status, output = self._run(what, command, Process.terminate, environment, stdout, idle.look)
         self.exit_if_stopped()
+        if idle.message:
+            say(f"{what} hangs: {idle.message}; exit code 5")
+            sys.exit(5)
         if status:
             sys.exit(status if status in _MEANING else 1)
         return output

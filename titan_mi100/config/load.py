@@ -21,7 +21,7 @@ from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.other_trainers import our_keys
-from titan_mi100.config.scheduler import RUN_FOLDER, check_place, srun_ranks
+from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
 from titan_mi100.config.unknown import Unknown, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean
@@ -441,4 +441,5 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
-    sys.exit(cli.exit_code(lambda: print(make_run_folder(checked))))
+    limit = [checked.watchdog.seconds and checked.watchdog.start_seconds] if os.environ.get(ASKS_LIMIT) else []
+    sys.exit(cli.exit_code(lambda: print(*limit, make_run_folder(checked))))
