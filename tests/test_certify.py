@@ -18,17 +18,17 @@ import torch
 from conftest import REPO, job_environment
 
 from titan_mi100 import certify
-from titan_mi100.certificate import form, known
+from titan_mi100.certificate import form, known, machine
 from titan_mi100.certificate.check import check, checked
 from titan_mi100.certificate.form import Certificate, Machine
 from titan_mi100.certificate.machine import describe
 from titan_mi100.certificate.page import page, table
-from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, verdicts
+from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, rates, verdicts
 from titan_mi100.config.settings import Config, ModelConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
-from titan_mi100.measure import children, collectives, tasks
+from titan_mi100.measure import children, collectives, products, tasks
 from titan_mi100.measure.children import Task
 from titan_mi100.open_run import open_run
 
@@ -448,6 +448,68 @@ def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
     assert one[0] == "steps/0.6B/one card m=1 GA=8 full bfloat16" and len(set(one)) == len(one)
     alone = {task.name: task.refused for task in tasks.before_steps(replace(two, cards=1), ["0.6B"])}
     assert alone["collective/all_reduce"] == "needs two cards; this machine has one" and not alone["parity/one rank"]
+
+
+def test_memory_and_a_product_are_measured_on_each_card() -> None:
+    three = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 3, "", "", "", "", "", "", "", "")
+    found = [(task.name, task.arguments.get("card", 0)) for task in tasks.before_steps(three, ["0.6B"])]
+    for name in ("bandwidth/device {}", "gemm/device {}"):
+        assert [each for each in found if each[0].startswith(name[:-2])] == [
+            (name.format(card), card) for card in range(name.startswith("gemm"), 3)
+        ]
+    assert not [task for task in tasks.before_steps(replace(three, memory=0), ["debug"]) if "device 1" in task.name]
+
+
+def test_each_pair_of_ranks_sends_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "use_device", lambda: CPU)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "_times", lambda *_: (0, [1.0]))
+    found = collectives.measure("send_recv", [64])["transfers"]
+    assert [transfer["ranks"] for transfer in found] == [[0, 1], [1, 0]]
+
+
+def test_a_product_of_another_card_has_a_verdict_and_is_not_the_models_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "use_device", lambda _: CPU)
+
+    def part(name: str, seconds: float, **options: Any) -> form.Part:
+        found = products.gemm("debug", 8, "float32", **options)
+        for product in found["products"]:
+            product["seconds"] = [seconds]
+        return form.Part(name, form.MEASURED, "", 1.0, form.parse_found("gemm", found, name))
+
+    whole, other = part("gemm/debug/float32", 1.0), part("gemm/device 1", 0.5, only="down")
+    assert len(other.found.products) == 3 and rates([whole, other]) == rates([whole])
+    assert [verdict.verdict for verdict in verdicts(describe(torch.device("cpu"), 1), [whole, other])][:2] == [
+        "pass",
+        "pass",
+    ]
+
+
+SOURCE = """
+@jit(a=1, b=[None, -2.5e-3])
+def kernel(x, /, *rest, size: constexpr = 64, **more):
+    for i in range(size):
+        x[i, ...] |= {**more} if x is not None else f"{i!r:>{size}.3g} {x=} {i:>{size}}" "é"
+    return lambda y: (y := x @ rest[::2], rb"\\0")
+"""
+
+
+def test_the_hash_of_the_kernels_follows_their_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
+    file = tmp_path / "optim" / "kernels.py"
+    file.parent.mkdir()
+
+    def of(text: str) -> str:
+        file.write_text(text)
+        return machine.hash_of_kernels()
+
+    before = of(SOURCE)
+    said = SOURCE.replace("**more):\n", '**more):  # why\n    """What\n    it does."""\n\n')
+    assert of(f'"""Kernels."""\n# more\n{said}') == before
+    for old, new in (("64", "128"), ("-2.5", "2.5"), ("|=", "&="), ("is not", "is"), (".3g", ".4g"), ("rb", "b")):
+        assert old in SOURCE and of(SOURCE.replace(old, new, 1)) != before, old
+    assert before.startswith("35f67002ca3aab08")  # in each version of Python
 
 
 # the trainer

@@ -109,7 +109,8 @@ def _keep(certificate: Certificate) -> None:
     from titan_mi100.certificate.known import store  # torch takes seconds
     from titan_mi100.data.prepare import cache_folder
 
-    if any(part.status == NOT_RUN and part.kind in ("attention", "gemm") for part in certificate.parts):
+    needed = [part for part in certificate.parts if part.kind in ("attention", "gemm") and "/device" not in part.name]
+    if any(part.status == NOT_RUN for part in needed):
         log.warning(
             "the certificate is not stored for the trainer: parts that the trainer needs were not run; give more "
             "--minutes"

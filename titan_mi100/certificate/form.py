@@ -38,7 +38,7 @@ class Machine:
         driver: version of amdgpu or nvidia.
         runtime: "hip 6.4.1", "cuda 12.8".
         version, commit: of this package; the commit only in a git checkout, with "+changes" where files differ.
-        kernels: SHA-256 of the kernels' sources, see machine.KERNELS.
+        kernels: SHA-256 of the kernels' code, see machine.hash_of_kernels.
     """
 
     device: str

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from itertools import combinations
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ def measure(operation: str, sizes: list[int]) -> dict:
     """Measure one operation; the result is a form.Collective. A collective.
 
     Args:
-        operation: all_reduce, all_gather, reduce_scatter, or send_recv (between each pair of ranks).
+        operation: all_reduce, all_gather, reduce_scatter, or send_recv (from each rank to each other one).
         sizes: bytes of the larger of the two buffers, in fp32.
     """
     device = use_device()
@@ -28,7 +28,7 @@ def measure(operation: str, sizes: list[int]) -> dict:
     for size in sizes:
         elements = max(1, size // 4 // ranks) * ranks
         everyone = [tuple(range(ranks))]
-        for members in combinations(range(ranks), 2) if operation == "send_recv" else everyone:
+        for members in permutations(range(ranks), 2) if operation == "send_recv" else everyone:
             if operation == "send_recv":
                 call, check = _pair(members[0], members[1], rank, elements, device)
             else:

@@ -13,13 +13,17 @@ from titan_mi100.config.hardware import count_gpus
 from titan_mi100.parallel.distributed import init_distributed
 
 
-def use_device() -> torch.device:
+def use_device(card: int = 0) -> torch.device:
     """Initialise torch.distributed and return this process's device.
+
+    Args:
+        card: another GPU of the node, for a single process.
 
     Raises:
         UserError: there are GPUs that torch cannot use.
     """
-    return init_distributed().device
+    device = init_distributed().device
+    return torch.device("cuda", card) if card else device
 
 
 def machine() -> dict[str, Any]:

@@ -27,11 +27,16 @@ def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def gemm(model: str, tokens: int, dtype: str) -> dict:
-    """Measure each weight's forward and both gradient products on `tokens` tokens; the result is a form.Gemm."""
-    device, found = use_device(), []
+def gemm(model: str, tokens: int, dtype: str, card: int = 0, only: str = "") -> dict:
+    """Measure each weight's forward and both gradient products on `tokens` tokens; the result is a form.Gemm.
+
+    Args:
+        only: name of a single weight; "": all.
+    """
+    device, found = use_device(card), []
     generator = torch.Generator(device).manual_seed(0)
-    for name, (outputs, inputs, count) in weights_of(PRESETS[model]).items():
+    weights = weights_of(PRESETS[model])
+    for name, (outputs, inputs, count) in ({only: weights[only]} if only else weights).items():
         shapes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
         x, w, grad = (
             torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype)) for shape in shapes
@@ -45,7 +50,8 @@ def gemm(model: str, tokens: int, dtype: str) -> dict:
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
             times = samples(partial(torch.mm, a, b), device)
             found.append({"name": what, **sizes, "error": error, "scale": scale, "seconds": times})
-    return {"model": model, "dtype": dtype, "products": found}
+    # with another name, so that a part of the products does not count as the model's rate
+    return {"model": f"{model}: {only}" if only else model, "dtype": dtype, "products": found}
 
 
 def _error(a: Tensor, b: Tensor) -> tuple[float | None, float]:
@@ -60,9 +66,9 @@ def _largest(x: Tensor) -> float:
     return max(x.max().item(), -x.min().item())
 
 
-def bandwidth() -> dict:
+def bandwidth(card: int = 0) -> dict:
     """Measure copy and triad (a = b + 3 c) on fp32; the result is a form.Bandwidth."""
-    device = use_device()
+    device = use_device(card)
     size = _ON_CPU
     if device.type == "cuda":
         size = min(_LARGEST, torch.cuda.mem_get_info(device)[0] // _SHARE // 4 * 4)

@@ -71,10 +71,19 @@ def _gemm(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
         for dtype in DTYPES:
             arguments = {"model": model, "tokens": _seq(machine), "dtype": dtype}
             yield Task(f"gemm/{model}/{dtype}", "titan_mi100.measure.products:gemm", arguments)
+    one = {"model": models[0], "tokens": _seq(machine), "dtype": DTYPES[0], "only": "down"}
+    for card in _other_cards(machine):
+        yield Task(f"gemm/device {card}", "titan_mi100.measure.products:gemm", {**one, "card": card}, seconds=60)
+
+
+def _other_cards(machine: Machine) -> range:
+    """The cards besides the first."""
+    return range(1, machine.cards if machine.memory else 1)
 
 
 def _between_cards(machine: Machine) -> Iterable[Task]:
-    yield Task("bandwidth/device 0", "titan_mi100.measure.products:bandwidth", seconds=60)
+    for card in (0, *_other_cards(machine)):
+        yield Task(f"bandwidth/device {card}", "titan_mi100.measure.products:bandwidth", {"card": card}, seconds=60)
     ranks = machine.cards
     refused = "" if ranks > 1 else "needs two cards; this machine has one"
     sizes = [1 << 20, 1 << 25, 1 << 28] if machine.memory else [1 << 16, 1 << 20, 1 << 24]
