@@ -170,12 +170,14 @@ def test_what_a_variable_holds_cannot_command_the_terminal() -> None:
     assert line == "pass  a  NCCL_ALGO=\\x1b[2J"
 
 
-def test_certify_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certify_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     got: list[object] = []
     certify = types.ModuleType("titan_mi100.certify")
     certify.main = lambda argv: got.append(argv) or 7  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "titan_mi100.certify", certify)
     assert doctor.main(["--table", "--certify", "run/"]) == 7
+    assert doctor.main(["--fast", "--certify"]) == 2 and len(got) == 1
+    assert "--fast and --certify exclude each other; leave one out" in capsys.readouterr().err
     assert got == [["--table", "run/"]]
 
 

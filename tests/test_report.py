@@ -506,7 +506,7 @@ def test_restarts_and_changed_settings_are_marked_and_listed(run: Path, report: 
         "state": "crashed",
         "exit_code": 1,
         "step": 30,
-        "message": "boom",
+        "message": "boom\nno progress\nstacks of all",
     }
     entries = [first, {**first, "attempt": 2, "step": None, "state": "hung", "exit_code": 5, "new_key": 1}]
     state = json.loads((run / "run_state.json").read_text())
@@ -518,6 +518,8 @@ def test_restarts_and_changed_settings_are_marked_and_listed(run: Path, report: 
     titles = [value for name, value in page.attributes if name == "title"]
     assert "restart 1 after step 30: crashed" in titles and "settings changed after step 40" in titles
     assert "lowest validation loss, 2.0000, at step 100" in titles
+    folded = "<details><summary><bdi>boom</bdi></summary><pre>no progress\nstacks of all</pre></details>"
+    assert report.file.read_text(encoding="utf-8").count(folded) == 2
     drawn = [value for name, value in page.attributes if name == "d"]
     assert {"M3000,0 3000,10000M0,0 0,10000", "M4000,0 4000,10000", "M10000,0 10000,10000"} <= set(drawn)
     for shown in ("2026-11-23 22:15:10 UTC", "boom", "before the first", "2 restarts", "Until step 40", "128", "hung"):
@@ -586,6 +588,10 @@ def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
     log = collect(run)["log"]
     assert [entry["message"] for entry in log["messages"]] == ["twice", "once", "rank 1 is behind", "restart 1 of 3"]
     assert log["errors"] == 3
+
+
+def test_one_value_is_no_values(tmp_path: Path) -> None:
+    assert charts([collect(write_run(tmp_path / "short", steps=1))])[0].note == "1 value"
 
 
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:

@@ -25,10 +25,11 @@ _PLAIN = "\033[0m"
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--certify" in arguments:
+        if "--fast" in arguments:
+            return tool.exit_code(lambda: _parser().error("--fast and --certify exclude each other; leave one out"))
         arguments.remove("--certify")
-        return import_module("titan_mi100.certify").main(
-            arguments
-        )  # imported here, because it takes seconds: it imports torch
+        # imported here, because it takes seconds: it imports torch
+        return import_module("titan_mi100.certify").main(arguments)
     return tool.exit_code(lambda: _show(_parser().parse_args(arguments)))
 
 

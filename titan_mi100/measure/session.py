@@ -4,14 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from titan_mi100.certificate.form import (
-    MEASURED,
-    NOT_RUN,
-    UNAVAILABLE,
-    Machine,
-    Part,
-    parse_found,
-)
+from titan_mi100.certificate.form import MEASURED, NOT_RUN, UNAVAILABLE, Machine, Part, parse_found
 from titan_mi100.certificate.verdicts import FAIL, ranking, verdicts
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
@@ -45,9 +38,8 @@ class Session:
 
     def __init__(self, machine: Machine, minutes: float) -> None:
         self._machine, self._started, self._seconds = machine, time.monotonic(), 60 * minutes
-        self._missing: dict[
-            str, Ended
-        ] = {}  # attention backends that cannot be built; not tried again for other dtypes
+        # attention backends that cannot be built; not tried again for other dtypes
+        self._missing: dict[str, Ended] = {}
         self.parts: list[Part] = []
 
     def measure(self, tasks: Iterable[Task], of: int) -> None:

@@ -196,7 +196,8 @@ def _chart(kind: _Kind, source: str, curves: list[Curve], marks: list[Mark], las
 def _note(curves: list[Curve], is_log: bool) -> str:
     counts, widths = [len(curve.bins) for curve in curves], [_width(curve) for curve in curves]
     is_binned = max(widths) > 1
-    found = [f"means of {_range(counts)} bins of {_range(widths)} steps" if is_binned else f"{_range(counts)} values"]
+    values = f"{_range(counts)} value{'s' * (max(counts) > 1)}"
+    found = [f"means of {_range(counts)} bins of {_range(widths)} steps" if is_binned else values]
     if any(curve.has_band for curve in curves):
         found.append("shaded: minimum to maximum")
     if windows := [2 * half_window(len(curve.bins)) + 1 for curve in curves if curve.is_faint]:

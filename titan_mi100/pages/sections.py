@@ -76,12 +76,19 @@ def _restarts(restarts: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
             _or_none(entry["attempt"]), shown_time(entry["time"]), entry["state"], _or_none(entry["exit_code"]),
-            "before the first" if entry["step"] is None else f"{entry['step']:,}", entry["message"],
+            "before the first" if entry["step"] is None else f"{entry['step']:,}", _folded(entry["message"]),
         )
         for entry in restarts
     ]  # fmt: skip
     heads = ("Attempt", "Time", "How the start before ended", "Exit code", "After step", "Message")
     return table(heads, rows, numeric=(0, 3, 4)) if rows else ""
+
+
+def _folded(message: str) -> Cell:
+    """The first line of a message; the others are folded."""
+    first, _, others = message.partition("\n")
+    folded = f"<details><summary><bdi>{text(first)}</bdi></summary><pre>{text(others)}</pre></details>"
+    return (folded, "") if others else first
 
 
 def _or_none(value: int | None) -> str:

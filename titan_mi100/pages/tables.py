@@ -24,14 +24,8 @@ SERIES = {
 }  # fmt: skip
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
-_MOST_SERIES, _LONGEST_NAME, _MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MOST_STEPS = (
-    len(SERIES) + 32,
-    300,
-    12,
-    3,
-    50,
-    100,
-)
+_MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
+_MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MOST_STEPS = 12, 3, 50, 100
 _MOST_PROMPTS, _MOST_ANSWERS, _MOST_LEFT_OUT, _LONGEST_TEXT = 20, 6, 10_000, 4000
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
 
