@@ -116,7 +116,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def print_table(options: argparse.Namespace) -> int:
     """The rows as the file has them; 1 if anything was wrong."""
-    failed = False
+    failed, notes = False, list[str]()
     print("\n| row | measure | target | tried | wrong |\n|---|---|---|---|---|")
     for number in options.rows:
         records = [
@@ -128,6 +128,13 @@ def print_table(options: argparse.Namespace) -> int:
         failed |= wrong > 0
         tried = sum(record["count"] for record in records)
         print(f"| {number} | {ROWS[number].measure} | {ROWS[number].target} | {tried:,} | {wrong} |")
+        ends = [each["figures"] for each in records if "seconds_to_end" in each["figures"]]
+        if ends:
+            longest = max(each["seconds_to_end"] for each in ends)
+            after = max(each["seconds_to_end"] - each["limit"] for each in ends)
+            notes.append(f"row {number}: the longest hang took {longest:.1f} s; at most {after:.1f} s after its limit")
+    for note in notes:
+        print(note)
     return int(failed)
 
 

@@ -184,6 +184,7 @@ class Trial:
     def __init__(self, folder: Path, without: tuple[str, ...]) -> None:
         self._without, self._jobs = without, list[Job]()
         self.run_folder, self.tried, self.wrong = folder / "run", 0, list[str]()
+        self.figures = dict[str, Any]()
 
     def start(self, layout: str, *arguments: str, **plan: Any) -> Job:
         self._jobs.append(Job(self.run_folder, layout, *arguments, without=self._without, **plan))
@@ -216,7 +217,7 @@ def case(name: str, story: Callable[..., None], *arguments: Any, **options: Any)
             trial.wrong.append(f"{type(error).__name__}: {error}")
         finally:
             trial.clear()
-        return Outcome(max(trial.tried, 1), trial.wrong)
+        return Outcome(max(trial.tried, 1), trial.wrong, trial.figures)
 
     return Case(name, run)
 

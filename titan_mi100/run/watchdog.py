@@ -25,8 +25,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, RunState, write_run_state
 from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
 
-LOOK = 0.5  # seconds between two looks
-_LONGEST_LOOK = 2.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
+LOOK = 1.0  # seconds between two looks
+_LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
 _FIRST_SIGN = 1800.0  # seconds until each process must have started: thousands may load Python from one file system
 _DUMP = 3.0  # seconds to write stacks
 _IDLE = 5e-5  # seconds of CPU time per second that are no progress
@@ -151,7 +151,8 @@ class Watch:
     def _look_for_vanished(self, beats: Sequence[Beat]) -> None:
         """Remember the first processes that are gone. Later ones were ended by torchrun or by errors that follow."""
         if not self._vanished:
-            self._vanished = [beat for beat in beats if not beat.doing.endswith(ENDED) and not _state(beat.pid)[0]]
+            gone = [beat for beat in beats if not os.path.exists(f"/proc/{beat.pid}")]  # cheaper than its state
+            self._vanished = [beat for beat in gone if not beat.doing.endswith(ENDED)]
 
     def vanished(self) -> list[str]:
         """A line for each process that was the first to end without an error message."""
@@ -248,9 +249,8 @@ class Idle:
     def look(self) -> bool:
         """Whether the process hangs. If so, it writes its stacks to standard error if it can, and is killed."""
         now, processes = time.monotonic(), _descendants(os.getpid())
-        passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
-        used = sum(map(_cpu_seconds, processes))
-        self._waited += passed
+        self._waited += min(now - self._looked, _LONGEST_LOOK)
+        self._looked, used = now, sum(map(_cpu_seconds, processes))
         # a timer that wakes up now and then, such as a progress bar's, is no progress
         if not processes or abs(used - self._used) > _IDLE * self._limit:
             self._waited, self._used = 0.0, used
