@@ -43,6 +43,8 @@ def test_command_line_overrides_the_file_and_the_file_its_base(tmp_path: Path) -
     (tmp_path / "base.toml").write_text(MINIMAL + "local_batch_size = 3\nsteps = 5\nmax_norm = 2\n")
     text = 'base = "base.toml"\n[training]\nsteps = 7\nmax_norm = 3.5\n'
     config = load(tmp_path, text, "--training.max_norm", "4", "--checkpoint.fresh", "--job.run_folder=x")
+    large = load(tmp_path, MINIMAL + "target_tokens_per_step = 110_100_480")
+    assert large.batch(1).gradient_accumulation_steps == 430_080
     assert (config.training.local_batch_size, config.training.steps, config.training.max_norm) == (3, 7, 4.0)
     assert config.checkpoint.fresh is True
     assert config.job.run_folder == str(Path("x").resolve())

@@ -43,7 +43,10 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     log.setLevel("WARNING")  # otherwise each rehearsed rank logs the run's layout
     started, gpu, ranks = time.perf_counter(), find_device(options.device), options.rehearse
     card = round((options.memory or gpu.memory_gib) * GIB)
-    config = load_config(settings, ranks, with_files=False)
+    try:
+        config = load_config(settings, ranks, with_files=False)
+    except UserError as error:
+        raise UserError(str(error).replace("--nproc_per_node", "--rehearse")) from None
     _refuse(config, ranks, options.ranks)
     from titan_mi100.memory.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.rehearsal.session import rehearse

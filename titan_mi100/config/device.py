@@ -38,7 +38,7 @@ def _is_rate(value: Any) -> bool:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of cards; write a whole number above 0, such as 2")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {1 << 20:,}, such as 2")
     return int(text)
 
 

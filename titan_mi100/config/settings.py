@@ -161,7 +161,7 @@ class TrainingConfig:
     seq_len: int = _key(1024, "tokens per packed row (S)", low=2)
     local_batch_size: int = _key(1, "rows per data-parallel rank and forward (B_micro)", low=1, high=2**16)
     gradient_accumulation_steps: int = _key(0, "forwards per step (GA); 0: one, or by the token target", high=2**16)
-    target_tokens_per_step: int = _key(0, "tokens per step over all ranks, which gives GA; 0: off", high=2**26)
+    target_tokens_per_step: int = _key(0, "tokens per step over all ranks, which gives GA; 0: off", high=2**32)
     steps: int = _key(0, "optimizer steps in all; 0: by epochs")
     epochs: int = _key(0, "passes over the data; 0 with steps = 0: one")
     max_norm: float = _key(1.0, "clip the gradient's global norm to this; 0: off")
