@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from titan_mi100 import launch_nodes
 from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import UserError
 from titan_mi100.nodes import Host, Link, Place, free_port, join, parse_place
-from titan_mi100.outcome import ATTEMPTS, LOST, RUNNING, Outcome, Restarts, combined, next_move, read_outcome
+from titan_mi100.outcome import ATTEMPTS, KILLED, LOST, RUNNING, Outcome, Restarts, combined, next_move, read_outcome
 
 
 def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Place:
@@ -104,6 +105,15 @@ def test_what_the_nodes_found_makes_one_outcome(outcomes: list[Outcome], all_in_
     found = combined(outcomes)
     assert (found.code, found.step) == all_in_all
     assert not {CRASH} & set(outcomes) or found.message == CRASH.message  # the cause, not what followed from it
+
+
+def test_the_killed_rank_is_named_before_the_ranks_that_lost_it() -> None:
+    """A node whose processes only waited may report first; a later cause still counts more."""
+    killed = Outcome(1, f"rank 1 on b {KILLED}, in step 3", 2, LOST)
+    found = combined([Outcome(1, "killed", 2, RUNNING), GONE._replace(step=2), killed])
+    assert (found.state, found.step) == (LOST, 2)
+    assert found.message.splitlines() == [killed.message, GONE.message]
+    assert combined([GONE, killed, CRASH]).message == CRASH.message
 
 
 def test_a_batch_script_reads_code_and_move_of_its_own_start_only(tmp_path: Path) -> None:
@@ -336,12 +346,25 @@ def test_fewer_nodes_train_only_where_that_is_allowed(monkeypatch: pytest.Monkey
         lead([DONE], here(0, 3, patience=1), 2, monkeypatch)
 
 
+def kill_rank(rank: int, folder: Path) -> None:
+    """Kill a training process of the run in `folder` once the run has trained."""
+    until = time.monotonic() + 120
+    while not any(path.stat().st_size for path in folder.glob("*/metrics.jsonl")) and time.monotonic() < until:
+        time.sleep(0.1)
+    marks = {f"RANK={rank}".encode(), *(f"TITAN_RUN_FOLDER={run}".encode() for run in folder.iterdir())}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if marks <= {*path.read_bytes().split(b"\0")}:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("refused", [False, True])
-def test_two_launchers_of_two_processes_train_one_model(refused: bool, tmp_path: Path) -> None:
-    """Node 1 comes first; or the data are refused on all nodes, with their exit code."""
+@pytest.mark.parametrize("case", ["trained", "refused", "killed"])
+def test_two_launchers_of_two_processes_train_one_model(case: str, tmp_path: Path) -> None:
+    """Node 1 comes first; or the data are refused on all nodes, with their exit code; or a rank of node 1 is killed."""
+    refused, steps = case == "refused", "2000" if case == "killed" else "2"
     arguments = ["--nproc_per_node", "2", "--nnodes", "2", "--rdzv", f"localhost:{free_port()}"]
-    arguments += ["--job.config_file", str(REPO / "train_configs/debug.toml"), "--training.steps", "2"]
+    arguments += ["--job.config_file", str(REPO / "train_configs/debug.toml"), "--training.steps", steps]
     arguments += ["--job.run_folder", str(tmp_path / "run"), "--data.overlong", "error"] if refused else []
     arguments += [] if refused else ["--job.dump_folder", str(tmp_path), "--training.seq_len", "128"]
     environment = {**job_environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -353,9 +376,16 @@ def test_two_launchers_of_two_processes_train_one_model(refused: bool, tmp_path:
         pipe = subprocess.PIPE
         nodes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
         time.sleep(0.5)
+    if case == "killed":
+        kill_rank(3, tmp_path)
     said = [node.communicate(timeout=240)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == ([2, 2] if refused else [0, 0]), said
-    if not refused:
+    assert [node.returncode for node in nodes] == [{"trained": 0, "refused": 2, "killed": 1}[case]] * 2, said
+    if case == "killed":
+        (folder,) = tmp_path.iterdir()
+        named = f"rank 3 on {socket.gethostname()} {KILLED}, in step "
+        assert json.loads((folder / "run_state.json").read_text())["message"].startswith(named), said
+        assert named in (folder / "train.log").read_text()
+    if case == "trained":
         (folder,) = tmp_path.iterdir()  # node 0 has made it, the other one has learned its name
         assert json.loads((folder / "environment.json").read_text())["processes"] == 4
         state = json.loads((folder / "run_state.json").read_text())

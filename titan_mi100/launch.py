@@ -293,25 +293,31 @@ class Launcher:
             }  # fmt: skip
             what = "torchrun" if torchrun else "the trainer"
 
+            is_ended = False  # because of a hang, or of another node
+
             def is_to_end() -> bool:
-                return watch.look() or (is_over is not None and is_over())
+                nonlocal is_ended
+                is_ended = is_ended or watch.look() or (is_over is not None and is_over())
+                return is_ended
 
             command = (*command, *self.trainer)
             status, _ = self._run(what, command, self._tell_workers, environment, is_over=is_to_end)
+            vanished = watch.vanished()  # before the next lines kill what is left
             # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
             # show its environment yet, so it is not found.
             for _ in range(3 if status else 0):
                 self._signal_workers(signal.SIGKILL)
                 time.sleep(0.1)
             outcome = read_outcome(self._outcome) or Outcome(0)
-            last_step, vanished = watch.last_step(), watch.vanished()
+            last_step, vanished = watch.last_step(), vanished if is_ended else watch.vanished()
         folder = Path(os.environ[RUN_FOLDER])
         if watch.outcome is not None:
             append_to_log(folder, watch.outcome.message.splitlines())
             return watch.outcome
         if status and last_step is not None:  # a killed process could not write its last step
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
-        if status and outcome.state in (RUNNING, LOST) and vanished:
+        # state "": rank 0 is on another node, or has not written it yet
+        if status and vanished and (outcome.state in (RUNNING, LOST) or not (outcome.state or self.is_stopped())):
             append_to_log(folder, vanished)
             message = outcome.message if outcome.state == LOST else ""
             outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))

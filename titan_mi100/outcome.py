@@ -28,6 +28,7 @@ START = "TITAN_START"  # environment variable that names this start of a run; ru
 RUNNING, LOST = "running", "lost_a_process"  # states of run_state.json
 # hung: a process of the reporting node hangs. hung_elsewhere: its processes only wait for a hanging one.
 HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"
+KILLED = "was killed, or ended without a word"  # in the message of the node whose process was the first to vanish
 
 
 class Outcome(NamedTuple):
@@ -205,12 +206,18 @@ def combined(outcomes: Iterable[Outcome]) -> Outcome:
     Args:
         outcomes: one per node, in the order in which the nodes ended. A node without a message has code 0 if it
             succeeded and 1 if not.
+
+    Returns:
+        The outcome that explains most. If processes vanished: all messages, that of a killed process first.
     """
     every = list(outcomes)
     step = max((outcome.step for outcome in every if outcome.step is not None), default=None)
     failed = sorted((outcome for outcome in every if outcome.code), key=lambda outcome: outcome.state == HUNG_ELSEWHERE)
     decided = [outcome for outcome in failed if outcome.code != 1]  # a specific code explains more than 1 (crashed)
     causes = [outcome for outcome in failed if outcome.message and outcome.state not in (RUNNING, LOST)]
+    lost = sorted((o for o in failed if o.message and o.state == LOST), key=lambda o: KILLED not in o.message)
+    if lost and not (decided or causes):
+        return lost[0]._replace(step=step, message="\n".join(dict.fromkeys(outcome.message for outcome in lost)))
     spoken = [outcome for outcome in failed if outcome.message]
     return (decided or causes or spoken or failed or [Outcome(0, state="done")])[0]._replace(step=step)
 

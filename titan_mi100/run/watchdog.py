@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from titan_mi100.checkpoint.sealed import DamagedError, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
-from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, RunState, write_run_state
+from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, KILLED, Outcome, RunState, write_run_state
 from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
 
 LOOK = 1.0  # seconds between two looks
@@ -159,7 +159,7 @@ class Watch:
         self._look_for_vanished(read_beats(self._folder))
         host = socket.gethostname()
         return [
-            f"rank {beat.rank} on {host} was killed, or ended without a word, {Seen(beat, 'S', '', '').doing()}; where "
+            f"rank {beat.rank} on {host} {KILLED}, {Seen(beat, 'S', '', '').doing()}; where "
             "memory ran out, dmesg says so"
             for beat in self._vanished
         ]
