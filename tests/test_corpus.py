@@ -105,6 +105,7 @@ def test_every_kind_of_input_gives_each_document_once_with_its_end(
             (tmp_path / "in" / str(number % 3)).mkdir(parents=True, exist_ok=True)
             (tmp_path / "in" / str(number % 3) / f"{number:03}.txt").write_text(text, encoding="utf-8")
         (tmp_path / "in" / "0" / "other.bin").write_bytes(b"\xff")
+        (tmp_path / "in" / "2" / "blank.txt").write_text("\n")
         documents, more = [documents[i] for third in range(3) for i in range(third, 40, 3)], ["--include", "*.txt"]
         given = [tmp_path / "in", "--format", "text", *more]
     elif kind == "parquet":
@@ -125,6 +126,8 @@ def test_every_kind_of_input_gives_each_document_once_with_its_end(
             write(tmp_path / "two", documents[25:], pack),
         ]
     prepare("--input", *given, "--output_dir", tmp_path / "out")
+    bad = (tmp_path / "out" / "bad_rows.csv").read_text().splitlines()[1:]
+    assert bad == [f"{tmp_path / 'in/2/blank.txt'},1,nothing to learn,the text is blank"] * (kind == "text")
     rows = rows_of(tmp_path / "out", 16)
     everything = [rows.row(i) for i in range(len(rows))]
     real = [row.document_ids != PADDING_DOCUMENT for row in everything]
@@ -238,6 +241,55 @@ def test_killed_before_any_file_takes_its_name_nothing_of_it_stays(name: str, tm
     assert hashes(killed) == hashes(whole)
 
 
+def test_parts_read_copies_of_the_input_on_their_nodes(
+    tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy has its own modification time, and the path may be written otherwise. Other sizes are refused."""
+    path, out = write(tmp_path / "in.jsonl", texts(100)), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    prepare("--input", "in.jsonl", "--output_dir", out, "--part", "1/2")
+    os.utime(path, (1, 1))
+    prepare("--input", "./in.jsonl", "--output_dir", out, "--part", "2/2")
+    assert sum(read_corpus(out)[0].documents) == 100
+    path.write_text(path.read_text() + "\n")
+    assert "different sizes of input files" in prepare(
+        "--input", path.name, "--output_dir", out, "--part", "2/2", code=2
+    )
+
+
+def test_a_run_parses_no_names_of_files_and_an_older_corpus_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text folder may have millions of files; older versions repeated their names in corpus.json."""
+    monkeypatch.setattr("titan_mi100.files.schema.LONGEST", 100)
+    for number in range(150):
+        write(tmp_path / "in" / f"{number:03}", ["x"])
+    given = ["--input", tmp_path / "in", "--output_dir", tmp_path / "out"]
+    prepare(*given, "--format", "text")
+    assert rows_of(tmp_path / "out", 4096).where(0)[0] == f"{tmp_path / 'in' / '000'}:1"
+    file = tmp_path / "out" / "corpus.json"
+    file.write_text(json.dumps({"files": ["x"] * 150, **json.loads(file.read_text())}))
+    before = read_corpus(tmp_path / "out")
+    prepare(*given, "--format", "text")
+    assert read_corpus(tmp_path / "out") == before  # with the same hash, which resuming runs compare
+    monkeypatch.setattr("titan_mi100.prepare_corpus.LONGEST", 100)
+    assert "makes 150 shards, 100 are possible" in prepare(*given[:3], tmp_path / "more", code=2)
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("pack", [lambda data: data, gzip.compress])
+def test_a_file_without_rows_has_0_documents_in_the_ledger(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(pack(b""))
+    good, out = write(tmp_path / "b.jsonl", texts(5)), tmp_path / "out"
+    said = prepare("--input", tmp_path / "a.jsonl", good, "--output_dir", out)
+    assert f"{tmp_path / 'a.jsonl'}: no rows; counted as 0 documents" in said
+    ledger = (out / "ledger.csv").read_text().splitlines()
+    assert ledger[1] == f"{tmp_path / 'a.jsonl'},{len(pack(b''))},0,0" and ledger[2].startswith(f"{good},")
+    rows = rows_of(out, 16)
+    assert all(rows.where(row)[0].startswith(f"{good}:") for row in range(len(rows)))
+    assert "no document is left" in prepare("--input", tmp_path / "a.jsonl", "--output_dir", tmp_path / "none", code=2)
+
+
 def test_what_would_make_another_corpus_is_refused(tmp_path: Path, small_units: None) -> None:
     path = write(tmp_path / "in.jsonl", texts(50))
     out = tmp_path / "out"
@@ -263,6 +315,7 @@ def test_what_would_make_another_corpus_is_refused(tmp_path: Path, small_units: 
         (["--workers", "-1"], "--workers -1"),
         (["--no-such"], "unrecognized arguments: --no-such"),
         (["--format", "text", "--include", "*.md"], "has no file *.md"),
+        (["--input", "LICENSE"], "leave such files out (--include '*.jsonl')"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], said: str, tmp_path: Path) -> None:

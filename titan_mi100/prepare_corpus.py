@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli
-from titan_mi100.config.assets import CORPUS, PLAN, is_corpus
+from titan_mi100.config.assets import CORPUS, PLAN
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
 from titan_mi100.data.shards import (
     BLANK,
@@ -45,6 +45,7 @@ from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import parse_object, read_plain
+from titan_mi100.files.schema import LONGEST
 from titan_mi100.logging import TokenProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -122,8 +123,8 @@ def _prepare(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
         probe(folder)
-        _write_or_check_plan(folder, plan)
         (part, parts), total = options.part, len(plan.units)
+        _write_or_check_plan(folder, plan, by_time=parts == 1)
         mine = range(part - 1, total, parts)
         missing = [number for number in mine if read_shard(folder, number, plan.key) is None]
         if len(missing) < len(mine):
@@ -161,6 +162,9 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
             raise UserError(f"--output_dir {options.output_dir}: is inside the input {given}; name a folder outside")
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
+    units = cut_into_units(files, sizes, options.format == "text")
+    if len(units) > LONGEST:  # corpus.json could not be read
+        raise UserError(f"--input: makes {len(units):,} shards, {LONGEST:,} are possible; join files into fewer")
     is_text = options.format == "text"
     wanted = options.eos
     # "auto": a chat model's own eos token ends a turn (<|im_end|>); pretraining documents end with <|endoftext|>.
@@ -179,7 +183,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
         bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
         text_column="" if is_text else options.text_column, is_text=is_text,
         libraries={name: _version(name) for name in _LIBRARIES}, files=files, sizes=sizes,
-        units=cut_into_units(files, sizes, is_text),
+        units=units,
     )  # fmt: skip
 
 
@@ -193,6 +197,8 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
     """All input files, each once, in the order of --input; files of a folder are sorted by name."""
     found, problems = dict[str, None](), list[str]()
     for given in inputs:
+        if ".." not in given:  # "..": behind a link the shortened path may be another file
+            given = os.path.normpath(given)
         if os.path.isdir(given):
             below = [
                 os.path.join(path, name)
@@ -213,8 +219,11 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
     return [file for file in found if once[os.path.realpath(file)] == file]
 
 
-def _write_or_check_plan(folder: Path, plan: Plan) -> None:
+def _write_or_check_plan(folder: Path, plan: Plan, by_time: bool) -> None:
     """Write plan.json; if it exists, check that it is the same plan.
+
+    Args:
+        by_time: also compare the input files' modification times. Copies on several machines differ in them.
 
     Raises:
         UserError: the folder belongs to another plan, or the input files have changed since.
@@ -239,7 +248,8 @@ def _write_or_check_plan(folder: Path, plan: Plan) -> None:
         raise UserError(
             f"{folder}: was started with different {some(different)}; use the same, or name another --output_dir"
         )
-    raise UserError(f"{folder}: input files have changed since it was started; name another --output_dir")
+    if by_time:
+        raise UserError(f"{folder}: input files have changed since it was started; name another --output_dir")
 
 
 _worker: tuple[Path, Plan, Tokenizer, Any, Any]  # state of a worker; the last two are counters shared by all workers
@@ -332,15 +342,16 @@ def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: arg
         raise UserError(f"{some(plan.files, 3)}: no document is left")
     content = hashlib.sha256("".join(shard.sha256["bin"] for shard in shards).encode()).hexdigest()
     corpus = Corpus(
-        FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos, plan.files,
+        FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos,
         first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
         documents=[shard.documents for shard in shards], lines=[shard.lines for shard in shards],
     )  # fmt: skip
     remove_temporary_files(folder)
-    text = json.dumps(asdict(corpus))
-    # Written only if it differs: runs may be reading a complete corpus.
-    if not is_corpus(folder) or read_plain(folder / CORPUS, LARGEST_MANIFEST) != text.encode():
-        write_atomically(folder / CORPUS, text)
+    # Written only if it differs: runs may be reading a complete corpus, and resume only from the same bytes.
+    with suppress(UserError):  # it is missing or damaged
+        if read_corpus(folder)[0] == corpus:
+            return
+    write_atomically(folder / CORPUS, json.dumps(asdict(corpus)))
 
 
 def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
@@ -355,7 +366,8 @@ def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[i
 
 def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
     numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
-    rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in _bad_rows(folder, plan, shards, numbers))
+    bad = _bad_rows(folder, plan, shards, numbers)
+    rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in bad if kind != BLANK)
     return [row for row, _ in zip(rows, range(_SHOWN), strict=False)]
 
 
@@ -369,7 +381,9 @@ def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
         counts = merged.setdefault(plan.files[unit.first] + (f" and {more} more" if more else ""), Counter())
         counts.update({"bytes": plan.bytes_of(unit), "documents": shard.documents, "tokens": shard.tokens, **shard.bad})
     _write_table(folder / "ledger.csv", ["file", *keys], ([name, *(c[k] for k in keys)] for name, c in merged.items()))
-    numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
+    if empty := [name for name, counts in merged.items() if not any(counts[key] for key in keys[1:])]:
+        log.warning(f"{some(empty, 3)}: no rows; counted as 0 documents")
+    numbers = [number for number, shard in enumerate(shards) if shard.bad]
     rows = _bad_rows(folder, plan, shards, numbers)
     _write_table(folder / "bad_rows.csv", ["file", "line", "kind", "detail"], rows)
 

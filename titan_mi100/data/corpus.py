@@ -6,7 +6,7 @@ the first token of each document and of the row. A row of 1,024 tokens, or a mul
 
 | file | content |
 |---|---|
-| plan.json | settings and input files, cut into units; each unit becomes one shard |
+| plan.json | settings and input files, cut into units; each unit becomes one shard. A run reads it only to name one |
 | shards/000/000123.bin | the values of a shard |
 | shards/000/000123.origins.npy | first token and input line of each document, (documents, 2) int64 |
 | shards/000/000123.json | counts and hashes, written when the shard is complete |
@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.config.assets import CORPUS
+from titan_mi100.config.assets import CORPUS, PLAN
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.prepared import PADDING_DOCUMENT, PADDING_ROW, Row
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import parse_object, read_plain
+from titan_mi100.files.plain import parse_object, read_object, read_plain
 from titan_mi100.files.schema import validated
 
 FORMAT = 1  # version of the files; other versions are refused
@@ -76,7 +76,6 @@ class Corpus:
     pad_id: int
     bos: str
     eos: str
-    files: list[str]
     first_files: list[int]  # per shard: number of its unit's first file
     tokens: list[int]  # per shard, as are the two below
     documents: list[int]
@@ -93,7 +92,9 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
     path = folder / CORPUS
     try:
         content = read_plain(path, LARGEST_MANIFEST)
-        corpus: Corpus = validated(parse_object(content, path, remedy), Corpus)
+        found = parse_object(content, path, remedy)
+        found.pop("files", None)  # older versions repeated the names that plan.json has
+        corpus: Corpus = validated(found, Corpus)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
@@ -226,8 +227,14 @@ class CorpusRows:
         first = max(0, int(np.searchsorted(origins[:, 0], start, "right")) - 1)
         stop = int(np.searchsorted(origins[:, 0], start + self.seq_len, "left"))
         lines = origins[first:stop, 1].tolist()
-        files, before = self.corpus.files, lines_before(self.corpus.first_files, self.corpus.lines, shard)
+        files, before = self._files, lines_before(self.corpus.first_files, self.corpus.lines, shard)
         return list(dict.fromkeys(f"{files[line >> _FILE]}:{before + line % (1 << _FILE)}" for line in lines))
+
+    @functools.cached_property
+    def _files(self) -> list[str]:
+        """Names of the input files. There may be millions, so only a run that has to name one reads them."""
+        found: list[str] = read_object(self.folder / PLAN, "copy the corpus again", LARGEST_MANIFEST)["plan"]["files"]
+        return found
 
     def _place(self, index: int) -> tuple[int, int]:
         """The shard of a row, and the position of the row's first token in the shard."""

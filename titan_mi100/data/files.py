@@ -23,6 +23,7 @@ from titan_mi100.files.patterns import matching_files, unusable
 LONGEST_LINE = 2**24
 CHUNK = 2**20  # bytes read at a time
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # magic bytes
+PACKED = (GZIP, ZSTD, PARQUET)
 HEAD = 2**18  # bytes at the file's beginning from which its type is detected; fewer if fewer were unpacked at once
 _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the child process, at a time
 # Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
@@ -67,6 +68,10 @@ _FROM_CSV = (
     "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < FILE > NEW.jsonl"
 )
 _LISTS_OF_A_ROW = (b"messages", b"conversations", b"prompt", b"completion", b"tools")  # keys of one row
+
+
+class NoRowsError(UserError):
+    """A file without rows."""
 
 
 class Record(NamedTuple):
@@ -121,7 +126,8 @@ class RecordReader:
         """Read from the start.
 
         Raises:
-            UserError: the file's type is not supported, it has no rows, or the rest of it cannot be read (damage).
+            NoRowsError: it has none.
+            UserError: the file's type is not supported, or the rest of it cannot be read (damage).
                 A single bad line raises nothing: it becomes a record with a `problem`.
         """
         if reason := unusable(self.path):
@@ -143,7 +149,7 @@ class RecordReader:
         finally:
             self._position = lambda: self.size
         if not number:
-            raise UserError(f"{self.path}: has no rows; {_WANTED}")
+            raise NoRowsError(f"{self.path}: has no rows; {_WANTED}")
 
     def _records(self, file: io.FileIO) -> Iterator[Record]:
         """Detect the file's type and return the iterator for it. `peek` shows the head without consuming it."""
@@ -156,7 +162,8 @@ class RecordReader:
             stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
         if reason := refusal(head):
-            raise UserError(f"{self.path}: is {reason.replace('FILE', shlex.quote(self.path))}")
+            kind = UserError if head else NoRowsError
+            raise kind(f"{self.path}: is {reason.replace('FILE', shlex.quote(self.path))}")
         if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(_BOM):

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
-from titan_mi100.data.files import GZIP, HEAD, LONGEST_LINE, PARQUET, ZSTD, Record, RecordReader, first_byte, refusal
+from titan_mi100.data.files import HEAD, LONGEST_LINE, PACKED, NoRowsError, Record, RecordReader, first_byte, refusal
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
@@ -32,7 +32,7 @@ from titan_mi100.text.base import Tokenizer
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
 _SMALLEST, _LARGEST, _MOST_UNITS = 2**22, 2**28, 2**10
 _BATCH = 2**20  # characters that are tokenised between two writes
-BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus that is no error, so it is only counted
+BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus that is no error
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ def _is_jsonl(file: str) -> bool:
             head = opened.read(HEAD)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    if head.startswith((GZIP, ZSTD, PARQUET)):
+    if not head or head.startswith(PACKED):
         return False
     if reason := refusal(head):
-        raise UserError(f"{file}: is {reason}; if each file is a document, use --format text")
+        other = "leave such files out (--include '*.jsonl'), or if each file is a document, use --format text"
+        raise UserError(f"{file}: is {reason}; {other}")
     return first_byte(head) != b"["
 
 
@@ -198,14 +199,15 @@ class _Document(NamedTuple):
 class _Counts:
     """Counts of the input of one shard, and its bad rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_text: bool) -> None:
+        self._lists_blank = is_text  # text files: each is named
         # Input lines; UTF-8 bytes of the documents; rows left out by kind; lines of bad.jsonl.
         self.lines, self.text_bytes, self.bad, self.rows = 0, 0, Counter[str](), list[str]()
 
     def reject(self, file: int, line: int, bad: BadRecord) -> None:
         """Count a row that is left out. Blank rows are counted only, since corpora contain many."""
         self.bad[bad.kind] += 1
-        if bad.kind != BLANK:
+        if bad.kind != BLANK or self._lists_blank:
             self.rows.append(json.dumps([file, line, bad.kind, bad.detail], ensure_ascii=False))
 
 
@@ -224,7 +226,7 @@ def make_shard(
         UserError: a file cannot be read, or it changes while it is read.
     """
     # place: position of the next token in the shard; reported: bytes of input passed to `progress` so far
-    unit, counts, origins, place, reported = plan.units[number], _Counts(), list[tuple[int, int]](), 0, 0
+    unit, counts, origins, place, reported = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -305,11 +307,12 @@ def _documents(plan: Plan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
                 counts.reject(file, 1, bad)
             continue
         reader = RecordReader(path)
-        for record in reader.span(*unit.span) if unit.span else reader:
-            try:
-                yield _Document(origin(file, record.number), _text_of(record, plan.text_column))
-            except BadRecord as bad:
-                counts.reject(file, record.number, bad)
+        with suppress(NoRowsError):  # the ledger counts 0 documents
+            for record in reader.span(*unit.span) if unit.span else reader:
+                try:
+                    yield _Document(origin(file, record.number), _text_of(record, plan.text_column))
+                except BadRecord as bad:
+                    counts.reject(file, record.number, bad)
         counts.lines = reader.line
 
 

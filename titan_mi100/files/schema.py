@@ -7,7 +7,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 
 from titan_mi100.wording import shortened, some
 
-_LONGEST = 1 << 20  # characters of a text, entries of a list or object
+LONGEST = 1 << 20  # characters of a text, entries of a list or object
 _WORDS = {int: "a whole number from 0 below 2^63", float: "a finite number", bool: "true or false"}
 
 
@@ -70,8 +70,8 @@ def _with_keys(value: Any, kind: Any, where: str) -> Any:
 
 
 def _sized(value: Any, kind: Any, words: str, where: str) -> Any:
-    if type(value) is not kind or len(value) > _LONGEST:
-        raise ValueError(f"{where or 'it'} = {shortened(repr(value))} must be {words} of at most {_LONGEST:,}")
+    if type(value) is not kind or len(value) > LONGEST:
+        raise ValueError(f"{where or 'it'} = {shortened(repr(value))} must be {words} of at most {LONGEST:,}")
     return value
 
 
