@@ -63,9 +63,19 @@ def main() -> int:
         raise
     except Exception as error:  # from huggingface_hub, or from its HTTP library
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        remedy = "accept the repository's terms and log in, or try again; fetched files are kept"
-        raise UserError(f"{recipe['repository']}: {what}; {remedy}") from None
+        raise UserError(f"{recipe['repository']}: {what}; {remedy(error)}") from None
     return 0
+
+
+def remedy(error: Exception) -> str:
+    """What helps, by the status of the hub's answer."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):  # without a login the hub also answers 401 for a repository that does not exist
+        return "accept the repository's terms on its page, and log in: hf auth login"
+    if status == 404:
+        return "check the repository's id in recipes.toml, --revision and --files"
+    why = f"the hub answered {status}" if status else "the hub did not answer; check the network"
+    return f"{why}; try again, fetched files are kept"
 
 
 def report(recipe: dict[str, Any], found: Any, chosen: list[Any], patterns: list[str]) -> None:
