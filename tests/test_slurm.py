@@ -69,10 +69,10 @@ class Job:
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
-        ({}, "86400"),
+        ({"SLURM_JOB_END_TIME": "1234"}, "86400"),  # the time of the job that has submitted this one
         pytest.param({"STUB_END": "N/A"}, "", marks=pytest.mark.full),
         pytest.param({"STUB_END": ""}, "", marks=pytest.mark.full),
-        pytest.param({"SLURM_JOB_END_TIME": "1234"}, "1234", marks=pytest.mark.full),
+        pytest.param({"STUB_END": "", "SLURM_JOB_END_TIME": "1234"}, "1234", marks=pytest.mark.full),
     ],
 )
 def test_the_trainer_learns_when_its_job_ends(settings: dict[str, str], end: str, tmp_path: Path) -> None:
@@ -109,6 +109,14 @@ def test_a_job_tries_starts_again_and_goes_back_to_the_queue_only_where_that_hel
 def test_wrong_settings_start_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, [], "--training.stepss", "3")
     assert (job.ended.returncode, job.starts) == (2, []) and "did you mean --training.steps?" in job.ended.stderr
+
+
+@pytest.mark.parametrize("script", ["generic", "frontier", "evaluate"])
+def test_a_script_that_is_not_submitted_says_how(script: str) -> None:
+    command = ["bash", str(REPO / f"scripts/slurm/{script}.sh"), "run"]
+    environment = {name: value for name, value in job_environment().items() if not name.startswith("SLURM_")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and ended.stderr.startswith("ERROR ") and "sbatch" in ended.stderr, ended.stderr
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ def reasons(
     intervals: list[float], end: float, monkeypatch: pytest.MonkeyPatch, saves: dict[int, float] | None = None
 ) -> list[str]:
     """The reason to stop after each step; the steps end at the sums of `intervals`."""
-    preemption, checkpointer, now = SimpleNamespace(reason=""), SimpleNamespace(longest_save=0.0), [1000.0]
+    preemption, checkpointer, now = SimpleNamespace(reason=""), SimpleNamespace(longest_save=1e-15), [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
     limit = TimeLimit(1000 + end, cast(Any, preemption), cast(Any, checkpointer))
     found = []
@@ -50,6 +50,12 @@ def test_validation_between_two_steps_and_the_longest_save_count(monkeypatch: py
         reasons([1, 1, 1, 1], 212, monkeypatch, {2: 100.0})[-2:]
         == ["the job ends in 209 s, and a stop may need 212 s"] * 2
     )
+
+
+def test_until_a_save_was_measured_two_minutes_are_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reasons([1] * 3, 183, monkeypatch, {0: 0.0})
+    assert found == ["", *["the job ends in 181 s, and a stop may need 182 s"] * 2]
+    assert not any(reasons([1] * 3, 183, monkeypatch, {0: 10.0}))
 
 
 @pytest.mark.parametrize(("text", "end"), [("1764000000", 1764000000.0), ("", None), ("Unknown", None), ("-1", None)])

@@ -18,7 +18,7 @@ BENCHMARKS=(
   "mmlu 5" "mmlu_pro 5" "arc_challenge 25" "gsm8k 5" "agieval_en 3" "drop 3" "bbh 3" "winogrande 5" "hellaswag 10"
 )
 
-TITAN_REPO=${TITAN_REPO:-$SLURM_SUBMIT_DIR}
+TITAN_REPO=${TITAN_REPO:-${SLURM_SUBMIT_DIR:-}}
 if [ $# -eq 0 ] || [ "${SLURM_ARRAY_TASK_ID:-x}" = x ] || ! [ -e "$TITAN_REPO/scripts/evaluate.sh" ]; then
   echo "ERROR from the checkout, or with TITAN_REPO set: sbatch scripts/slurm/evaluate.sh CKPT [lm_eval arguments]" >&2
   exit 2

@@ -11,7 +11,11 @@
 #SBATCH --signal=B:USR1@300
 set -uo pipefail
 
-TITAN_REPO=${TITAN_REPO:-$SLURM_SUBMIT_DIR}
+TITAN_REPO=${TITAN_REPO:-${SLURM_SUBMIT_DIR:-}}
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+  echo "ERROR not a SLURM job; submit it: sbatch -N 4 -t 24:00:00 $0 RUN_FOLDER --job.config_file X.toml" >&2
+  exit 2
+fi
 if ! [ -e "$TITAN_REPO/scripts/slurm/job.sh" ]; then
   echo "ERROR $TITAN_REPO is not the checkout of titan_mi100; submit from there, or set TITAN_REPO" >&2
   exit 2

@@ -134,9 +134,10 @@ titan_job() {
   TITAN_NODES=${TITAN_NODES:-$SLURM_JOB_NUM_NODES}
   TITAN_LOCAL=${TITAN_LOCAL:-/tmp/titan-$(id -un)-$SLURM_JOB_ID}
   trap titan_stop USR1 TERM
-  # The trainer stops and saves before this time. Newer versions of SLURM set it; of older ones (22.05), squeue tells it.
-  if [ -z "${SLURM_JOB_END_TIME:-}" ] && end=$(squeue -h -j "$SLURM_JOB_ID" -o %e) && [ -n "$end" ]; then
-    SLURM_JOB_END_TIME=$(date -d "$end" +%s 2>/dev/null) || : # "N/A" where there is no limit
+  # The trainer stops and saves before this time. Newer versions of SLURM set it. On older ones (22.05) a job that was
+  # submitted inside of another job inherits that one's, so squeue is asked first. It says "N/A" where there is no limit.
+  if end=$(squeue -h -j "$SLURM_JOB_ID" -o %e) && [ -n "$end" ] && end=$(date -d "$end" +%s 2>/dev/null); then
+    SLURM_JOB_END_TIME=$end
   fi
   export SLURM_JOB_END_TIME
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -11,6 +11,7 @@ from titan_mi100.run.preemption import Preemption
 
 END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; newer versions of SLURM set it (22.05 does not), job.sh for all
 _MARGIN = 60.0  # seconds: for what was not measured, such as a slow file system and the end of all processes
+_FIRST_SAVE = 120.0  # seconds for a save until one was measured
 
 
 class TimeLimit:
@@ -35,7 +36,7 @@ class TimeLimit:
         if self._last:  # the first step's own time is not counted: it includes compilation
             self._longest = max(self._longest, now - self._last)
         self._last = now
-        needed = 2 * self._longest + 1.5 * self._checkpointer.longest_save + _MARGIN
+        needed = 2 * self._longest + (1.5 * self._checkpointer.longest_save or _FIRST_SAVE) + _MARGIN
         if not self._preemption.reason and (left := self._end - now) < needed:
             self._preemption.reason = f"the job ends in {left:.0f} s, and a stop may need {needed:.0f} s"
 
