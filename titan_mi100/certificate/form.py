@@ -37,7 +37,8 @@ class Machine:
         cards: number of cards, and of ranks in the parts with several ranks; 2 ranks on a CPU.
         driver: version of amdgpu or nvidia.
         runtime: "hip 6.4.1", "cuda 12.8".
-        version, commit: of this package; the commit only in a git checkout, with "+changes" where files differ.
+        version, commit: this package's version and commit; the commit only in a git checkout,
+            with "+changes" where files differ.
         kernels: SHA-256 of the kernels' code, see machine.hash_of_kernels.
     """
 
@@ -77,7 +78,7 @@ class Layout:
     """The errors on documents of random lengths.
 
     Attributes:
-        seed: of the lengths and values.
+        seed: seed of the random lengths and values.
         documents: number of documents.
         others: the largest change in the results of the other documents when the content of the first one changes,
             relative to the largest element; must be 0. None: not finite.
@@ -156,7 +157,7 @@ class Transfer:
         size: bytes of the larger buffer.
         ranks: the ranks that took part.
         wrong: number of wrong elements over all ranks.
-        seconds: of the slowest rank, per round.
+        seconds: seconds of the slowest rank, one number per round.
     """
 
     size: int
@@ -190,7 +191,7 @@ class Planned:
 
     Attributes:
         least, most: bytes of a card's memory.
-        seconds: of a step; None: the device's speed is not known.
+        seconds: seconds per step; None: the device's speed is not known.
     """
 
     least: float
@@ -280,7 +281,7 @@ class Certificate:
     machine: Machine
     parts: list[Part]
     verdicts: list[Verdict]
-    sha256: str  # of the other fields: detects accidental changes, does not prove the origin
+    sha256: str  # digest of the other fields: detects accidental changes, does not prove the origin
 
 
 def sealed(certificate: Certificate) -> Certificate:

@@ -70,7 +70,7 @@ def attention_of(certificate: Certificate, dtype: str, head_dim: int) -> tuple[s
 
     Args:
         dtype: the compute dtype, such as "bfloat16".
-        head_dim: of the model; the certificate's shape must have the same.
+        head_dim: the model's head size; the certificate's shape must have the same.
     """
     ranked = ranking(certificate.parts, dtype, head_dim)
     if not ranked:

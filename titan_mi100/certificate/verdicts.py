@@ -195,7 +195,7 @@ def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attent
     A backend must be correct, repeatable, and must not compute the full (seq, seq) scores.
 
     Args:
-        head_dim: of the model; 0: any. If several shapes fit, the first measured one counts.
+        head_dim: the model's head size; 0: any. If several shapes fit, the first measured one counts.
     """
     found = [
         part.found

@@ -24,7 +24,7 @@ _TOKENIZER = (
     *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", TEMPLATE),
 )
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers since 5, and before
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 _REMEDY = "correct it, or remove it"
 
@@ -167,7 +167,7 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
 
     Args:
         folder: where the assets come from, for messages.
-        dtype: of the exported weights; None: they have several.
+        dtype: dtype of the exported weights; None: they have several.
         ends: ids of the tokens that end a text, the end of a turn first; empty: unknown.
     """
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)

@@ -12,7 +12,7 @@ class Gpu:
 
     Attributes:
         tflops: peak dense rates by compute dtype; float32 is true fp32, not tf32.
-        memory_gib: of the device.
+        memory_gib: memory of the device, in GiB.
         link_gbs: GB/s to its neighbour in a node and direction.
         host_gbs: GB/s to the host's memory and back.
         overlap: share of the computation's time in which it also sends; 0 where the same cores do both.

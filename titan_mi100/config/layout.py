@@ -244,7 +244,7 @@ def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) 
     cost[0] += first_cost
     cost[-1] += last_cost
     for _ in range(layers - stages):
-        # of equal stages the last: an earlier stage holds the activations of more microbatches
+        # if stages are equal, the last one is taken: an earlier stage holds the activations of more microbatches
         cheapest = min(range(stages), key=lambda stage: (cost[stage], -stage))
         counts[cheapest] += 1
         cost[cheapest] += 1

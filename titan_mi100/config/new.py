@@ -117,7 +117,7 @@ def _new(options: argparse.Namespace) -> None:
 def _questions() -> dict[str, Question]:
     gpus = count_gpus()
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # of a CPU's memory each of two processes has half
+    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # on a CPU, each of two processes has half of the memory
     return {
         "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
         "data": Question("Training data: files or globs, separated by spaces", "", _data),

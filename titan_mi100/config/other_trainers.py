@@ -100,7 +100,7 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
 
     Args:
         name: the option, with its section if it has one; "section." for a whole section.
-        value: of the option: a text, or what TOML made of it. None: it has none.
+        value: the option's value: a text, or the value that TOML parsed. None: it has none.
         document: the TOML file in which it was written; None: the command line. The advice has the same form.
     """
     entry = _find(name.replace("-", "_"))
@@ -130,7 +130,8 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
 
 def _find(name: str) -> Entry | None:
     """By its full name; else by its section; else by its last part, unless a key of ours has that name."""
-    known = {given: entry for entry in reversed(entries()) for given in entry.names}  # of two, the first holds
+    # if two entries have a name, the first counts
+    known = {given: entry for entry in reversed(entries()) for given in entry.names}
     key = name.rpartition(".")[2]
     if entry := known.get(name) or known.get(f"{name.partition('.')[0]}.*"):
         return entry

@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         memory: the peak of each pipeline rank.
         card: bytes of a card's memory.
-        flops: of a step, all ranks together, recomputation not counted.
+        flops: FLOPs of a step on all ranks together, recomputation not counted.
         sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline.
         bubble: share of the step in which a pipeline's rank waits.
         step: seconds of a step; None: the device's speed is not known.

@@ -60,7 +60,7 @@ def step_time(
     """Time of one rank. Tensor and pipeline parallel wait for their transfers; FSDP2 overlaps them.
 
     Args:
-        dtype: of the computation; gpu.tflops must have it.
+        dtype: dtype of the computation; gpu.tflops must have it.
         bubble: see bubble_share.
         efficiency: see EFFICIENCY.
     """

@@ -8,7 +8,7 @@ from math import inf
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import Layout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of the mesh, the innermost last
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the axes of the mesh; the last is the innermost
 WORLD = "world"
 _RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
 OPERATIONS = (*_RING, "send", "receive", "barrier")
@@ -72,7 +72,7 @@ class Work:
     """What a rank does in a step.
 
     Attributes:
-        flops: of its matrix products and attention, recomputation included.
+        flops: FLOPs of its matrix products and attention, recomputation included.
         traffic: all of its transfers.
         by_microbatch: transfers of a middle microbatch, neither the first nor the last; empty if there is only one.
     """

@@ -48,8 +48,8 @@ RECORD = np.dtype(
         ("supervised", np.int64),  # supervised tokens of its documents
         ("documents", np.int64),  # number of documents made of it
         ("thinking", np.int8),  # whether its last answer is learned with thinking, see `Encoded.thinking`
-        ("kind", np.uint16),  # of the reason: index in the ledger's kinds; 0: no reason
-        ("hash", np.uint64, 2),  # of the content
+        ("kind", np.uint16),  # index of the reason in the ledger's kinds; 0: no reason
+        ("hash", np.uint64, 2),  # hash of the content
     ]
 )
 
@@ -110,7 +110,7 @@ class Encoded(NamedTuple):
 
     status: int  # index in STATUSES; DUPLICATE is found later, by the ledger
     documents: list[np.ndarray]  # each (tokens,) uint32, as made by `document_values`
-    tokens: int  # of the record, before truncation
+    tokens: int  # tokens of the record, before truncation
     kind: str = ""  # why it is not kept unchanged: a short constant phrase, for counting
     detail: str = ""  # the reason for this record
     lost: int = 0  # tokens that seq_len cut off

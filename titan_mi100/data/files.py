@@ -7,13 +7,22 @@ import gzip
 import io
 import json
 import os
-import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from titan_mi100.data.file_type import (
+    BYTE_ORDER_MARK,
+    GZIP,
+    HEAD,
+    PARQUET,
+    WANTED,
+    ZSTD,
+    first_byte,
+    refusal,
+)
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child, raise_limits
@@ -22,9 +31,6 @@ from titan_mi100.files.patterns import matching_files, unusable
 # The longest record in bytes, some 4 million tokens. A longer one is refused without being held in memory.
 LONGEST_LINE = 2**24
 CHUNK = 2**20  # bytes read at a time
-GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # magic bytes
-PACKED = (GZIP, ZSTD, PARQUET)
-HEAD = 2**18  # bytes at the file's beginning from which its type is detected; fewer if fewer were unpacked at once
 _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the child process, at a time
 # Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
 # packed size.
@@ -32,7 +38,6 @@ _BOMB, _MOST_UNPACKED = 2**20, 100
 # Bytes. The window that `zstd --long` needs; and the packed bytes that are unpacked at once: zstd can expand them
 # 30,000 times, so the block is small.
 _ZSTD_WINDOW, _ZSTD_BLOCK = 2**27, 2**12
-_BOM = b"\xef\xbb\xbf"
 
 # Harmless oddities that exports contain. They are accepted and counted.
 BLANK, CRLF, BOM = "blank lines", "lines that end in CRLF", "byte order marks"
@@ -41,33 +46,6 @@ NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or
 BROKEN_ARRAY = "broken JSON array"  # never skipped, even with on_bad_row = "skip": unknown many rows follow
 _TOO_LONG = "row too long: over {:,} bytes; cut its text into several rows, or is a line end missing?"
 _BROKEN = BROKEN_ARRAY + ": {}; the rest of the file was not read; correct it, or write one object per line (JSONL)"
-
-_FOREIGN = {  # magic bytes -> "is ..." of an error message
-    b"\xfd7zXZ\0": "xz-compressed; unpack it first (xz -d)",
-    b"BZh": "bzip2-compressed; unpack it first (bzip2 -d)",
-    b"\x04\x22\x4d\x18": "lz4-compressed; unpack it first (lz4 -d)",
-    b"7z\xbc\xaf": "a 7-Zip archive; unpack it first",
-    b"PK\x03\x04": "a zip archive (or what is built on one: .pt, .npz, .xlsx); unpack or convert it first",
-    b"\x1f\x8b": "gzipped twice; unpack it once (gzip -d)",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed twice; unpack it once (zstd -d)",
-    b"PAR1": "parquet inside gzip or zstd; unpack it first (gzip -d, zstd -d)",
-    b"ARROW1": "an Arrow file; save it as parquet or JSONL",
-    b"\xff\xff\xff\xff": "an Arrow stream (a datasets cache?); save it as parquet or JSONL",
-    b"\x93NUMPY": "a NumPy array; write JSONL with input_ids",
-    b"\x89HDF": "HDF5; save it as parquet or JSONL",
-    b"SQLite": "an SQLite database; export it as JSONL",
-    b"\xff\xfe": "UTF-16 or UTF-32; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
-    b"\xfe\xff": "UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
-}
-_WANTED = (
-    "expected JSONL (one JSON object per line), a JSON array of objects, or parquet; JSON may be packed by gzip or zstd"
-)
-
-
-_FROM_CSV = (
-    "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < FILE > NEW.jsonl"
-)
-_LISTS_OF_A_ROW = (b"messages", b"conversations", b"prompt", b"completion", b"tools")  # keys of one row
 
 
 class NoRowsError(UserError):
@@ -149,7 +127,7 @@ class RecordReader:
         finally:
             self._position = lambda: self.size
         if not number:
-            raise NoRowsError(f"{self.path}: has no rows; {_WANTED}")
+            raise NoRowsError(f"{self.path}: has no rows; {WANTED}")
 
     def _records(self, file: io.FileIO) -> Iterator[Record]:
         """Detect the file's type and return the iterator for it. `peek` shows the head without consuming it."""
@@ -166,9 +144,9 @@ class RecordReader:
             raise kind(f"{self.path}: is {reason.replace('FILE', shlex.quote(self.path))}")
         if first_byte(head) != b"[":
             return self._lines(stream)
-        if head.startswith(_BOM):
+        if head.startswith(BYTE_ORDER_MARK):
             self._count_oddity(BOM, 1)
-            stream.read(len(_BOM))
+            stream.read(len(BYTE_ORDER_MARK))
         return _elements(stream)
 
     def _count_oddity(self, what: str, line: int) -> None:
@@ -208,9 +186,9 @@ class RecordReader:
             if line.endswith(b"\r"):
                 self._count_oddity(CRLF, number)
                 line = line[:-1]
-            if line.startswith(_BOM):  # on any line: joined files have one in the middle
+            if line.startswith(BYTE_ORDER_MARK):  # on any line: joined files have one in the middle
                 self._count_oddity(BOM, number)
-                line = line.removeprefix(_BOM)
+                line = line.removeprefix(BYTE_ORDER_MARK)
             if not line or line.isspace():
                 self._count_oddity(BLANK, number)
             elif b"\0" in line:
@@ -402,43 +380,6 @@ class _Unzstd(io.RawIOBase):
 
     def _refuse(self, why: str) -> None:
         raise UserError(f"{self._path}: the zstd data {why}")
-
-
-def first_byte(text: bytes) -> bytes:
-    """The first byte after a byte order mark and white space; empty if there is none."""
-    return text.removeprefix(_BOM).lstrip(b" \t\r\n")[:1]
-
-
-def refusal(head: bytes) -> str:
-    """Detect unsupported file types.
-
-    Args:
-        head: the first bytes of the (unpacked) file.
-
-    Returns:
-        What the file is, with the remedy; continues "FILE: is ...". "" if the file can be read.
-    """
-    for magic, reason in _FOREIGN.items():
-        if head.startswith(magic):
-            return reason
-    if head[257:262] == b"ustar":
-        return "a tar archive; unpack it first (tar -x)"
-    lines = [line.strip() for line in head.removeprefix(_BOM).splitlines() if first_byte(line)]
-    if not head:
-        return f"empty; {_WANTED}"
-    if not lines or lines[0].startswith(b"["):
-        return ""
-    if not any(line.startswith(b"{") for line in lines):
-        is_csv = len(lines) > 1 and lines[1].count(b",") >= lines[0].count(b",") > 0
-        remedy = f"if it is CSV, convert it: {_FROM_CSV}" if is_csv else _WANTED
-        return f"neither JSON nor parquet: its first line begins with {lines[0][:40].decode('latin-1')!r}; {remedy}"
-    # Pretty-printed JSON begins with a line such as `{`. So may a truncated row, but then other lines are complete.
-    continues = lines[0].endswith((b"{", b"[", b",", b":"))
-    if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
-        found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(_BOM))
-        rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
-        return f"JSON whose first object takes several lines; write each row on one line: jq -c {rows} FILE > NEW.jsonl"
-    return ""
 
 
 def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Record:

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
-from titan_mi100.data.files import HEAD, LONGEST_LINE, PACKED, NoRowsError, Record, RecordReader, first_byte, refusal
+from titan_mi100.data.file_type import HEAD, PACKED, first_byte, refusal
+from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordReader
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
@@ -112,7 +113,7 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     """Read the .json of a shard.
 
     Args:
-        key: of the plan that must have made it.
+        key: key of the plan that must have made it.
 
     Returns:
         None if the shard is not complete.

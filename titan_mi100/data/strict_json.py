@@ -57,7 +57,7 @@ def parse_text(text: str, kind: str, wanted: str) -> Any:
     """Decode JSON inside a text of a record, by the same rules.
 
     Args:
-        kind, wanted: of the BadRecord that is raised on an error.
+        kind, wanted: kind and reason of the BadRecord that an error raises.
     """
     try:
         return _load(text.encode())

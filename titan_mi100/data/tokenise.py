@@ -85,7 +85,7 @@ def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> 
         source.oddities.update(reader.oddities)
 
 
-_state: tuple[Encoder, list[Format]]  # of a worker process
+_state: tuple[Encoder, list[Format]]  # the state of a worker process
 
 
 def _init_worker(encoder: Encoder, formats: list[Format], parent: int) -> None:

@@ -33,7 +33,7 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
     """Measure one backend on this process's device; the result is a form.Attention.
 
     Args:
-        name: of the backend.
+        name: the backend's name.
         shape: the fields of base.Shape.
 
     Raises:

@@ -46,7 +46,7 @@ class Chart(NamedTuple):
         note: what the reader must know: bins, smoothing, the kind of scale.
         is_percent: values are shares of 1.
         steps, values: first and last of each axis; those of values have room above and below.
-        ticks: of the values' axis, with their labels.
+        ticks: ticks of the value axis, with their labels.
     """
 
     key: str

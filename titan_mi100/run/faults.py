@@ -25,7 +25,7 @@ class FaultWatch:
         """Remove what an earlier start wrote to the CSV files after its last checkpoint."""
         self._stream, self._folder, self._world = stream, folder, world
         self._progress, self._most_in_a_row = progress, most_in_a_row
-        self._rows: list[str] = []  # of the skipped steps in a row
+        self._rows: list[str] = []  # input rows of the steps skipped in a row
         for file in (folder / FILE, folder / SPIKES) if world.rank == 0 else ():
             if file.exists():
                 _drop_after(file, progress.step)

@@ -15,7 +15,7 @@ from titan_mi100.logging import log, log_errors_to_file, log_to_file
 from titan_mi100.outcome import RUNNING, STATE, RunState, write_run_state
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 
-_LOG = "logs/rank-{:05}.log"  # of every rank but 0
+_LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
 
 
 class RunFolder:

@@ -48,7 +48,8 @@ class Forecast:
         tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
         self._flops, self._peak_flops = flops_of_steps(spec, config.lora), tflops * 1e12 * world.size
         self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
-        self._before = 0.0 if is_gpu else peak_memory_gib(world.device)  # of a process, its libraries
+        # memory of the process and its libraries before the model
+        self._before = 0.0 if is_gpu else peak_memory_gib(world.device)
         with raise_together():  # cards may differ
             self._check_host()
             if card:

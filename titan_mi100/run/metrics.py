@@ -36,7 +36,7 @@ class StepResult:
 
     first_row: int  # number of the step's first row
     next_row: int  # number of the next step's first row
-    lr: float  # of the first parameter group
+    lr: float  # learning rate of the first parameter group
     loss: float  # mean over supervised tokens
     grad_norm: float  # before clipping
     tokens: int  # real ones: no padding
@@ -97,10 +97,10 @@ class Reporter:
         Args:
             steps: the run's last step.
             rows_per_epoch: None: a stream without epochs.
-            flops: of a step, by its tokens, supervised tokens and attention pairs; see costs.train_flops.
+            flops: FLOPs of a step, from its tokens, supervised tokens and attention pairs; see costs.train_flops.
             peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
             dtype: the compute dtype, for the printed line.
-            last_step: of the checkpoint that the run resumes from; 0: none.
+            last_step: step of the checkpoint that the run resumes from; 0: none.
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
         """

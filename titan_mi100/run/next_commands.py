@@ -26,7 +26,7 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     """Purpose and command, for a run that is done.
 
     Args:
-        step: of the checkpoint to use, and of the export if there is one.
+        step: step of the checkpoint to use, and of the export if there is one.
     """
     checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
     model = _model_options(config, checkpoint, export)
@@ -53,8 +53,8 @@ def to_resume(folder: Path, processes: int, local_processes: int) -> str:
     """How to resume the run in this folder: the command, or in words where it was started on several nodes.
 
     Args:
-        processes: of the run.
-        local_processes: of this node.
+        processes: number of processes of the run.
+        local_processes: number of processes on this node.
     """
     if processes != local_processes or not (folder / CONFIG).exists():  # the first start has not come to writing it
         return f"to resume, start again with job.run_folder = {folder}, without checkpoint.fresh and load_step"

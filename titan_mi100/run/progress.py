@@ -28,15 +28,15 @@ class Progress:
     skipped_steps: int = 0
     skipped_spikes: int = 0  # of these
     skipped_in_a_row: int = 0
-    best_step: int | None = None  # of the lowest validation loss
+    best_step: int | None = None  # step with the lowest validation loss
     best_loss: float | None = None
     validations_since_best: int = 0  # for early stopping
     validation_due: bool = False  # the step's validation was interrupted: a resumed run repeats it first
     plan: str = ""  # fingerprint of the training and validation rows: losses on other rows are not comparable
-    recent_losses: list[float] = field(default_factory=list)  # of the last steps with a finite loss and gradient
+    recent_losses: list[float] = field(default_factory=list)  # losses of the last steps with a finite loss and gradient
     suspicion: str = ""  # why the weights before the last step may be ruined; empty: no reason
     loss_scale: LossScale = field(default_factory=LossScale)  # for fp16; the trainer updates it
-    segments: list[Segment] = field(default_factory=list)  # of a mixture; the last one is in use
+    segments: list[Segment] = field(default_factory=list)  # segments of a mixture; the last one is in use
     rows_consumed: int = 0  # over all ranks; this is the whole state of the data loader
 
     def after_step(self, result: StepResult) -> None:
@@ -91,7 +91,7 @@ class Progress:
         return 0 < patience <= self.validations_since_best
 
     def describe_early_stop(self, steps: int) -> str:
-        """Args: steps: of the whole run."""
+        """Args: steps: number of steps of the whole run."""
         found = "no validation loss was finite"
         if self.best_step is not None:
             found = f"step {self.best_step} has the lowest validation loss, {self.best_loss:.4f}"

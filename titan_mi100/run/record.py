@@ -146,7 +146,7 @@ def step_to_use(folder: Path, config: Config, progress: Progress) -> int:
 
 
 def log_where_everything_is(folder: Path, config: Config, progress: Progress, step: int) -> None:
-    """The closing summary, and commands to go on with. Args: step: of the export."""
+    """The closing summary, and commands to go on with. Args: step: step of the export."""
     checkpoints = list_checkpoints(folder / "checkpoint")
     spikes = progress.skipped_spikes
     if count := progress.skipped_steps - spikes:

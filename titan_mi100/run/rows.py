@@ -10,7 +10,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.run.progress import Progress
 
-_MUCH_PADDING = 0.2  # of an epoch's rows
+_MUCH_PADDING = 0.2  # share of an epoch's rows
 
 
 def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) -> ShuffledEpochs | Mixture:

@@ -56,7 +56,7 @@ class TensorBoard:
     """Events in the run folder; texts and hyperparameters are written once, not by every start of the run."""
 
     def __init__(self, folder: Path, about: Explanation, last_step: int) -> None:
-        """Args: last_step: of the checkpoint that the run resumes from; what was written after it is taken out."""
+        """Args: last_step: step of the checkpoint that the run resumes from; what was written after it is taken out."""
         from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
         from torch.utils.tensorboard.summary import hparams
 

@@ -54,7 +54,7 @@ class Stragglers:
         """On every rank. A collective where a rank is newly found to be slow.
 
         Args:
-            host_seconds: of this rank, for what followed the step.
+            host_seconds: this rank's seconds of work after the step.
         """
         self._host, self._step = host_seconds, result.seconds
         # Every rank must reach the same result, so only the gathered values are used.
@@ -107,9 +107,9 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
     """Ranks that are slow, with the reason.
 
     Args:
-        means: of each rank: seconds per step for rows, and for the host's work.
-        seconds: of a step.
-        probes: of each rank, its last ones.
+        means: for each rank, seconds per step: waiting for rows, and the host's work.
+        seconds: seconds per step.
+        probes: for each rank, its last probes.
     """
     found = dict[int, str]()
     for column, what in enumerate(("waits for rows", "works on the host after a step")):

@@ -24,7 +24,7 @@ class TimeLimit:
     def __init__(self, end: float, preemption: Preemption, checkpointer: Checkpointer) -> None:
         """
         Args:
-            end: of the job, in seconds since 1970.
+            end: when the job ends, in seconds since 1970.
             preemption: gets the request.
             checkpointer: knows how long saves take.
         """

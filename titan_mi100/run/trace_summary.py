@@ -213,7 +213,7 @@ def _waits(spans: Sequence[Span]) -> tuple[Entry, ...]:
     found = []
     calls = (span for span in spans if span.category.endswith(("_runtime", "_driver")) or span.category == "cpu_op")
     for tree in _trees(calls):
-        outermost: list[int] = []  # of each span: itself, or the first of its parents
+        outermost: list[int] = []  # for each span: its outermost parent, or the span itself
         for place, (span, parent) in enumerate(tree):
             outermost.append(place if parent is None else outermost[parent])
             if span.category != "cpu_op" and _SYNCHRONISATION.fullmatch(span.name):

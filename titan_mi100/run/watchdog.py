@@ -112,7 +112,7 @@ class Watch:
 
     def __init__(self, folder: Path, processes: int, run_folder: str = "", first_sign: float = _FIRST_SIGN) -> None:
         """Args:
-        folder: of the processes' records.
+        folder: the folder of the processes' records.
         processes: their number.
         run_folder: where stacks are written; "": what the processes say.
         first_sign: seconds for each to begin.
