@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,9 @@ def test_a_run_parses_no_names_of_files_and_an_older_corpus_stays_as_it_is(
     given = ["--input", tmp_path / "in", "--output_dir", tmp_path / "out"]
     prepare(*given, "--format", "text")
     assert rows_of(tmp_path / "out", 4096).where(0)[0] == f"{tmp_path / 'in' / '000'}:1"
+    copy = Path(shutil.copytree(tmp_path / "out", tmp_path / "copy"))
+    (copy / "plan.json").unlink()  # it is trained on, but its log cannot name the files
+    assert rows_of(copy, 4096).where(0)[0] == "input file 0:1"
     file = tmp_path / "out" / "corpus.json"
     file.write_text(json.dumps({"files": ["x"] * 150, **json.loads(file.read_text())}))
     before = read_corpus(tmp_path / "out")

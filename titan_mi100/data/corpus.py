@@ -18,6 +18,7 @@ import functools
 import hashlib
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,13 +229,16 @@ class CorpusRows:
         stop = int(np.searchsorted(origins[:, 0], start + self.seq_len, "left"))
         lines = origins[first:stop, 1].tolist()
         files, before = self._files, lines_before(self.corpus.first_files, self.corpus.lines, shard)
-        return list(dict.fromkeys(f"{files[line >> _FILE]}:{before + line % (1 << _FILE)}" for line in lines))
+        places = [(line >> _FILE, before + line % (1 << _FILE)) for line in lines]
+        return list(dict.fromkeys(f"{files[file] if files else f'input file {file}'}:{line}" for file, line in places))
 
     @functools.cached_property
     def _files(self) -> list[str]:
         """Names of the input files. There may be millions, so only a run that has to name one reads them."""
-        found: list[str] = read_object(self.folder / PLAN, "copy the corpus again", LARGEST_MANIFEST)["plan"]["files"]
-        return found
+        with suppress(UserError, OSError, KeyError):
+            plan = read_object(self.folder / PLAN, "copy the corpus again", LARGEST_MANIFEST)
+            return list(plan["plan"]["files"])
+        return []  # the corpus was copied without it; a training run must not end for a name in its log
 
     def _place(self, index: int) -> tuple[int, int]:
         """The shard of a row, and the position of the row's first token in the shard."""
