@@ -244,13 +244,13 @@ FINGERPRINTS = {"model": {"hidden_size": 64, "rope_theta": 1e4}, "data": "ab", "
     ("now", "allowed", "words"),
     [
         ({}, (), ""),
-        ({"seed": 2}, (), r"another seed \(1, now 2\);"),
-        ({"seed": 2}, ("data",), "another seed"),
+        ({"seed": 2}, (), r"differs from it: seed \(1, now 2\);"),
+        ({"seed": 2}, ("data",), "differs from it: seed"),
         ({"seed": 2}, ("seed",), ""),
         ({"model": {"hidden_size": 64, "rope_theta": 1e6}}, (), r"model\.rope_theta \(10000\.0, now 1000000\.0\)"),
-        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model.rope_theta",), r"another model\.hidden_size"),
+        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model.rope_theta",), r"differs from it: model\.hidden_size \(64"),
         ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model",), ""),
-        ({"data": "cd"}, (), r"another data \(ab, now cd\), seq_len \(8, now 16\), file a\.jsonl \(None, now 12\)"),
+        ({"data": "cd"}, (), r"differs from it: seq_len \(8, now 16\), file a\.jsonl \(None, now 12\)"),
         ({"data": "cd"}, ("data",), ""),
     ],
 )  # fmt: skip

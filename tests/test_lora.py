@@ -583,9 +583,9 @@ def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
     check_same_run(with_lora, about(LORA), ())
     check_same_run(Found(Path("step-1"), about(None), {}), about(None), ())
     for now, message in (
-        (dataclasses.replace(LORA, rank=8), r"another lora.rank \(4, now 8\);"),
-        (dataclasses.replace(LORA, dropout=0.5), r"another lora.dropout \(0.0, now 0.5\);"),
-        (dataclasses.replace(LORA, target_modules=("q_proj",)), "another lora.target_modules"),
+        (dataclasses.replace(LORA, rank=8), r"differs from it: lora.rank \(4, now 8\);"),
+        (dataclasses.replace(LORA, dropout=0.5), r"differs from it: lora.dropout \(0.0, now 0.5\);"),
+        (dataclasses.replace(LORA, target_modules=("q_proj",)), "differs from it: lora.target_modules"),
         (None, r"lora.rank \(4, now None\)"),
     ):
         with pytest.raises(UserError, match=message):

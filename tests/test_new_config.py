@@ -100,7 +100,12 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
     answers = ("Qwen/Qwen3-0.6B", "Qwen3-0.6B", "gone.jsonl", "train.jsonl", "none", "", "lots", "24GB", "all", "lora")
     code, out, err = run("--output", "x.toml", typed=answers)
     assert code == 0 and "Qwen3-0.6b" not in out and "lora fine-tuning" in out and "x 24 GiB" in out
-    wrong = ("hf download Qwen/Qwen3-0.6B", "gone.jsonl: cannot be read", "'none' is no number", "'lots' is no size")
+    wrong = (
+        "hf download Qwen/Qwen3-0.6B",
+        "gone.jsonl: cannot be read",
+        "'none' must be a whole number",
+        "'lots' is no size",
+    )
     for line, part in zip(err.splitlines(), (*wrong, "'all' is none of full, lora, qlora"), strict=True):
         assert line.startswith("ERROR ") and part in line
 
@@ -121,12 +126,17 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
             ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "zero"),
             None,
             2,
-            "a whole number above 0, such",
+            "a whole number from 1 to 1,048,576, such",
         ),
         (("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--method", "All"), None, 2, "'All' is none of full, lora"),
         (("--model", "gone"), (), 2, "--model: gone: is no folder"),
         (("--model", "Qwen3-0.6B", "--data", "*.csv"), None, 2, "--data: "),
-        (("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "0"), None, 2, "--cards: '0' is no number"),
+        (
+            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "0"),
+            None,
+            2,
+            "--cards: '0' must be a whole number",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_leaves_nothing(
