@@ -253,6 +253,7 @@ PP2 = ("--parallelism.pipeline_parallel_degree", "2", "--training.gradient_accum
 TP2 = ("--parallelism.tensor_parallel_degree", "2", "--training.gradient_accumulation_steps", "2")
 
 
+@pytest.mark.full
 def test_a_run_ends_with_its_export_and_layouts_with_the_same_weights_export_the_same_bytes(tmp_path: Path) -> None:
     """Two steps under FSDP2; then one without learning under a pipeline and tensor parallel: the same weights."""
     run = tmp_path / "run"

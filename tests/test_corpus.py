@@ -212,6 +212,7 @@ def test_parts_and_other_numbers_of_workers_make_the_same_bytes(tmp_path: Path, 
     assert hashes(tmp_path / "one") == hashes(tmp_path / "parts")
 
 
+@pytest.mark.full
 def test_a_killed_preparation_goes_on_and_leaves_the_same_bytes(tmp_path: Path) -> None:
     """Killed by SIGKILL after some shards, twice; `tests/chaos/kill_corpus.py` kills fifty at any moment."""
     path = write(tmp_path / "in.jsonl", texts(3000, seed=5))

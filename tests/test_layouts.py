@@ -87,7 +87,8 @@ def test_layouts_train_with_less_state_as_one_process_does(tmp_path: Path) -> No
     assert_within_the_bars(parity.measure(jobs, tmp_path))
 
 
-@pytest.mark.parametrize("backend", ["chunked", pytest.param("eager", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["chunked", "eager"])
 def test_layouts_train_alike_with_every_backend_of_attention(backend: str, tmp_path: Path) -> None:
     jobs = parity.cells("float64", 0.0, ["FSDP2 x2", "TP2", "PP2 1F1B"], accumulations=(2,))
     jobs = [replace(cell, steps=2, layers=2, backend=backend) for cell in jobs if cell.tied]

@@ -168,6 +168,7 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert set(memory.categories) == set(CATEGORIES)
 
 
+@pytest.mark.full
 def test_a_pipelines_loss_keeps_nothing_of_the_microbatches_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's schedule keeps the outputs of all microbatches, and with them what the loss's autograd node holds."""
     counts: list[Count] = []

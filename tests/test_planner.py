@@ -139,6 +139,7 @@ def run(folder: Path, *settings: str, first: str = "") -> subprocess.CompletedPr
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> None:
     refused = run(tmp_path / "a", "--memory.limit_gib", "0.01")
     assert refused.returncode == 2 and "what helps most: " in refused.stderr

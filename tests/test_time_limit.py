@@ -66,6 +66,7 @@ def test_the_end_of_the_job_is_slurms(text: str, end: float | None, caplog: pyte
     assert said in caplog.text and end_of_job({}) is None
 
 
+@pytest.mark.full
 def test_a_run_saves_before_its_jobs_end_and_the_next_job_resumes_it(tmp_path: Path) -> None:
     command = ["-m", "titan_mi100.train", "--job.config_file", str(REPO / "train_configs/debug.toml")]
     command += ["--job.run_folder", str(tmp_path / "run"), "--training.steps", "6", "--validation.freq", "0"]

@@ -415,7 +415,7 @@ def test_long_runs_of_spaces_are_cut_where_hf_cuts_them(tmp_path: Path, split: A
     assert_same_ids(ours, theirs, texts)
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=needs_qwen3)])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[needs_qwen3, pytest.mark.full])])
 def test_vocab_and_merges_files_give_the_same_tokenizer(tmp_path: Path, trained: Path, real: bool) -> None:
     if real:
         for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):

@@ -217,6 +217,7 @@ def test_what_may_change_on_a_resume_does(config: Path, uninterrupted: Path, ful
     assert "a step is 6 rows" in result.stdout and len(losses(folder)) == 23
 
 
+@pytest.mark.full
 def test_an_epoch_ends_with_its_rows_also_where_the_global_batch_changed(config: Path, tmp_path: Path) -> None:
     rows = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
