@@ -248,7 +248,7 @@ FINGERPRINTS = {"model": {"hidden_size": 64, "rope_theta": 1e4}, "data": "ab", "
         ({"seed": 2}, ("data",), "differs from it: seed"),
         ({"seed": 2}, ("seed",), ""),
         ({"model": {"hidden_size": 64, "rope_theta": 1e6}}, (), r"model\.rope_theta \(10000\.0, now 1000000\.0\)"),
-        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model.rope_theta",), r"differs from it: model\.hidden_size \(64"),
+        ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model.rope_theta",), r"it: model\.hidden_size \(64"),
         ({"model": {"hidden_size": 32, "rope_theta": 1e6}}, ("model",), ""),
         ({"data": "cd"}, (), r"differs from it: seq_len \(8, now 16\), file a\.jsonl \(None, now 12\)"),
         ({"data": "cd"}, ("data",), ""),
