@@ -262,6 +262,7 @@ launcher.run_first("the preparation", "-c", sys.argv[2])
 """
 STOPS_ITSELF = "import os; os.kill(os.getpid(), 19)"
 STOPS_A_CHILD = "import os, time; pid = os.fork(); pid or os.kill(os.getpid(), 19); os.waitpid(pid, 0)"
+SLEEPS = "import time; time.sleep(100)"
 COMPUTES = "import time; until = time.time() + 3\nwhile time.time() < until: pass"
 
 
@@ -270,7 +271,10 @@ def run_first(limit: float, does: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("does", [STOPS_ITSELF, STOPS_A_CHILD, "import time; time.sleep(100)"])
+@pytest.mark.parametrize(
+    "does",
+    [STOPS_ITSELF, *(pytest.param(does, marks=pytest.mark.full) for does in (STOPS_A_CHILD, SLEEPS))],
+)
 def test_a_preparation_that_uses_no_cpu_time_is_ended_with_code_5(does: str) -> None:
     ended = run_first(1, does)
     assert ended.returncode == 5, ended.stderr
@@ -279,6 +283,7 @@ def test_a_preparation_that_uses_no_cpu_time_is_ended_with_code_5(does: str) -> 
     assert ('File "<string>", line 1 in <module>' in ended.stderr) == (does != STOPS_ITSELF)  # the stacks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("limit", "does"), [(1, COMPUTES), (0, "import time; time.sleep(2)")])
 def test_a_preparation_that_computes_or_is_not_watched_may_take_long(limit: float, does: str) -> None:
     ended = run_first(limit, does)
