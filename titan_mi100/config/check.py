@@ -60,7 +60,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
         errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install 'titan_mi100[wandb]'")
+        errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install wandb")
     errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
     errors += _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best

@@ -26,7 +26,7 @@ class Progress:
 
     step: int = 0
     skipped_steps: int = 0
-    skipped_spikes: int = 0  # of these
+    skipped_spikes: int = 0  # skipped steps whose loss was a spike
     skipped_in_a_row: int = 0
     best_step: int | None = None  # step with the lowest validation loss
     best_loss: float | None = None

@@ -101,7 +101,7 @@ class WandB:
             import wandb
             from wandb.errors import AuthenticationError, UsageError
         except ImportError as error:
-            raise UserError(f"[metrics] enable_wandb = true: {error}; pip install 'titan_mi100[wandb]'") from None
+            raise UserError(f"[metrics] enable_wandb = true: {error}; pip install wandb") from None
         own = {"project": "titan_mi100", "name": folder.name, "dir": str(folder)}
         options: dict[str, Any] = {
             **{key: value for key, value in own.items() if not os.environ.get(f"WANDB_{key.upper()}")},
