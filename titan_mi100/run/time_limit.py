@@ -29,11 +29,11 @@ class TimeLimit:
             checkpointer: knows how long saves take.
         """
         self._end, self._preemption, self._checkpointer = end, preemption, checkpointer
-        self._longest, self._last = 0.0, 0.0
+        self._longest, self._last, self._steps = 0.0, 0.0, 0
 
     def after_step(self, step: int, result: StepResult) -> None:
-        now = time.time()
-        if self._last:  # the first step's own time is not counted: it includes compilation
+        now, self._steps = time.time(), self._steps + 1
+        if self._steps > 2:  # the first two steps do not count: they may include compilation
             self._longest = max(self._longest, now - self._last)
         self._last = now
         needed = 2 * self._longest + (1.5 * self._checkpointer.longest_save or _FIRST_SAVE) + _MARGIN
