@@ -456,4 +456,6 @@ def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(tm
     ]
     there = f"there is no folder {tmp_path / 'data'}; {tmp_path} has train.jsonl"
     assert matching_files(missing)[1] == [f"{missing}: matches no file; {there}"]
+    deep = str(tmp_path / "data" / "parts" / "a" / "x.jsonl")
+    assert matching_files(deep)[1] == [f"{deep}: cannot be read: No such file or directory; {there}"]
     assert matching_files(str(tmp_path / "x"))[1] == [f"{tmp_path / 'x'}: cannot be read: No such file or directory"]

@@ -22,10 +22,13 @@ def nearby(path: str) -> str:
     """The end of a message about a missing file: its folder is missing, or it holds a file with a similar name."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
-        above = os.path.dirname(folder) or "."
-        there = sorted(os.listdir(above)) if os.path.isdir(above) and os.access(above, os.R_OK) else []
-        near = f"; {above} has {some(there, 5)}" if there else ""
-        return "" if glob.has_magic(folder) else f"; there is no folder {folder}{near}"
+        if glob.has_magic(folder):
+            return ""
+        while not os.path.isdir(above := os.path.dirname(folder) or "."):
+            folder = above
+        there = sorted(os.listdir(above)) if os.access(above, os.R_OK) else []
+        near = f"; {os.path.abspath(above)} has {some(there, 5)}" if there else ""
+        return f"; there is no folder {folder}{near}"
     try:
         names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
     except OSError:
