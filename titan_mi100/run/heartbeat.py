@@ -88,7 +88,7 @@ class Heartbeat:
             self._stacks = open(_path(folder, rank, "stacks"), "wb", buffering=0)  # noqa: SIM115  # kept open
             faulthandler.register(WRITE_STACKS, self._stacks, all_threads=True)
         self._thread, self._beats, self._events, self._step = threading.get_ident(), 0, 0, -1
-        self._phase, self._doing, self._limit, self._steps, self._number = START, "", 0.0, 0, 0
+        self._phase, self._doing, self._limit, self._steps, self._in_step = START, "", 0.0, 0, ""
         self._seconds, self._began = deque[float](maxlen=_REMEMBERED), 0.0
         self.begin(START, "importing modules")
 
@@ -136,14 +136,14 @@ class Heartbeat:
         self.note(doing)
 
     def begin_step(self, number: int) -> None:
-        self._number, self._steps = number, self._steps + 1
+        self._in_step, self._steps = f"step {number}, ", self._steps + 1
         finished = number - 1 if self._steps > 1 else None
         self.begin(COMPILE if self._steps <= _COMPILING else STEP, "forward and backward", finished)
 
     def note(self, doing: str) -> None:
         """Say what the process does now. The time limit of the phase does not start again."""
-        in_step = self._phase in (COMPILE, STEP)
-        self._doing, self._events = f"step {self._number}, {doing}" if in_step else doing, self._events + 1
+        self._doing = self._in_step + doing if self._phase in (COMPILE, STEP) else doing
+        self._events += 1
         _RECORD.pack_into(
             self._memory, 0, os.getpid(), self._rank, self._step, self._beats, self._events, self._thread, self._limit,
             self._phase.encode(), self._doing.encode()[:160],

@@ -71,7 +71,7 @@ class Progress:
             return math.inf
         losses, count = self.recent_losses, len(self.recent_losses)
         mean = sum(losses) / count
-        deviation = math.sqrt(sum([(loss - mean) ** 2 for loss in losses]) / count)
+        deviation = math.dist(losses, [mean] * count) / math.sqrt(count)  # one call: this runs in every step
         return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
     def after_validation(self, loss: float | None) -> bool:

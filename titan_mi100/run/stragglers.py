@@ -43,7 +43,7 @@ class Stragglers:
         self._products = from_rank_zero(partial(self._count_products))
         self._host = self._step = self._probe = self._probed_at = 0.0
         self._probes = [deque[float](maxlen=_REMEMBERED) for _ in range(world.size)]
-        self._sums, self._steps = torch.zeros(world.size, 3, dtype=torch.float64), 0
+        self._sums, self._steps = torch.zeros(world.size, 4, dtype=torch.float64), 0
         self._named: tuple[list[int], int] = [], 0
 
     def own_values(self) -> list[float]:
@@ -58,7 +58,7 @@ class Stragglers:
         """
         self._host, self._step = host_seconds, result.seconds
         # Every rank must reach the same result, so only the gathered values are used.
-        self._sums += result.ranks[:, :3]
+        self._sums += result.ranks
         self._steps += 1
         if step % self._log_freq or self._steps < _LEAST_STEPS:
             return
