@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def files() -> list[count_lines.File]:
-    return count_lines.count()
+    return count_lines.count(count_lines.PRODUCT)
 
 
 @pytest.mark.parametrize("part", count_lines.BUDGETS)

@@ -287,7 +287,7 @@ def test_snapshots_need_a_gpu(world: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"profile_freq": "5"}, "profile_freq = 5 has no effect with enable_profiling = False"),
+        ({"profile_freq": "5"}, "profile_freq = 5 has no effect with enable_profiling = false"),
         ({"enable_profiling": "true", "profile_ranks": "0,2"}, "profile_ranks names 2, but the ranks are 0 to 1"),
         ({"profile_ranks": "1"}, r"profile_ranks = \[1\] has no effect with enable_profiling and"),
         ({"enable_profiling": "true", "profile_ranks": "[]"}, "profile_ranks is empty"),

@@ -68,7 +68,7 @@ def test_it_is_refused_where_no_conversations_are(tmp_path: Path) -> None:
         load(text, PROMPT)
     assert load(text).facts.system_prompt is None
     arguments = ["--model.flavor", "debug", "--model.tokenizer_path", str(TOKENIZER), "--data.system_prompt", PROMPT]
-    with pytest.raises(UserError, match=r"system_prompt.* has no effect with format = 'text'"):
+    with pytest.raises(UserError, match=r'system_prompt.* has no effect with format = "text"'):
         load_config([*arguments, "--data.path", str(text), "--data.format", "text"])
     mixed = write(tmp_path / "chat.jsonl", {"messages": [ASKED, SAID]}), text
     both = prepare_data(DataConfig(path=tuple(map(str, mixed)), system_prompt=PROMPT), str(TOKENIZER), "", 256)

@@ -4,6 +4,7 @@ import os
 from dataclasses import fields
 from importlib.util import find_spec
 
+from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.assets import CONFIG, PLAN, has_tokenizer, has_weights, is_corpus
 from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
@@ -267,14 +268,14 @@ def _check_effects(config: Config) -> list[str]:
     """Settings that were changed, but have no effect because of another setting."""
     data, defaults = config.data, Config()
     idle = [
-        (f"{switch} = {value!r}", section, keys)
+        (f"{switch} = {toml_value(value)}", section, keys)
         for (section, switch), keys in _SWITCHES.items()
         if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
     ]
     if config.lr_scheduler.decay_type == "constant":
-        idle.append(("decay_type = 'constant'", "lr_scheduler", ("decay_ratio", "min_lr_factor")))
+        idle.append(('decay_type = "constant"', "lr_scheduler", ("decay_ratio", "min_lr_factor")))
     if config.training.mixed_precision_param == "float64":
-        idle.append(("mixed_precision_param = 'float64'", "training", ("mixed_precision_reduce",)))
+        idle.append(('mixed_precision_param = "float64"', "training", ("mixed_precision_reduce",)))
     if not config.training.loss_spike_sigmas:
         idle.append(("loss_spike_sigmas = 0", "training", ("skip_loss_spikes",)))
     if not config.watchdog.seconds:
@@ -297,15 +298,15 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("corpora only, which are plain text", "data", ("system_prompt",)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt")
-        idle.append((f"format = {data.format!r}", "data", of_conversations))
+        idle.append((f'format = "{data.format}"', "data", of_conversations))
     if data.format not in ("auto", "text") or data.prompt_column:
-        idle.append((f"format = {data.format!r} or prompt_column", "data", ("text_column",)))
+        idle.append((f'format = "{data.format}" or prompt_column', "data", ("text_column",)))
     found = []
     for why, section, keys in idle:
         for key in keys:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
-                found.append(f"[{section}] {key} = {value!r} has no effect with {why}; delete it")
+                found.append(f"[{section}] {key} = {toml_value(value)} has no effect with {why}; delete it")
     return found
 
 

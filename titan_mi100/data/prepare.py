@@ -82,7 +82,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     data = open_sources(config.data, data, fingerprint, seq_len)
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
     if data.facts.n_vocab > size:
-        raise UserError(f"{count}, more than the model's vocab_size = {size:,}; use the model's own tokenizer")
+        what = f"{count}, more than the model's vocab_size = {size:,}"
+        raise UserError(f"{what}; name the model's own tokenizer in model.tokenizer_path")
     if data.facts.n_vocab < _FEW_TOKENS * size:
         data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
     return data
@@ -358,7 +359,8 @@ def _empty_set_problem(request: Request, ledger: Ledger, sets: dict[str, np.ndar
         if set_name("train", number, len(sources)) in empty:
             lines = [f"{', '.join(source.path)}: no row is left to train on", *ledger.summary()]
             if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
-                lines.append(f"the longest row has {longest:,} tokens: raise training.seq_len, or set data.overlong")
+                remedy = 'raise training.seq_len, or set data.overlong = "split"'
+                lines.append(f"the longest row has {longest:,} tokens: {remedy}")
             return "\n".join(lines)
     if empty:
         paths = config.validation_path or [path for source in sources for path in source.path]
