@@ -22,6 +22,7 @@ from typing import get_args, get_origin
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
+from titan_mi100.config.other_trainers import entries
 from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 from titan_mi100.wording import printable
@@ -36,6 +37,7 @@ KEYS = {
     if section.name != "notes"
     for key in fields(section.default_factory)  # type: ignore[misc, arg-type]
 }
+FOREIGN = sorted({name for entry in entries() for name in entry.names if not name.endswith("*")})
 NUMBERS = (
     *(
         "0",
@@ -215,6 +217,12 @@ class Fuzzer:
                 given += [f"{k} = {self.value()}" for k in self.random.sample(keys[1:], self.random.randrange(3))]
                 found.append("\n".join(["[[data.source]]", *given, ""]))
                 continue
+            if self.random.random() < 0.1:
+                foreign = self.random.choice(FOREIGN)
+                section, _, key = foreign.rpartition(".")
+                found.insert(0, f"{json.dumps(key)} = {self.value()}\n") if not section else found.append(
+                    f"[{section}]\n{json.dumps(key)} = {self.value()}\n"
+                )
             if self.random.random() < 0.7:
                 value = self.plausible(name)
                 found.append(
@@ -274,6 +282,8 @@ class Fuzzer:
                 [*option, value],
             )
             words += self.random.choice(odd) if self.random.random() < 0.25 else option
+            if self.random.random() < 0.2:
+                words += [f"--{self.random.choice(FOREIGN)}", *([self.text()] if self.random.random() < 0.8 else [])]
         if self.random.random() < 0.1:
             self.random.shuffle(words)
         return words
@@ -334,7 +344,7 @@ def outcome(argv: list[str], folder: Path, world_size: int | None) -> str:
         shown = printable(str(error))
         assert len(shown) < 100_000 + 20 * sum(map(len, argv)), "a message without end"
         for line in shown.splitlines():
-            assert re.search(r"\[\w+\] |--\w+\.\w+|command line: |: ", line), f"names no key: {line}"
+            assert re.search(r"\[\w+\] |--\w+\.\w+|command line: |: ", line), f"names no key: {shown!r:.400}"
         return "refused"
     again = folder / "again.toml"
     again.write_text(to_toml(config), encoding="utf-8")
@@ -370,7 +380,7 @@ def main() -> int:
     cases, seed = map(int, (*sys.argv[1:3], *("4000", "0")[len(sys.argv) - 1 :]))
     ends, failures = run(cases, seed)
     for failure in failures[:20]:
-        print(printable(failure))
+        print(printable(failure).encode(errors="backslashreplace").decode())
     print(f"{cases} cases of seed {seed}: {', '.join(f'{count} {end}' for end, count in sorted(ends.items()))}")
     return 1 if failures else 0
 

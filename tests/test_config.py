@@ -196,7 +196,8 @@ def test_impossible_combinations_are_refused(tmp_path: Path, text: str, expected
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert errors(tmp_path, "[training\n")[0].startswith(f"{tmp_path / 'my.toml'}: cannot be read as TOML")
     assert errors(tmp_path, 'base = "gone.toml"\n' + MINIMAL) == [
-        f"{tmp_path / 'gone.toml'}: no such file; python -m titan_mi100 config new writes one"
+        f"{tmp_path / 'my.toml'}: base = 'gone.toml': {tmp_path / 'gone.toml'}: no such file; "
+        "python -m titan_mi100 config new writes one"
     ]
     assert "forms a cycle" in errors(tmp_path, 'base = "my.toml"\n' + MINIMAL)[0]
     with pytest.raises(UserError, match=r"nowhere.toml: no such file"):

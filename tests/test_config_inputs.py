@@ -19,6 +19,7 @@ from titan_mi100.config.load import config_from_command_line, load_config, make_
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
 
@@ -256,7 +257,7 @@ def test_a_text_comes_back_from_the_toml_that_was_written(text: str, number: flo
         data=replace(before.data, path=(text, text)),
         metrics=replace(before.metrics, enable_tensorboard=flag),
     )
-    read = load_module.tomllib.loads(to_toml(config).encode().decode())
+    read = tomllib.loads(to_toml(config).encode().decode())
     assert read["job"]["description"] == text and read["data"]["path"] == [text, text]
     assert read["optimizer"]["weight_decay"] == number and read["metrics"]["enable_tensorboard"] is flag
 
@@ -328,6 +329,9 @@ def test_a_glob_in_a_folder_with_brackets_finds_that_folder_s_files(
         [pattern] = config.data.path
         assert matching_files(pattern)[0] == [str(tmp_path / "run[1]" / "x.jsonl")]
     assert load(file, "--data.path", "x.jsonl").data.path == (str(tmp_path / "run[1]" / "x.jsonl"),)
+    (below := tmp_path / "run[1]" / "configs").mkdir()
+    (below / "x.toml").write_text(f'base = "{file}"\n[data]\npath = "../*.jsonl"\n')
+    assert matching_files(load(below / "x.toml").data.path[0])[0] == [str(tmp_path / "run[1]" / "x.jsonl")]
 
 
 def test_two_dots_after_a_link_lead_where_the_system_says(file: Path, tmp_path: Path) -> None:
@@ -453,6 +457,10 @@ def test_a_slip_in_toml_gets_the_words_that_correct_it(text: str, said: str, fil
         ('path = ["a", "b"\n[training]\n', "a ] is missing above it; add it"),
         ('path = ["a", "b"', "add the missing ]"),
         ("path = a.jsonl", "write key = value, and texts in quotes"),
+        ('path = "a\n', "add the missing quote at the end of the text"),
+        ('[data]\npath = "a\u2028b"\nformat = True\n', "write format = true"),
+        ("[data]\n\n\u00a0", "write key = value, and texts in quotes"),
+        ("[training]\nsteps = 2020-01-01", "put it in quotes, as a text"),
     ],
 )
 def test_a_syntax_error_in_toml_names_its_repair(text: str, remedy: str, tmp_path: Path) -> None:
@@ -469,5 +477,9 @@ def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_
     assert refusal("--job.config_file", str(file), "--lora.alpha", "4").endswith(
         "has no effect with rank = 0; delete it"
     )
-    said = refusal("--job.config_file", str(tmp_path / "gone.toml"))
-    assert said.endswith("gone.toml: no such file; python -m titan_mi100 config new writes one")
+    gone = f"{tmp_path / 'gone.toml'}: no such file; python -m titan_mi100 config new writes one"
+    assert refusal("--job.config_file", str(tmp_path / "gone.toml")) == gone
+    (heir := tmp_path / "heir.toml").write_text('base = "gone.toml"')
+    assert refusal("--job.config_file", str(heir)) == f"{heir}: base = 'gone.toml': {gone}"
+    heir.write_bytes(b'[job]\ndescription = "\xe9"')
+    assert refusal("--job.config_file", str(heir)).endswith("line 2 is not UTF-8; save the file as UTF-8")

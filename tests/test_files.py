@@ -16,7 +16,7 @@ from titan_mi100.data.files import Record, RecordReader, expand_patterns, read_r
 from titan_mi100.data.formats import parse
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
-from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.patterns import matching_files, nearby
 
 ROWS = [
     {"question": f"{n} größe \U0001f600", "answer": '"\\[{' * (n % 7), "more": [n, {"x": None}]} for n in range(300)
@@ -448,7 +448,9 @@ def test_reading_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.jsonl").touch()
     similar, missing = str(tmp_path / "trian.jsonl"), str(tmp_path / "data" / "*.jsonl")
     assert matching_files(similar)[1] == [
@@ -459,3 +461,7 @@ def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(tm
     deep = str(tmp_path / "data" / "parts" / "a" / "x.jsonl")
     assert matching_files(deep)[1] == [f"{deep}: cannot be read: No such file or directory; {there}"]
     assert matching_files(str(tmp_path / "x"))[1] == [f"{tmp_path / 'x'}: cannot be read: No such file or directory"]
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and Path(path) != tmp_path)  # as for no root
+    assert nearby(missing) == f"; the folder {tmp_path} may not be entered: Permission denied"
+    assert nearby(similar) == f"; the folder {tmp_path} may not be entered: Permission denied"

@@ -36,7 +36,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
     assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None, 0)
     assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None, 0)
     assert launch.parse(given, "4") == (4, given, None, 0)
-    assert launch.parse(["--nproc_per_node=", *given], "")[0] == 5
+    with pytest.raises(UserError, match="the number of processes must be 1 to 99, not ''"):
+        launch.parse(["--nproc_per_node=", *given], "4")
     with pytest.raises(UserError, match="--nproc_per_node needs a value"):
         launch.parse([*given, "--nproc_per_node"])
     assert launch.parse(["--max_restarts", "3", *given], "4") == (4, given, None, 3)
@@ -117,7 +118,7 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
     monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path))
     # it blocks signals
     monkeypatch.setattr(
-        launch.Launcher, "__init__", lambda self: self.__dict__.update(_told=None, trainer=(), processes=1)
+        launch.Launcher, "__init__", lambda self: self.__dict__.update(_stop_signal=None, trainer=(), processes=1)
     )
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)

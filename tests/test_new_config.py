@@ -96,6 +96,16 @@ def test_what_fits_in_no_way_is_refused_with_what_would(run: Run) -> None:
     assert code == 2 and "use more cards, or a smaller model" in err and not Path("x.toml").exists()
 
 
+def test_a_method_that_is_not_for_the_model_is_refused_only_where_it_was_asked_for(run: Run) -> None:
+    shape = json.loads(Path("Qwen3-0.6B/config.json").read_text())
+    small = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1}
+    Path("Qwen3-0.6B/config.json").write_text(json.dumps({**shape, **small, "head_dim": 32}))
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    assert run(*options, "--method", "full", "--output", "x.toml")[0] == 0
+    code, _, err = run(*options, "--method", "qlora", "--output", "y.toml")
+    assert code == 2 and "--method qlora is not for " in err and "blocks of 64 values" in err
+
+
 def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
     answers = ("Qwen/Qwen3-0.6B", "Qwen3-0.6B", "gone.jsonl", "train.jsonl", "none", "", "lots", "24GB", "all", "lora")
     code, out, err = run("--output", "x.toml", typed=answers)

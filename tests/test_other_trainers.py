@@ -12,10 +12,9 @@ from conftest import REPO
 
 from titan_mi100.config import other_trainers
 from titan_mi100.config.hub import hub_id
-from titan_mi100.config.load import _convert, _parse_arguments, load_config
+from titan_mi100.config.load import _convert, load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
-from titan_mi100.config.unknown import Unknown
 from titan_mi100.errors import UserError
 from titan_mi100.weights.source import open_weights
 
@@ -151,14 +150,22 @@ def _setting(value: object, is_text: bool) -> object:
         ("--optimizer.learning_rate 1", "--optimizer.lr 1"),
         ("--seq_len 512", "--training.seq_len 512"),
         ("-lr 1e-5", "--optimizer.lr 1e-5"),
+        ("--interleave_probs .7,.3", "--data.weights 0.7 0.3"),
+        ("--torch_compile True", "--compile.enable true"),
+        ("--train_file 'my data/x.jsonl'", "--data.path 'my data/x.jsonl'"),
+        ("--train_file a.jsonl b.jsonl", "--data.path a.jsonl b.jsonl"),
     ],
 )
 def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
     assert f" {expected} " in f"{message} " and message.startswith("command line: --")
-    found: list[Unknown] = []
-    pasted = _parse_arguments(shlex.split(expected), [], found)
-    assert len(pasted) == 1 and not found
+    name = expected.partition(" ")[0]
+    refused: list[str] = []
+    try:
+        load_config(shlex.split(expected), with_files=False)
+    except UserError as error:  # for want of other settings
+        refused = [line for line in str(error).splitlines() if re.match(f"command line|{name} = .* must ", line)]
+    assert refused == []
 
 
 @pytest.mark.parametrize(
@@ -182,6 +189,13 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
         ("--max_step 3", "is not an option; did you mean --training.steps?"),
         ("--optimizer.learningrate 1", "is not an option; did you mean --optimizer.lr?"),
         ("--max_steps -1", "-1 means by epochs"),
+        ("--torch_compile=", "compile.enable must be true or false here; leave it out for the default, false"),
+        ("--torch_compile_backend cudagraphs", "compile.backend has inductor, aot_eager here, not 'cudagraphs'"),
+        ("--save_total_limit -1", "checkpoint.keep_latest_k must be at least 0 here"),
+        ("--interleave_probs abc", "data.weights must be a number here, not 'abc'"),
+        ("-training.steps 5", "'-training.steps' is not an option; write --training.steps 5"),
+        ("--source a", "it is a list of tables: write [[data.source]] in a TOML file"),
+        ("--path a.jsonl b.jsonl", "write --data.path a.jsonl b.jsonl"),
         ("--trainning.steps 3", "is not an option; did you mean --training.steps?"),
         ("--frobnicate 3", "is not an option; --help lists them"),
         ("my.toml", "name the config with --job.config_file my.toml"),
@@ -192,6 +206,33 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
 def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
     assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "once"),
+    [
+        ("--use_peft --lora_r 8", "but lora.rank only once: 8, from another message"),
+        ("--lora_r 8 --use_peft", "but lora.rank only once: 8, from another message"),
+        ("--adapter qlora --load_in_4bit true", 'but lora.base only once: "nf4", from another message'),
+        ("--bf16 --fp16", 'but training.mixed_precision_param only once: "bfloat16", from another message'),
+    ],
+)
+def test_two_options_for_one_key_are_answered_with_one_value(arguments: str, once: str) -> None:
+    assert sum(line.endswith(once) for line in errors_of(*arguments.split())) == 1
+
+
+def test_in_a_file_values_are_written_as_toml_has_them(tmp_path: Path) -> None:
+    text = 'torch_compile = "True"\nweight_decay = "0."\nconfig = "x.toml"\nmax_steps = nan\nnum_train_epochs = true\n'
+    said = "\n".join(errors_of(*written(tmp_path, f"{text}use_tensorboard = []\n")))
+    for expected in (
+        "under [compile] write enable = true",
+        "under [optimizer] write weight_decay = 0.0 ",
+        'here, at the top of the file: base = "x.toml"',
+        "training.steps must be a number here, not nan",
+        "training.epochs must be a number here, not True",
+        "metrics.enable_tensorboard takes one value here, not []",
+    ):
+        assert expected in said
 
 
 def test_a_config_of_torchtitan_gets_messages_that_lead_to_one_that_loads(

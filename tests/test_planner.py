@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -110,13 +109,16 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "link_gbs = true\n",
         "overlap = 1.5\n",
         "per_node = 1.5\n",
+        "name = 5\n",
+        "tflops = {}\n",
+        "tflops = { bf16 = 92.3 }\n",
     ):
         key = wrong.split(" ")[0]
         mine.write_text("".join(line + "\n" for line in DEVICE.splitlines() if not line.startswith(key)) + wrong)
         assert planner.main([*SFT, "--device", str(mine)]) == 2
+        said = capsys.readouterr().err
         assert (
-            "mine.toml: a device has host_gbs, link_gbs, memory_gib, name, node_gbs, overlap, per_node, tflops"
-            in capsys.readouterr().err
+            f"mine.toml: missing, unknown or wrong: {key}; a device has host_gbs, link_gbs, memory_gib, name, " in said
         )
     mine.write_text(DEVICE.replace("bfloat16 = 71, ", ""))
     assert planner.main([*SFT, "--device", str(mine)]) == 0
@@ -125,11 +127,9 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "did you mean mi" in capsys.readouterr().err
 
 
-def test_it_answers_within_a_second_and_without_torch() -> None:
+def test_it_answers_without_torch() -> None:
     code = "import sys; from titan_mi100 import planner; planner.main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    started = time.perf_counter()
     subprocess.run([sys.executable, "-c", code, *BIG, *LEAN], check=True, cwd=REPO, capture_output=True)
-    print(f"{time.perf_counter() - started:.2f} s")
 
 
 def run(folder: Path, *settings: str, first: str = "") -> subprocess.CompletedProcess[str]:

@@ -65,13 +65,13 @@ def main() -> int:
     from titan_mi100 import cli
 
     if not given or given[0] in ("-h", "--help"):
-        return cli.exit_code(lambda: print(_help()), cli.say)
+        return cli.exit_code(lambda: print(_help()))
     if given[0] == "--version":
-        return cli.exit_code(lambda: print(cli.versions()), cli.say)
+        return cli.exit_code(lambda: print(cli.versions()))
     count = 2 if any(name.startswith(f"{given[0]} ") for name in COMMANDS) else 1
     name = " ".join(given[:count])
     if count == 2 and (len(given) == 1 or given[1] in ("-h", "--help")):
-        return cli.exit_code(lambda: print(_help(f"{given[0]} ")), cli.say)
+        return cli.exit_code(lambda: print(_help(f"{given[0]} ")))
     if name not in COMMANDS:
         cli.say(f"titan-mi100: {_unknown(given, count)}")
         return 2

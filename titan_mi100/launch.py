@@ -10,6 +10,7 @@ is lost. run_train.sh blocks them before it starts Python.
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,10 +76,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
             launcher.run_first("the rehearsal", *_REHEARSAL, *arguments)
             return 0
-        if asked := {"-h", "--help", "--version"} & set(arguments):
-            return len(launcher.run_first("the help", *_CONFIG, *asked))  # 0: it is printed
+        if asked := [argument for argument in arguments if argument in ("-h", "--help", "--version")]:
+            launcher.run_first("the help", *_CONFIG, asked[0])
+            return 0
         if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
-            raise UserError(f"CONFIG_FILE = {file!r} is not read here; unset it, and write --job.config_file {file}")
+            raise UserError(f"CONFIG_FILE is not read here; unset it, and write --job.config_file {shlex.quote(file)}")
         processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
         launcher.processes = processes
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
@@ -126,10 +128,11 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
         if option in given:
             raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
         given[option] = value
+    is_given = "nproc_per_node" in given
     ngpu, restarts = given.pop("nproc_per_node", ngpu), given.pop("max_restarts", "0")
     if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
         raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
-    if not re.fullmatch("[1-9][0-9]?", ngpu or "1", re.ASCII):
+    if not re.fullmatch("[1-9][0-9]?", ngpu if is_given else ngpu or "1", re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
     return int(ngpu or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
 
@@ -178,8 +181,7 @@ def conclude(outcome: Outcome, folder: str) -> int:
         again = how_to_start_again(Path(folder))
         write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
     if outcome.code:
-        meaning = _MEANING.get(outcome.code, "did not finish").format(folder)
-        say(f"exit code {outcome.code}: {meaning}. Run folder: {folder}")
+        say(f"exit code {outcome.code}: {_MEANING.get(outcome.code, 'did not finish')}. Run folder: {folder}")
     return outcome.code
 
 
@@ -262,7 +264,7 @@ class Launcher:
             What the step printed, if `stdout` is a pipe.
         """
         idle, environment = Idle(self._limit), {"PYTHONFAULTHANDLER": "1", **environment}  # stacks at SIGABRT
-        status, output = self._run(what, command, Process.terminate, environment, stdout, idle.look)
+        status, output = self._run(what, command, Process.terminate, environment, idle.look, stdout)
         self.exit_if_stopped()
         if idle.message:
             say(f"{what} hangs: {idle.message}; exit code 5")
@@ -292,7 +294,6 @@ class Launcher:
                 "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
             }  # fmt: skip
             what = "torchrun" if torchrun else "the trainer"
-
             is_ended = False  # because of a hang, or of another node
 
             def is_to_end() -> bool:
@@ -301,7 +302,7 @@ class Launcher:
                 return is_ended
 
             command = (*command, *self.trainer)
-            status, _ = self._run(what, command, self._tell_workers, environment, is_over=is_to_end)
+            status, _ = self._run(what, command, self._tell_workers, environment, is_to_end)
             vanished = watch.vanished()  # before the next lines kill what is left
             # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
             # show its environment yet, so it is not found.
@@ -360,8 +361,8 @@ class Launcher:
         command: Sequence[str],
         pass_on: PassOn,
         environment: Mapping[str, str],
+        is_over: IsOver,
         stdout: int | None = None,
-        is_over: IsOver | None = None,
     ) -> tuple[int, bytes]:
         """Run a Python process until it ends.
 
@@ -378,8 +379,8 @@ class Launcher:
         )  # fmt: skip
         is_ended, until = False, float("inf")  # whether this launcher killed it; when to stop waiting for that
         while (status := process.poll()) is None and time.monotonic() < until:
-            number = self._next_signal(is_over)
-            if number is None and is_over is not None and is_over():
+            number = self._next_signal()
+            if number is None and is_over():
                 is_ended, until = True, min(until, time.monotonic() + _KILLED)
                 process.kill()
             if number in _STOP and self._stop_signal is None:
@@ -398,9 +399,9 @@ class Launcher:
             say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
         return status, process.stdout.read() if process.stdout else b""
 
-    def _next_signal(self, is_over: IsOver | None) -> int | None:
+    def _next_signal(self) -> int | None:
         """Wait for the next signal. None: none came within LOOK seconds, and `is_over` must be asked."""
-        if is_over is None or not hasattr(signal, "sigtimedwait"):  # macOS has no sigtimedwait: is_over is not asked
+        if not hasattr(signal, "sigtimedwait"):  # macOS has none: there `is_over` is never asked
             return signal.sigwait(self._signals)
         found = signal.sigtimedwait(self._signals, LOOK)
         return None if found is None else found.si_signo

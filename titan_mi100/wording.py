@@ -37,6 +37,11 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
+def as_key(name: str) -> str:
+    """A key as a message shows it: TOML allows any text as a quoted key."""
+    return shortened(repr(name)[1:-1])
+
+
 def some(names: Iterable[object], most: int = 8) -> str:
     """The first `most` names, and the number of the others: "a, b and 3 more"."""
     shown = [shortened(str(name), 500) for name in names]

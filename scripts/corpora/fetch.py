@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli
-from titan_mi100.config.load import parse_toml
+from titan_mi100.config.toml_file import read_toml
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.wording import bytes_in_words
 
@@ -23,7 +23,7 @@ RECIPES = Path(__file__).with_name("recipes.toml")
 
 
 def main() -> int:
-    recipes = parse_toml(str(RECIPES))
+    recipes = read_toml(RECIPES)
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"one of {', '.join(recipes)}")
     parser.add_argument(

@@ -187,4 +187,4 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()  # ASCII: a text of JSON may be no valid UTF-8

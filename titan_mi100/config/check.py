@@ -50,7 +50,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
             f"{training.steps}; lower it, or use -1 for 3%"
         )
     if config.optimizer.eps == 0:
-        errors.append("[optimizer] eps = 0 divides by zero for rows that were never seen; the usual is 1e-8")
+        errors.append("[optimizer] eps = 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8")
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
@@ -82,8 +82,10 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
             )
     if config.checkpoint.fresh and not config.job.run_folder:
         errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
-    if config.checkpoint.load_step != -1 and (config.checkpoint.fresh or not config.job.run_folder):
-        errors.append("[checkpoint] load_step is a step of the run in job.run_folder, to resume from; without fresh")
+    if config.checkpoint.load_step != -1 and not config.job.run_folder:
+        errors.append("[checkpoint] load_step needs job.run_folder, the run that is to be resumed from that step")
+    elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
+        errors.append("[checkpoint] load_step and fresh exclude each other; remove one of them")
     if config.parallelism.zero_stage > 3:
         errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
     elif world_size is not None:

@@ -5,9 +5,11 @@ from dataclasses import fields
 from typing import Any
 
 from titan_mi100.config.hardware import DEVICES, Gpu
-from titan_mi100.config.load import parse_toml
+from titan_mi100.config.toml_file import read_toml
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.wording import as_key
 
+_DTYPES = {"bfloat16", "float16", "float32"}
 _MAY_BE_LEFT_OUT = ("host_gbs", "overlap", "per_node", "node_gbs")
 
 
@@ -18,16 +20,23 @@ def find_device(name: str) -> Gpu:
     if not name.endswith(".toml"):
         raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
     defaults = {key: getattr(Gpu, key) for key in _MAY_BE_LEFT_OUT}
-    values, known = {**defaults, **parse_toml(name)}, {field.name for field in fields(Gpu)}
-    sizes = [key for key in ("memory_gib", "link_gbs", "host_gbs", "node_gbs") if not _is_rate(values.get(key))]
-    sizes += [] if isinstance(values["per_node"], int) and _is_rate(values["per_node"]) else ["per_node"]
-    rates = values.get("tflops")
-    sizes += [] if values["overlap"] == 0 or (_is_rate(values["overlap"]) and values["overlap"] <= 1) else ["overlap"]
-    if set(values) != known or sizes or not isinstance(rates, dict) or not all(map(_is_rate, rates.values())):
+    values, known = {**defaults, **read_toml(name)}, {field.name for field in fields(Gpu)}
+    wrong = {key for key in ("memory_gib", "link_gbs", "host_gbs", "node_gbs") if not _is_rate(values.get(key))}
+    rates, overlap, text = values.get("tflops"), values["overlap"], values.get("name")
+    has_rates = isinstance(rates, dict) and rates and all(map(_is_rate, rates.values()))
+    is_right = {
+        "name": isinstance(text, str) and text != "",
+        "per_node": isinstance(values["per_node"], int) and _is_rate(values["per_node"]),
+        "overlap": overlap == 0 or (_is_rate(overlap) and overlap <= 1),
+        "tflops": has_rates and _DTYPES.issuperset(rates or ()),
+    }
+    wrong |= {key for key, right in is_right.items() if not right} | ({*values} ^ known)
+    if wrong:
         raise UserError(
-            f"{name}: a device has {', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a "
-            "table such as { bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }; host_gbs, node_gbs, overlap (0 to 1) "
-            "and per_node (whole) may be left out"
+            f"{name}: missing, unknown or wrong: {', '.join(sorted(map(as_key, wrong)))}; a device has "
+            f"{', '.join(sorted(known))} and nothing else: a text, numbers above 0, and tflops a table such as "
+            "{ bfloat16 = 92.3, float16 = 184.6, float32 = 46.1 }; host_gbs, node_gbs, overlap (0 to 1) and per_node "
+            "(whole) may be left out"
         )
     return Gpu(**values)
 

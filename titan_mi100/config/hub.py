@@ -11,7 +11,7 @@ _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def hub_id(path: str, folder: str = "") -> str:
-    """The OWNER/NAME that a path which is not there may be; "" if it is none.
+    """The name on the hub, OWNER/NAME, that a missing path may stand for; "": none.
 
     Args:
         path: as the user wrote it, or made absolute.

@@ -23,27 +23,18 @@ from titan_mi100.config.check import ALTERNATIVES, check
 from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
-from titan_mi100.config.unknown import Unknown, unknown_at_top_level, unknown_key, unknown_option
+from titan_mi100.config.toml_file import read_toml
+from titan_mi100.config.unknown import Unknown, messages, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.files import child
-from titan_mi100.files.patterns import unusable
-from titan_mi100.files.plain import MIB
-from titan_mi100.wording import first_of, has_control_characters, is_utf8, shortened, shown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from titan_mi100.wording import as_key, first_of, has_control_characters, is_utf8, shown
 
 _Name = tuple[str, str]  # section and key
 
-# Keys that name a model or data of the user's own: debug.toml is for its own only.
+# If one of these is set, the default config is finetune.toml: debug.toml works only with its own model and data.
 _OWN_MODEL_OR_DATA = (
     *(("model", "flavor"), ("model", "tokenizer_path"), ("checkpoint", "initial_load_path")),
     *(("lora", "initial_load_path"), ("data", "path")),
 )
-# Bytes of a TOML file. Parsing can take cubic time: larger files are parsed in a child process with a time limit.
-_SMALL, _LARGEST_FILE = MIB >> 6, MIB
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _COMMAND_LINE, _DEFAULT = -1, _LONGEST_CHAIN  # depths of settings that no file gives, see _Setting
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variables; the first that is set counts
@@ -119,14 +110,14 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
             errors.append(error)
         elif not _may_follow(error, f"{start[1]}.{start[2]}", refused, unknown, (start[1], start[2]) in settings):
             errors.append(origins.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
-    errors = [*(problem.message for problem in unknown), *errors]
+    errors = [*messages(unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
 
 
 def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
-    """Whether an error of the checks may only follow from settings that could not be read.
+    """Whether an error of the checks may only be a consequence of a setting that was refused; then it is not printed.
 
     Args:
         about: the "section.key" that the error begins with; is_given: whether the user has set it.
@@ -200,17 +191,16 @@ def _read_toml(
     if problem := _refused_path(str(path)):
         errors.append(f"{shown(str(path))}: {problem}")
         return False
-    problem = unusable(str(path), "*.toml") if os.path.lexists(path) else bundled.no_such_file(str(path))
+    problem = "" if os.path.lexists(path) else bundled.no_such_file(str(path))
     document: dict[str, Any] = {}
-    if not problem and (real := path.resolve()) in chain:
+    if not problem and (real := Path(os.path.realpath(path))) in chain:
         problem = f"`base` forms a cycle: {' -> '.join(map(str, chain))}"
     if not problem and len(chain) == _LONGEST_CHAIN:
         problem = f"is one `base` too many: {_LONGEST_CHAIN} files already inherit from another"
     if not problem:
         try:
-            is_small = path.stat().st_size <= _SMALL
-            document = parse_toml(str(path)) if is_small else child.call_in_child("config.load:parse_toml", path)
-        except (OSError, UserError) as error:
+            document = read_toml(path)
+        except UserError as error:
             problem = str(error).removeprefix(f"{path}: ")
     if problem:
         errors.append(f"{path}: {problem}")
@@ -218,7 +208,10 @@ def _read_toml(
     base, is_read = document.pop("base", None), True
     if isinstance(base, str):
         inherited = bundled.or_bundled(base, str(path.parent))
+        before = len(errors)
         is_read = _read_toml(Path(inherited), settings, errors, unknown, (*chain, real))
+        if not is_read and len(errors) == before + 1:
+            errors[-1] = f"{path}: base = {shown(base)}: {errors[-1]}"
     elif base is not None:
         errors.append(f"{path}: base = {shown(base)} is not the name of a TOML file")
     known = {name: {key.name for key in keys_of(section)} for name, section in sections()}
@@ -227,7 +220,7 @@ def _read_toml(
             unknown.append(unknown_at_top_level(str(path), section, document, known))
             continue
         for key, value in values.items():
-            where = f"{path}: [{section}] {_in_line(key)}"
+            where = f"{path}: [{section}] {as_key(key)}"
             if key not in known[section]:
                 unknown.append(unknown_key(where, section, key, value, document))
             elif (section, key) == ("job", "config_file"):
@@ -235,41 +228,6 @@ def _read_toml(
             else:
                 settings[section, key] = _Setting(value, where, path.parent, len(chain))
     return is_read
-
-
-def parse_toml(path: str) -> dict[str, Any]:
-    """The content of a TOML file. Raises UserError: it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes, which no config is")
-        return tomllib.loads(text := content.decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        problem = f"{path}: cannot be read as TOML: {shortened(str(error), 300)}"
-        if place := re.search(r"at (?:line (\d+)|end of document)", problem):
-            line = text.rstrip().splitlines()[int(place[1] or 0) - 1]  # -1: the last
-            problem += f": {shortened(line.strip(), 100)}; {_toml_remedy(str(error), line)}"
-        raise UserError(problem) from None
-
-
-def _toml_remedy(problem: str, line: str) -> str:
-    """What to do about a syntax error. Args: problem: the parser's message about the line."""
-    name, _, value = (part.strip() for part in line.partition("="))
-    if "overwrite" in problem or "twice" in problem:
-        return f"{shortened(name)} is given twice; delete one of them"
-    if "\\" in problem or "hex value" in problem or "escaped" in problem:
-        return "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash"
-    if word := re.match(r"(True|False|None)\b", value):
-        return "there is no None; delete the line" if word[1] == "None" else f"write {name} = {word[1].lower()}"
-    if "array" in problem:
-        return "a ] is missing above it; add it" if line.startswith("[") else "add the missing ]"
-    return "add the missing ]" if "]" in problem else "write key = value, and texts in quotes"
-
-
-def _in_line(key: str) -> str:
-    """A key as a message shows it: TOML allows any text as a quoted key."""
-    return shortened(repr(key)[1:-1])
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -308,7 +266,7 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
         where, values = f"{setting.where}, table {number}", {}
         for name, value in given.items():
             if name not in keys:
-                errors.append(f"{where}: {_in_line(name)} is not a key{did_you_mean(name, keys)}")
+                errors.append(f"{where}: {as_key(name)} is not a key{did_you_mean(name, keys)}")
                 continue
             values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, setting.depth))
             errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
@@ -320,10 +278,12 @@ def _absolute(path: str, folder: Path, is_glob: bool) -> str:
     """The absolute path. `..` is resolved by the system: after a symbolic link it is not the parent in the text."""
     path = os.path.expanduser(path)
     found = os.path.join(folder, path)
-    if ".." in Path(path).parts:
-        found = os.path.join(os.path.realpath(os.path.dirname(found)), os.path.basename(found))
-    elif is_glob and not os.path.isabs(path) and glob.has_magic(path) and not os.path.lexists(found):
+    if is_glob and not os.path.isabs(path) and glob.has_magic(path) and not os.path.lexists(found):
+        while path.startswith("../"):
+            folder, path = Path(os.path.realpath(folder / "..")), path[3:]
         found = os.path.join(glob.escape(os.path.abspath(folder)), path)
+    elif ".." in Path(path).parts:
+        found = os.path.join(os.path.realpath(os.path.dirname(found)), os.path.basename(found))
     return os.path.abspath(found)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
-from titan_mi100.wording import first_of, shortened, shown
+from titan_mi100.wording import as_key, first_of, shortened, shown
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     return [
-        f"{shortened(key)} = {shown(given[key])} is not known here; remove it if the model is the same without it"
+        f"{as_key(key)} = {shown(given[key])} is not known here; remove it if the model is the same without it"
         for key in sorted(given.keys() - known)
         if given[key] is not None
     ]

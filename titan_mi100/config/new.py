@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,11 +186,13 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
     """
     given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
     config = load_config([*given, "--data.path", *answers.data], answers.cards)
-    tried = {method: _first_fitting(config, method, answers) for method in METHODS}
-    plan, change = tried[answers.method]
+    plan, change = _first_fitting(config, answers.method, answers)
     if plan.fits:
         return plan, change
-    others = [method for method, (other, _) in tried.items() if other.fits]
+    others = []
+    for method in METHODS:
+        with suppress(UserError):  # the method's settings are not for this model
+            others += [method] * _first_fitting(config, method, answers)[0].fits
     remedy = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
     raise UserError(
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
@@ -198,14 +201,19 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
 
 
 def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:
-    """The first change of the method that fits; if none does, the one that takes least."""
-    plans = []
+    """The first change of the method that fits; if none does, the one that takes least. Raises UserError: each is
+    refused.
+    """
+    plans, refused = [], list[str]()
     for words, change in METHODS[method]:
         changed = with_settings(config, change)
-        if not check(changed, answers.cards, with_files=False):
+        refused = check(changed, answers.cards, with_files=False)
+        if not refused:
             plans.append((make_plan(changed, answers.cards, round(answers.memory * GIB)), (words, change)))
             if plans[-1][0].fits:
                 return plans[-1]
+    if not plans:
+        raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *refused]))
     return min(plans, key=lambda found: found[0].most)
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100.config.as_text import keys_of, sections, toml_value
 from titan_mi100.config.hub import download, hub_id
-from titan_mi100.wording import shown
+from titan_mi100.wording import as_key, has_control_characters, shown
 
 # what may be given as OWNER/NAME elsewhere, and must be a path here
 _OF_THE_HUB = ("checkpoint.initial_load_path", "model.tokenizer_path", "data.path", "data.validation_path")
@@ -55,10 +56,18 @@ class Entry(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """The end of a message about another trainer's option, and the keys of ours that it is about."""
+    """The end of a message about another trainer's option.
+
+    Attributes:
+        targets: the keys of ours that it is about.
+        written: what it tells the user to write, by key of ours.
+        is_exact: the option takes the same value as our key; it is no switch that stands for a value.
+    """
 
     text: str
     targets: set[str]
+    written: Mapping[str, str] = MappingProxyType({})
+    is_exact: bool = False
 
 
 @cache
@@ -106,6 +115,13 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     entry = _find(name.replace("-", "_"))
     if entry is None:
         return None
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        value = shown(value)  # Python refuses to print thousands of digits
+    if isinstance(value, str) and has_control_characters(value):
+        value = as_key(value)
+    is_list = entry.key and get_origin(our_keys()[entry.key].type) is tuple
+    if isinstance(value, list) and document is None and not is_list:
+        value = " ".join(value)
     given = "true" if value is None else str(value).strip().lower()
     words = [given, *given.split()[:1]]  # "full_shard auto_wrap"
     setting, fetch = next((entry.settings[word] for word in words if word in entry.settings), None), ""
@@ -115,8 +131,11 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     if not entry.exists:
         what = note if note == "leave it out" else f"{note}; leave it out"
         return Advice(f"{start} and does not exist here: {what}", entry.targets)
+    if entry.key == "job.config_file" and document is not None:
+        return Advice(f"{start}; here, at the top of the file: base = {toml_value(str(value))}", {entry.key})
     if value is None and entry.key and our_keys()[entry.key].type is bool:
         value = True
+    is_exact = setting is None
     if setting is None and entry.key and value is not None:
         if refused := _cannot_be(entry.key, value, document):
             return Advice(f"{start}; {refused}", entry.targets)
@@ -125,7 +144,9 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     if setting is None:
         return Advice(f"{start}; here: {note or entry.key}", entry.targets)
     here = as_written(setting, document)
-    return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", entry.targets)
+    pairs = (one.partition(" = ") for one in setting.split(" and "))
+    written = {key: text for key, _, text in pairs}
+    return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", entry.targets, written, is_exact)
 
 
 def _find(name: str) -> Entry | None:
@@ -160,14 +181,28 @@ def as_written(setting: str, document: Document | None) -> str:
 
 def _cannot_be(key: str, value: Any, document: Document | None) -> str:
     """Why our key cannot have their value, and what to write; "": it can."""
-    kind = our_keys()[key].type
-    if kind not in (int, float) or isinstance(value, bool):
-        return ""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        default = toml_value(our_keys()[key].default)
-        return f"{key} must be a number here, not {shown(value)}; leave it out for the default, {default}"
+    field = our_keys()[key]
+    is_list, rules = get_origin(field.type) is tuple, field.metadata
+    kind = get_args(field.type)[0] if is_list else field.type
+    default = f"leave it out for the default, {toml_value(field.default)}"
+    if isinstance(value, dict) or (isinstance(value, list) and not is_list):
+        return f"{key} takes one value here, not {shown(value)}; {default}"
+    if kind is bool:
+        return "" if str(value).lower() in ("true", "false") else f"{key} must be true or false here; {default}"
+    if kind is str:
+        wrong = rules["choices"] and value not in rules["choices"]
+        return f"{key} has {', '.join(rules['choices'])} here, not {shown(value)}; {default}" if wrong else ""
+    numbers = []
+    for item in _items(field, value):
+        try:
+            numbers.append(math.nan if isinstance(item, bool) else float(item))
+        except (TypeError, ValueError, OverflowError):
+            numbers.append(math.nan)
+    if not all(map(math.isfinite, numbers)):
+        return f"{key} must be a number here, not {shown(value)}; {default}"
+    number = min(numbers, default=0.0)
+    if number < rules["low"]:
+        return f"{key} must be at least {rules['low']} here, not {shown(value)}; {default}"
     if kind is int and 0 < number < 1 and key != "training.epochs":
         example = as_written(f"{key} = {max(1, round(1000 * number))}", document)
         return f"{value} is a share of the steps; write a number of steps: of 1,000 it is {example}"
@@ -177,12 +212,19 @@ def _cannot_be(key: str, value: Any, document: Document | None) -> str:
     return ""
 
 
+def _items(field: Any, value: Any) -> list[Any]:
+    """The items of their value, which is a text or a list, for our key."""
+    if isinstance(value, list) or get_origin(field.type) is not tuple:
+        return value if isinstance(value, list) else [value]
+    return re.split(r"\s*,\s*" if field.metadata["path"] else r"[,\s]+", str(value))
+
+
 def _converted(key: str, value: Any) -> tuple[str, str]:
     """Their value as TOML of our key's type; and, for a name on the Hugging Face hub, how to fetch it first."""
     field, fetch = our_keys()[key], ""
     is_list = get_origin(field.type) is tuple
     kind = get_args(field.type)[0] if is_list else field.type
-    items = value if isinstance(value, list) else re.split("[, ]+", str(value)) if is_list else [value]
+    items = _items(field, value)
     items = [item.get("path", "") if isinstance(item, dict) else item for item in items]  # axolotl's data sets
     if key in _OF_THE_HUB and len(items) == 1 and hub_id(str(items[0])):
         items[0], command = download(str(items[0]), is_data=key.startswith("data."))
@@ -195,5 +237,9 @@ def _converted(key: str, value: Any) -> tuple[str, str]:
         if kind is int:
             with suppress(ValueError, OverflowError):
                 text = str(math.ceil(float(text)))  # half an epoch is not none
+        if kind is float and not re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text, re.ASCII):
+            text = repr(float(text))  # .5 is no number in TOML and JSON
+        if kind is bool:
+            text = text.lower()
         texts.append(toml_value(text) if kind is str else text)
     return (f"[{', '.join(texts)}]" if is_list else texts[0]), fetch

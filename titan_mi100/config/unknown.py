@@ -4,38 +4,65 @@ import difflib
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from titan_mi100.config.as_text import table_of
 from titan_mi100.config.other_trainers import Document, advise, entries, keys_called, our_keys
 from titan_mi100.errors import did_you_mean
-from titan_mi100.wording import shortened, shown
+from titan_mi100.wording import as_key, has_control_characters, shown
 
 LAUNCHER_OPTIONS = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv", "rehearse")
 
 
 class Unknown(NamedTuple):
-    """A message, and the keys of ours that may have been meant; None: nobody can tell, any key may be."""
+    """A message about a name.
+
+    Attributes:
+        meant: the keys of ours that may have been meant; None: any key may be.
+        written: what the message tells the user to write, by key of ours.
+        is_exact: whether the name means just that one key, with the user's own value.
+    """
 
     message: str
     meant: set[str] | None
+    written: Mapping[str, str] = MappingProxyType({})
+    is_exact: bool = False
+
+
+def messages(found: Sequence[Unknown]) -> list[str]:
+    """The messages. Where two of them say what to write for the same key, one refers to the other."""
+    by_key: dict[str, Unknown] = {}
+    for unknown in sorted(found, key=lambda unknown: not unknown.is_exact):  # a stable sort
+        for key in unknown.written:
+            by_key.setdefault(key, unknown)
+    lines = []
+    for unknown in found:
+        twice = [key for key in unknown.written if by_key[key] is not unknown]
+        also = [f"but {key} only once: {by_key[key].written[key]}, from another message" for key in twice]
+        lines.append("; ".join([unknown.message, *also]))
+    return lines
 
 
 def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     """An argument of the command line that is none of ours, and the words after it."""
     name = argument.lstrip("-").partition("=")[0]
-    where, value = f"command line: {shown(argument)}", " ".join(words) if words else None
+    where, value = f"command line: {shown(argument)}", list(words) if len(words) > 1 else next(iter(words), None)
     if not argument.startswith("-"):
         return Unknown(f"{where} is not an option{_stray(argument)}", None)
     if name in LAUNCHER_OPTIONS:
         return Unknown(f"{where} is not an option here; it is one of ./run_train.sh and titan-mi100 train", set())
-    if name in our_keys():
-        return Unknown(f"{where} is not an option; it is a list of tables: write [[{name}]] in a TOML file", {name})
+    tables = {key for key, ours in our_keys().items() if table_of(ours)}
+    same = keys_called(name) if name not in our_keys() else [name]
+    if same and tables.issuperset(same):
+        return Unknown(f"{where} is not an option; it is a list of tables: write [[{same[0]}]] in a TOML file", {*same})
     if advice := advise(name, value, None):
-        return Unknown(f"command line: --{name} {advice.text}", advice.targets)
-    if same := keys_called(name):
-        given = f" {shlex.quote(value)}" if value else ""
+        return Unknown(f"command line: --{name} {advice.text}", advice.targets, advice.written, advice.is_exact)
+    if same:
+        given = "" if any(map(has_control_characters, words)) else "".join(f" {shlex.quote(word)}" for word in words)
+        typed = shown(argument) if name in our_keys() else f"--{name}"
         what = f"is not an option; write {' or '.join(f'--{key}{given}' for key in same)}"
-        return Unknown(f"command line: --{name} {what}", set(same))
+        return Unknown(f"command line: {typed} {what}", set(same))
     hint, meant = _guess(name, in_toml=False)
     return Unknown(f"command line: {shown(argument)} is not an option{hint}", meant)
 
@@ -47,7 +74,7 @@ def unknown_key(where: str, section: str, key: str, value: Any, document: Docume
         hint = f"; write [{key}] on a line of its own, and its keys below it" if inside else ""
         return Unknown(f"{where} is a table, and no section has one{hint}", inside or None)
     if advice := advise(f"{section}.{key}", value, document):
-        return Unknown(f"{where} {advice.text}", advice.targets)
+        return Unknown(f"{where} {advice.text}", advice.targets, advice.written, advice.is_exact)
     if same := keys_called(key):
         listed = " or ".join("[{}] {}".format(*name.split(".")) for name in same)
         return Unknown(f"{where} is not a key; did you mean {listed}?", set(same))
@@ -57,11 +84,11 @@ def unknown_key(where: str, section: str, key: str, value: Any, document: Docume
 
 def unknown_at_top_level(path: str, name: str, document: Document, known_sections: Collection[str]) -> Unknown:
     """What is at the top level of a file and is no section of ours: a section, or a key outside of all sections."""
-    shown_name, value = shortened(repr(name)[1:-1]), document[name]
+    shown_name, value = as_key(name), document[name]
     if isinstance(value, dict):
         return _unknown_section(f"{path}: [{shown_name}]", name, document, known_sections)
     if advice := advise(name, value, document):
-        return Unknown(f"{path}: {shown_name} {advice.text}", advice.targets)
+        return Unknown(f"{path}: {shown_name} {advice.text}", advice.targets, advice.written, advice.is_exact)
     where = f"{path}: {shown_name} = {shown(value)}"
     if name in known_sections:
         keys = {key for key in our_keys() if key.startswith(f"{name}.")}
@@ -94,7 +121,7 @@ def _known_names() -> Mapping[str, str]:
 
 
 def _guess(name: str, in_toml: bool) -> tuple[str, set[str] | None]:
-    """The end of a message about an unknown name, and the key of ours that was meant; None: nobody can tell."""
+    """The end of a message about an unknown name, and the key of ours that was meant; None: any key may be."""
     section, _, key = name.rpartition(".")
     known = _known_names()
     own = {word: ours for word, ours in known.items() if ours.startswith(f"{section}.")}

@@ -107,7 +107,7 @@ class HashingStream:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Does nothing: whoever opened the file closes it. torch's writers close the stream they are given."""
+        """Does nothing: torch's writers close the stream they are given, but the file is closed where it was opened."""
 
 
 def probe(folder: Path) -> None:

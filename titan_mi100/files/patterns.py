@@ -26,9 +26,13 @@ def nearby(path: str) -> str:
             return ""
         while not os.path.isdir(above := os.path.dirname(folder) or "."):
             folder = above
+        if not os.access(above, os.X_OK):
+            return f"; the folder {above} may not be entered: Permission denied"
         there = sorted(os.listdir(above)) if os.access(above, os.R_OK) else []
         near = f"; {os.path.abspath(above)} has {some(there, 5)}" if there else ""
         return f"; there is no folder {folder}{near}"
+    if not os.access(folder, os.X_OK):
+        return f"; the folder {folder} may not be entered: Permission denied"
     try:
         names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
     except OSError:

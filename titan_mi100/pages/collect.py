@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.config.load import parse_toml
+from titan_mi100.config.toml_file import read_toml
 from titan_mi100.errors import UserError
-from titan_mi100.files import child
 from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.outcome import STATE
 from titan_mi100.pages.bins import usable
@@ -29,7 +28,6 @@ FAULTS = {"nonfinite_rows.csv": "not finite", "loss_spikes.csv": "loss spike"}
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
 _UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
 _MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
-_SMALL = 1 << 16  # bytes of a TOML file that is parsed in this process
 _REMEDY = "it is left out of the report"
 
 T = TypeVar("T")
@@ -136,8 +134,7 @@ def _restarts(found: object) -> list[dict[str, Any]]:
 
 def _config(path: Path) -> dict[str, str]:
     """The settings: `section.key` -> value as TOML-like text."""
-    is_small = plain_path(path).stat().st_size <= _SMALL
-    document = parse_toml(str(path)) if is_small else child.call_in_child("config.load:parse_toml", path)
+    document = read_toml(plain_path(path))
     found: dict[str, str] = {}
 
     def flatten(prefix: str, value: object) -> None:
