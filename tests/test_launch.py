@@ -48,13 +48,6 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
         launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])
-def test_an_outcome_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
-    assert launch.read_outcome(tmp_path / "outcome") is None
-    (tmp_path / "outcome").write_text(text)
-    assert launch.read_outcome(tmp_path / "outcome") is None
-
-
 def test_the_launcher_imports_no_torch_and_nothing_that_is_slow() -> None:
     """It runs beside the workers for as long as they do, and must listen at once."""
     code = "import sys, titan_mi100.launch; print(*{name.split('.')[0] for name in sys.modules})"

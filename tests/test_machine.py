@@ -398,6 +398,13 @@ def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus(tmp_path: Path) -
     assert facts.driverless == ("MI100 at 0000:23:00.0",)
 
 
+def test_a_card_that_the_container_was_not_given_is_not_called_driverless(tmp_path: Path) -> None:
+    machine = load("mi100")
+    del machine["files"][f"{NODE}/properties"]
+    machine["files"][f"{NODE}/properties/locked"] = ""  # listed, but it cannot be read as a file
+    assert facts_of(machine, tmp_path).driverless == ()
+
+
 def test_iommu_off_and_unknown_differ(tmp_path: Path) -> None:
     machine = load("mi100")
     machine["files"] = {path: text for path, text in machine["files"].items() if "iommu_group" not in path}

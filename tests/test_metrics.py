@@ -86,6 +86,7 @@ def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
     reporter._file = Path("/dev/full").open("w")  # noqa: SIM115
     for step in (1, 2):
         reporter.after_step(step, RESULT)
+    reporter.close()
     assert said == ["/dev/full: cannot be written to: No space left on device"]
 
 

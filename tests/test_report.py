@@ -303,7 +303,15 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
-        *("Finished", LAST_LOSS, "the last, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%", "1.50 GiB"),
+        *(
+            "Finished",
+            LAST_LOSS,
+            "the last finite one, step 100",
+            "100,000 tokens, 60% supervised",
+            "2,000",
+            "2.0%",
+            "1.50 GiB",
+        ),
         *(
             "1.00 to 2.00",
             "0.5 (+25%)",
@@ -562,6 +570,7 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "10.0% of the time was spent waiting for data" in of(data_wait=0.1)
     assert "100 steps were skipped" in of(skipped=True)
     assert "The loss did not fall: 9 at first, now 9" in of(loss=9.0)
+    assert "Validation losses that were not finite: " in of(validation_loss=None)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100, "validation_loss": 20.0}\n')
     assert "Validation loss was lowest at step 100 (2.0000; 20.0000 at the end, +900.0%)" in of()
@@ -654,7 +663,10 @@ def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_p
     assert said == f"{run / 'report.html'}: {(run / 'report.html').stat().st_size:,} bytes\n"
     report(run)  # again
     before = (run / "config.toml").read_bytes()
-    assert "exists and is not an HTML page" in report(run, "--output", run / "config.toml", code=2)
+    assert "exists and is not a report" in report(run, "--output", run / "config.toml", code=2)
+    (thesis := tmp_path / "thesis.html").write_text("<!DOCTYPE html>\n<title>My thesis</title>")
+    assert "exists and is not a report" in report(run, "--output", thesis, code=2)
+    assert "leave --output out" in report(run, "--json", "--output", tmp_path / "new.html", code=2)
     (run / "report.html").unlink()
     (run / "report.html").symlink_to(run / "config.toml")
     assert "is a link" in report(run, code=2)

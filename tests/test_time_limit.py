@@ -41,10 +41,7 @@ def test_the_first_two_steps_which_compile_do_not_count(monkeypatch: pytest.Monk
 
 
 def test_validation_between_two_steps_and_the_longest_save_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        reasons([1, 1, 50, 1], 215, monkeypatch)[-2:]
-        == ["", "the job ends in 162 s, and a stop may need 160 s"][:1] * 2
-    )
+    assert reasons([1, 1, 50, 1], 215, monkeypatch)[-2:] == ["", ""]
     assert reasons([1, 1, 50, 1], 212, monkeypatch)[-1].startswith("the job ends in 159 s")
     assert (
         reasons([1, 1, 1, 1], 212, monkeypatch, {2: 100.0})[-2:]

@@ -148,9 +148,23 @@ def test_a_run_that_cannot_be_watched_goes_on_and_says_so(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TITAN_WATCH", str(tmp_path / "gone"))
-    Heartbeat.of_process(WatchdogConfig(seconds=seconds)).begin_step(1)
+    Heartbeat.of_process(WatchdogConfig(seconds=seconds)).begin_step(1)  # 0: no limits, but the launcher expects it
     said = f"WARNING rank 0 is not watched for hangs: {tmp_path}/gone/rank-00000.beat: No such file or directory\n"
-    assert capsys.readouterr().err == (said if seconds else "")
+    assert capsys.readouterr().err == said
+
+
+def test_a_run_without_limits_and_one_whose_records_are_gone_raise_no_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_WATCH", str(tmp_path))
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: float(next(clock)))
+    Heartbeat.of_process(WatchdogConfig(seconds=0)).begin_step(1)
+    watch = Watch(tmp_path, 1)
+    assert not any(watch.look() for _ in range(2000))
+    for record in tmp_path.glob("*.beat"):
+        record.unlink()
+    assert not any(watch.look() for _ in range(2000))
 
 
 def test_records_that_are_cut_or_empty_are_passed_over(tmp_path: Path) -> None:
@@ -307,10 +321,11 @@ def test_without_an_intact_checkpoint_nobody_is_told_to_resume(tmp_path: Path) -
     (tmp_path / "checkpoint").mkdir()
     said = [watchdog.how_to_start_again(None), watchdog.how_to_start_again(tmp_path)]
     (tmp_path / "checkpoint" / "step-7").mkdir()  # damaged: it has no manifest
-    said.append(watchdog.how_to_start_again(tmp_path))
+    assert "--checkpoint.load_step N takes a suspect one" in watchdog.how_to_start_again(tmp_path)
     assert set(said) == {"no intact checkpoint was saved; start again from step 0 with the same command"}
     sealed.seal(sealed.begin(tmp_path / "checkpoint", 5), {}, {"step": 5})
-    assert watchdog.how_to_start_again(tmp_path) == f"to resume, start again with job.run_folder = {tmp_path}"
+    again = f"to resume, start again with job.run_folder = {tmp_path}, without checkpoint.fresh and load_step"
+    assert watchdog.how_to_start_again(tmp_path) == again
 
 
 @pytest.mark.parametrize("is_saved", [False, True])

@@ -28,6 +28,7 @@ from titan_mi100.wording import some
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
 _MINUTES = 10.0
+_ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,10 +52,10 @@ def _certify(options: argparse.Namespace) -> int:
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
     # On SIGTERM exit by an exception: then child processes are killed and the unfinished output folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with durable.atomic_output_folder(folder) as aside:
+    with durable.atomic_output_folder(folder, _ROOM) as aside:
         certificate = make(options.minutes or _MINUTES, options.model)
-        (aside / CERTIFICATE).write_text(as_json(certificate), encoding="utf-8")
-        (aside / PAGE).write_text(page(certificate), encoding="utf-8")
+        durable.write_synced(aside / CERTIFICATE, as_json(certificate))
+        durable.write_synced(aside / PAGE, page(certificate))
     _keep(certificate)
     if options.json:
         print(as_json(certificate), end="")

@@ -200,10 +200,13 @@ def follow(launcher: Launcher, place: Place, processes: int) -> int:
 
 def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int:
     while True:
-        message = link.receive(0)
-        if message is None:
+        # After a stop signal the run has ended here: wait for node 0's word. `rest` would say that nothing was trained.
+        message = link.receive(_LOOK if launcher.is_stopped() else 0)
+        if message is None and not launcher.is_stopped():
             launcher.rest(_LOOK)
-        elif message["do"] == "prepare":
+        if message is None:
+            continue
+        if message["do"] == "prepare":
             rank = place.rank * processes
             launcher.check(int(message["world"]), min(rank, int(message["world"]) - 1), str(message["folder"]))
             with tempfile.TemporaryDirectory(prefix="titan-ledger-") as aside:  # the run folder gets node 0's ledger
@@ -216,6 +219,8 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
             outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
             if outcome.code == 1 and outcome.step is None:
                 launcher.exit_if_stopped()  # exit here; a report of code 1 would make node 0 try again
+            if outcome.code == 1 and launcher.is_stopped():  # Ctrl-C: a lost process would be restarted
+                outcome = outcome._replace(message=f"node {place.rank} was interrupted", state="interrupted")
             link.send(**outcome._asdict())
         elif message["do"] == "end":
             return int(message["code"])

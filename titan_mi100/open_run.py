@@ -194,7 +194,7 @@ class Run:
         """
         self.heartbeat.begin_step(self.progress.step + 1)
         result = self.trainer.step(update=False)
-        is_broken = result.skipped and not result.overflowed
+        is_broken = result.skipped and not result.overflowed and result.spike_above is None  # a spike is finite
         self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
 
     def close(self) -> None:

@@ -10,29 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import help_text, toml_value
-from titan_mi100.config.device import find_device, positive, size_gib
+from titan_mi100.config.as_text import help_text, to_toml
+from titan_mi100.config.device import find_device, positive, positive_float, size_gib
 from titan_mi100.config.hardware import DEVICES, Gpu
 from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.logging import setup_logging
 from titan_mi100.wording import bytes_in_words, duration_in_words
 
-_LAYOUT_KEYS = {  # the settings that --search chooses and --write writes
-    "training": (
-        "local_batch_size", "gradient_accumulation_steps", "target_tokens_per_step", "mixed_precision_reduce"
-    ),
-    "parallelism": (
-        "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree",
-        "pipeline_parallel_degree", "pipeline_parallel_schedule", "zero_stage",
-    ),
-    "activation_checkpoint": ("mode",),
-    "optimizer": ("state", "master"),
-    "memory": ("offload",),
-}  # fmt: skip
 _SHOWN = 10  # layouts that --search prints
 
 
@@ -42,18 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
+    if options.write and not options.search:
+        raise UserError("--write needs --search, which finds what is written; add it")
+    if options.write and os.path.lexists(options.write):
+        raise UserError(f"{options.write}: exists already, and is not overwritten; name another file with --write")
+    ignored = [name for name in ("count", "tokens") if options.search and getattr(options, name)]
+    if ignored:
+        raise UserError(f"--{ignored[0]} is for one config, not for --search; leave it out")
     gpu = find_device(options.device)
     card = round((options.memory or gpu.memory_gib) * GIB)
     config = load_config(settings, None if options.search else options.gpus, with_files=False)
     if options.search:
         return _search(options, config, card, gpu)
     plan = make_plan(config, options.gpus, card, gpu)
-    if options.json:
-        print(json.dumps(_as_json(plan)))
-    else:
-        print("\n".join(_lines(plan, gpu, options.tokens)))
+    found = _as_json(plan)
+    if not options.json:
+        print("\n".join(_lines(plan, gpu, options.tokens)), flush=True)
     if options.count:
-        _count(plan, options.json)
+        found["counted"] = _count(plan, options.json)
+    if options.json:
+        print(json.dumps(found))
     return 0 if plan.fits else 1
 
 
@@ -150,7 +147,9 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
         least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
     if options.write:
-        Path(options.write).write_text(_toml(fitting[0], config), encoding="utf-8")
+        first = fitting[0]
+        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan_mi100.planner --search\n\n"
+        replace(Path(options.write), heading + to_toml(first.config))
         print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0
 
@@ -167,18 +166,8 @@ def _words(plan: Plan) -> str:
     )
 
 
-def _toml(plan: Plan, config: Config) -> str:
-    """A config that has the searched config as its base and sets the keys of the layout."""
-    lines = [f"# For {plan.ranks} card(s) of {plan.card / GIB:.1f} GiB, by titan_mi100.planner --search", ""]
-    lines += [f"base = {toml_value(os.path.abspath(config.job.config_file))}"]
-    for section, keys in _LAYOUT_KEYS.items():
-        lines += ["", f"[{section}]"]
-        lines += [f"{key} = {toml_value(getattr(getattr(plan.config, section), key))}" for key in keys]
-    return "\n".join(lines) + "\n"
-
-
-def _count(plan: Plan, as_json: bool) -> None:
-    """Print the memory as counted by the run's own code on fake tensors (no values).
+def _count(plan: Plan, as_json: bool) -> list[dict[str, Any]]:
+    """The memory as counted by the run's own code on fake tensors (no values); printed as text unless it is for JSON.
 
     Raises:
         UserError: the config compiles the model.
@@ -187,14 +176,16 @@ def _count(plan: Plan, as_json: bool) -> None:
         raise UserError("--count cannot count compiled code; add --compile.enable false")
     from titan_mi100.memory.counter import count, ranks_of_stages  # imported here: torch takes seconds
 
+    found = []
     for number, rank in enumerate(ranks_of_stages(plan.config, plan.ranks)):
         counted = count(plan.config, plan.ranks, rank, plan.card)
+        found.append(asdict(counted))
         if as_json:
-            print(json.dumps(asdict(counted)), flush=True)
             continue
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in counted.categories.items())
         off = plan.memory[number].peak / counted.peak - 1
         print(f"\ncounted, {_column(plan, number)}: {counted.peak / GIB:.2f} GiB (the plan is {off:+.1%}): {parts}")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
     add("--device", default="mi100", metavar="NAME", help=f"{known} (default mi100), or a TOML file that describes one")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
-    add("--tokens", type=float, default=0, metavar="N", help="tokens of the data: print how long they take")
+    add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
     add("--count", action="store_true", help="also count memory with the run's own code on fake tensors (seconds)")
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")

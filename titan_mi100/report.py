@@ -24,7 +24,7 @@ from titan_mi100.pages.collect import collect
 from titan_mi100.pages.page import page
 from titan_mi100.pages.pictures import check_matplotlib, write_pictures
 
-_PAGE = b"<!DOCTYPE html>"
+_PAGE, _TITLE = b"<!DOCTYPE html>", b"<title>Report: "  # how a report begins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +37,8 @@ def _report(options: argparse.Namespace) -> None:
         raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {MOST_CURVES}")
     if options.png:
         check_matplotlib()  # report a missing package before the runs are read
+    if options.json and options.output:
+        raise UserError("--json prints to standard output and writes no page; leave --output out")
     output = Path(options.output or Path(options.runs[0]) / "report.html")
     if not options.json:
         _check_output(output)
@@ -59,16 +61,19 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse to overwrite a file that is not a page."""
+    """Refuse to overwrite a file that is not a report."""
     if not os.path.lexists(path):
         return
     try:
         with open_plain(path) as file:
-            is_page = file.read(len(_PAGE)) == _PAGE
+            start = file.read(4096)
+            is_report = start.startswith(_PAGE) and _TITLE in start
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with --output") from None
-    if not is_page:
-        raise UserError(f"{path}: exists and is not an HTML page; name another file with --output")
+    except UserError as error:
+        raise UserError(f"{error}; or name another file with --output") from None
+    if not is_report:
+        raise UserError(f"{path}: exists and is not a report; name another file with --output")
 
 
 def _make_names_unique(runs: list[dict[str, Any]]) -> None:

@@ -126,8 +126,8 @@ titan_job() {
     ;;
   esac
   shift
-  case " $* " in *" --checkpoint.fresh"*)
-    titan_say "ERROR --checkpoint.fresh would start over at every requeue; name a new run folder instead"
+  case " $* " in *" --checkpoint.fresh"* | *" --checkpoint.load_step"*)
+    titan_say "ERROR checkpoint.fresh and load_step would count again at every requeue; name a new run folder instead"
     return 2
     ;;
   esac

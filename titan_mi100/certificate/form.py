@@ -14,6 +14,7 @@ from typing import Any
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import validated
+from titan_mi100.wording import has_control_characters, is_utf8, shown
 
 FORMAT = 1  # raised with every change of the form, of a limit or of a verdict's text
 REMEDY = "make it again with python -m titan_mi100.certify"
@@ -325,7 +326,16 @@ def read(path: Path) -> Certificate:
 
 def _parsed(content: Any) -> Certificate:
     certificate: Certificate = validated(content, Certificate)
+    _check_texts(asdict(certificate))
     return replace(certificate, parts=[_typed(part) for part in certificate.parts])
+
+
+def _check_texts(content: Any) -> None:
+    """Refuse what could command a terminal, add lines to the page, or not be written as UTF-8."""
+    if isinstance(content, str) and (has_control_characters(content) or not is_utf8(content)):
+        raise ValueError(f"the text {shown(content)} has a control character or is not UTF-8")
+    for item in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        _check_texts(item)
 
 
 def _typed(part: Part) -> Part:
@@ -351,6 +361,8 @@ def parse_found(kind: str, found: Any, where: str) -> Any:
 
 def _check_values(content: Any, where: str) -> None:
     """Check what types do not express: lists are not empty; times, sizes and dtypes have possible values."""
+    if isinstance(content, int | float) and content < 0:
+        raise ValueError(f"{where} = {content} must not be below 0")
     if isinstance(content, list):
         if not content:
             raise ValueError(f"{where}: is empty")

@@ -52,12 +52,13 @@ def describe(device: torch.device, cards: int, with_commit: bool = True) -> Mach
 
 def differences(certified: Machine, here: Machine) -> list[str]:
     """The bound fields in which the machines differ, as text: "torch 2.8.0 there, 2.13.0 here"."""
-    pairs = [(name, str(getattr(certified, name)), str(getattr(here, name))) for name in BOUND]
-    return [
-        f"{name} {shortened(there, 20) or 'none'} there, {shortened(ours, 20) or 'none'} here"  # one is a long hash
-        for name, there, ours in pairs
-        if there != ours
-    ]
+    found = []
+    for name in BOUND:
+        there, ours = str(getattr(certified, name)), str(getattr(here, name))
+        if there != ours:
+            most = 20 if name == "kernels" else 100  # a long hash
+            found.append(f"{name} {shortened(there, most) or 'none'} there, {shortened(ours, most) or 'none'} here")
+    return found
 
 
 def hash_of_kernels() -> str:

@@ -29,7 +29,7 @@ def page(certificate: Certificate) -> str:
     """The certificate in Markdown, without the raw samples."""
     machine = certificate.machine
     verdict = "all passed" if all_pass(certificate.verdicts) else "NOT all passed"
-    lines = [f"# Certificate: {machine.device}", "", f"**{verdict}.** Made {certificate.made}.", ""]
+    lines = [f"# Certificate: {_cell(machine.device)}", "", f"**{verdict}.** Made {certificate.made}.", ""]
     lines += _table(("what", "found"), _facts(machine))
     for kind, title in _TITLES.items():
         rows = [
@@ -90,8 +90,8 @@ def _row(found: Steps, is_card: bool) -> tuple[str, ...]:
 def _legend(machine: Machine, first: Steps) -> str:
     held = "reserved by the allocator" if machine.memory else "resident in the process"
     return (
-        f"Rows of {first.seq} tokens, {machine.device}. N: processes, one per device. m: rows per data-parallel rank "
-        f"and forward. GA: forwards of a step. step_ms: median of {len(first.seconds)}. peak_mem: GiB of the rank "
+        f"Rows of {first.seq} tokens, {_cell(machine.device)}. N: processes, one per device. m: rows per data-parallel "
+        f"rank and forward. GA: forwards of a step. step_ms: median of {len(first.seconds)}. peak_mem: GiB of the rank "
         f"that held most, {held}. ckpt: activations that are computed again in backward. comm_ms: time in collectives "
         "per step, of the rank with most, waiting for others included, from profiled steps. planned_ms, planned_mem: "
         "the plan's, by the data sheet; n/a: unknown device, or a CPU."

@@ -51,6 +51,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 1e9")
+    return number
+
+
 def size_gib(text: str) -> float:
     """A size in GiB. `32GB` means 32 GiB: cards are sold by such names."""
     number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")

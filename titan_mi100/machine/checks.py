@@ -75,6 +75,8 @@ def torch_build(facts: Facts) -> Verdict | None:
         if not cards and not torch.problem:
             return None  # run_train.sh checks for torch itself
         return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
+    if torch.problem and torch.usable is None and not cards:  # usable is 0 if torch answered that it sees no driver
+        return Verdict("torch", FAIL, f"{fact}; it cannot be imported: {torch.problem}", remedy)
     if not cards:
         where = "the cards are hidden from it" if facts.cards else "no GPU"
         return Verdict("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
@@ -216,7 +218,7 @@ def nccl_algo(facts: Facts) -> Verdict | None:
     if not value or not facts.visible():
         return None
     lists = {}  # function -> its algorithms; "": the list for all functions that are not named
-    for part in value.lower().split(";"):
+    for part in filter(None, map(str.strip, value.lower().split(";"))):
         function, _, algorithms = part.rpartition(":")
         lists[function.strip()] = {word.strip() for word in algorithms.split(",")}
     remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"

@@ -312,6 +312,11 @@ def _atomics(system: System, folder: str) -> bool | None:
 
 def _driverless(system: System, known: set[str]) -> tuple[str, ...]:
     """See Facts.driverless. Args: known: PCI addresses of the cards that have a driver."""
+    nodes = [f"sys/class/kfd/kfd/topology/nodes/{node}" for node in system.names("sys/class/kfd/kfd/topology/nodes")]
+    # In a container the kernel does not let us read the node of a card that the container was not given. Which card on
+    # the bus it is cannot be told then.
+    if any("properties" in system.names(node) and system.text(f"{node}/properties") is None for node in nodes):
+        return ()
     found = []
     for address in system.names("sys/bus/pci/devices"):
         folder = f"sys/bus/pci/devices/{address}"

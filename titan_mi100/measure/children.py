@@ -88,7 +88,10 @@ def run(task: Task, until: float) -> Ended:
         status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
-        status, said = NOT_RUN, f"stopped after {took:.0f} s, because the time for all parts ended; give more --minutes"
+        status, said = (
+            NOT_RUN,
+            f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes",
+        )
     elif not has_ended:
         status, said = (
             "hung",

@@ -16,7 +16,7 @@ MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}
 _BACKENDS = ("sdpa", "chunked", "eager", "triton", "varlen", "flash_attn", "flex")
 _ALWAYS = _BACKENDS[:3]  # need nothing but PyTorch
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-# Kind of part -> fraction of the total time after which no part of this kind starts. So every kind gets some time.
+# Kind of part -> fraction of the total time after which no part of this kind starts or goes on: each gets some time.
 SHARES: Mapping[str, float] = {
     "attention": 0.45, "gemm": 0.55, "bandwidth": 0.6, "collective": 0.7, "parity": 0.8, "steps": 1.0,
 }  # fmt: skip

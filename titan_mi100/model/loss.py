@@ -156,11 +156,11 @@ class _Blocks:
     def __init__(self, hidden: Tensor, weight: Tensor, memory: HeadMemory) -> None:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
-        self._size = max(_LEAST_BLOCK, memory.block_elements // tokens)
+        self._size = min(max(_LEAST_BLOCK, memory.block_elements // tokens), vocabulary)
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a place for every block
         self.holds_logits = False  # forward has filled them all
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else min(self._size, vocabulary)))
+        self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
         # A second buffer is needed if the logits must not be overwritten, or if fp32 copies of them are needed.
         own = self.keeps_logits or hidden.dtype != self.wide
         self._wide = hidden.new_empty(tokens * self._size, dtype=self.wide) if own else self._logits

@@ -51,6 +51,8 @@ def collect(folder: Path) -> dict[str, Any]:
             problems.append(shortened(str(error), 1000))
         except OSError as error:
             problems.append(f"{path}: cannot be read: {error.strerror}; {_REMEDY}")
+        except RecursionError:
+            problems.append(f"{path}: is nested too deeply; {_REMEDY}")
         return without
 
     def in_object(path: Path) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
 
 def _lowest(validation: dict[str, Any]) -> tuple[str, str]:
     (step, lowest), (last_step, last) = validation["lowest"], validation["last"]
-    more = f"the last, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
+    more = f"the last finite one, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
     return f"{lowest:.4f}", more
 
 

@@ -70,12 +70,12 @@ def read_metrics(path: Path) -> dict[str, Any]:
 
     Returns:
         `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
-        the first of them; `skipped_spikes`: how many were spikes; `not_finite`: steps whose loss is null; `epoch`;
+        the first of them; `skipped_spikes`: how many were spikes; `validations_not_finite`; `epoch`;
         `total`: sums over all steps.
     """
     series: dict[str, Bins] = {}
     total = dict.fromkeys(_SUMS, 0.0)
-    found: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "not_finite": 0}
+    found: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
     skipped, spikes, skipped_steps = 0, 0, list[int]()
     for entry in _objects(path):
         if entry is None:
@@ -90,10 +90,10 @@ def read_metrics(path: Path) -> dict[str, Any]:
                 series.setdefault(key, Bins()).add(step, float(value))
             elif key == "epoch" and usable(value):
                 found["epoch"] = value
+        found["validations_not_finite"] += "validation_loss" in entry and not usable(entry["validation_loss"])
         if "loss" in entry:
             found["steps"] += 1
             found["last_step"] = max(step, found["last_step"] or 0)
-            found["not_finite"] += not usable(entry["loss"])
             for key in _SUMS:
                 total[key] += entry[key] if usable(entry.get(key)) else 0
             if entry.get("skipped") is True:
@@ -116,6 +116,12 @@ def _rows(path: Path) -> Iterator[list[str]]:
             yield []
 
 
+def _bounded(value: int) -> int:
+    if not 0 <= value < 2**63:  # Python refuses to print a sum of more than 4,300 digits
+        raise ValueError
+    return value
+
+
 def read_ledger(path: Path) -> dict[str, Any]:
     """Read `ledger.csv`: for each outcome the number of records, tokens and sets, and the first records as examples.
 
@@ -130,7 +136,8 @@ def read_ledger(path: Path) -> dict[str, Any]:
             continue
         try:
             file, line, status, used_in, tokens, supervised, documents, reason = row
-            counts = {"records": 1, "tokens": int(tokens), "supervised": int(supervised), "documents": int(documents)}
+            numbers = {"tokens": int(tokens), "supervised": int(supervised), "documents": int(documents)}
+            counts = {"records": 1, **{name: _bounded(value) for name, value in numbers.items()}}
         except ValueError:
             unreadable += 1
             continue
@@ -150,7 +157,7 @@ def read_log(path: Path) -> dict[str, Any]:
     """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
 
     Returns:
-        `messages`: the last ones; `distinct`: number of different messages, counted up to a limit.
+        `messages`: the last ones.
     """
     messages: dict[tuple[str, str], dict[str, Any]] = {}
     began, ended, warnings, errors = "", "", 0, 0

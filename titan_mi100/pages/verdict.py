@@ -79,6 +79,8 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
         found.append(
             Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
         )
+    if broken := metrics["validations_not_finite"]:
+        found.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
     validation = series.get("validation_loss")
     if validation and validation["last"][1] > _RISE * validation["lowest"][1]:
         (step, lowest), (_, last) = validation["lowest"], validation["last"]

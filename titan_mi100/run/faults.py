@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
 from titan_mi100.errors import NumericalError, UserError
+from titan_mi100.files import durable
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
@@ -90,8 +91,8 @@ def _drop_after(path: Path, last_step: int) -> None:
     try:
         with io.TextIOWrapper(open_plain(path), encoding="utf-8", newline="") as file:
             kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(kept)
+        csv.writer(text := io.StringIO(newline="")).writerows(kept)
+        durable.replace(path, text.getvalue())
     except (ValueError, csv.Error) as error:
         raise UserError(f"{path}: is not what a run wrote: {error}; remove it") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.plan import GIB, make_plan, remedy
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, device_name, raise_together
 from titan_mi100.run.metrics import StepResult, peak_memory_gib
@@ -114,7 +115,10 @@ class Forecast:
             "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
             "step_seconds": plan.step, "mfu": self._planned_mfu(), "measured": measured,
         }  # fmt: skip
-        (self._folder / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        try:
+            replace(self._folder / FILE, json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            log.warning(f"{self._folder / FILE}: cannot be written to: {error.strerror}")
 
 
 def is_out_of_memory(error: Exception) -> bool:

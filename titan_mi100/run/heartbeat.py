@@ -99,7 +99,7 @@ class Heartbeat:
         """
         rank = int(os.environ.get("RANK", "0"))
         try:
-            return cls._watched(config, rank) if config.seconds else cls(config)
+            return cls._watched(config, rank) if config.seconds or os.environ.get(WATCHED) else cls(config)
         except OSError as error:
             what = f"{error.filename or 'the folder for temporary files'}: {error.strerror}"
             print(with_level("WARNING", f"rank {rank} is not watched for hangs: {what}"), file=sys.stderr, flush=True)
@@ -191,7 +191,8 @@ def _path(folder: Path, rank: int, kind: str) -> Path:
 
 def _shared_folder(processes: str) -> Path:
     """A folder on this node that all processes of one job derive from their environment, without communication."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    of_slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    names = (*of_slurm, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     job = "-".join(os.environ.get(name, "") for name in names).replace("/", "_") if processes != "1" else os.getpid()
     folder = Path(tempfile.gettempdir(), f"titan-watch-{os.getuid()}-{job}")
     folder.mkdir(mode=0o700, exist_ok=True)

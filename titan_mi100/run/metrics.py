@@ -207,9 +207,11 @@ class Reporter:
     def close(self, stopped_early: bool = False) -> None:
         """Args: stopped_early: the run is done before its last step."""
         self._bar.close()
-        self._file.close()
+        with self._warn_once_on_disk_error(self._file.name):  # it tries once more to write what it could not
+            self._file.close()
         for sink in self._sinks:
-            sink.close(is_done=stopped_early or self._step == self._steps)
+            with self._warn_once_on_disk_error("tensorboard"):
+                sink.close(is_done=stopped_early or self._step == self._steps)
 
 
 def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from titan_mi100.checkpoint.resume import Found, find_checkpoint, open_checkpoint
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
-from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
@@ -18,7 +17,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
-from titan_mi100.run.heartbeat import START, Heartbeat
+from titan_mi100.run.heartbeat import START, WATCHED, Heartbeat
 from titan_mi100.run.progress import Progress
 
 _PATIENCE = 24  # times watchdog.start_seconds
@@ -37,7 +36,7 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
     A collective.
     """
     heartbeat.begin(START, "preparing data")
-    if RUN_FOLDER not in os.environ:  # no launcher has prepared the data yet, which may take hours
+    if WATCHED not in os.environ:  # no launcher has prepared the data yet, which may take hours
         heartbeat.allow(_PATIENCE)
     started = time.perf_counter()
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -19,6 +19,7 @@ from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
+from titan_mi100.files import durable
 from titan_mi100.logging import log
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
@@ -99,9 +100,11 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     text = to_toml(replace(config, checkpoint=of_every_start))
     aside = folder / f"config-until-step-{last_step}.toml"
     before = [file.read_bytes() for file in (path, environment) if file.exists()]
+    made = folder / ".config.toml.new"
+    durable.replace(made, text)  # first: a full disk must not cost the file that a restart reads
     if path.exists() and path.read_bytes() != text.encode() and not aside.exists():
         path.rename(aside)
-    path.write_text(text, encoding="utf-8")
+    made.replace(path)
     record = {
         **ran,
         "python": platform.python_version(),

@@ -7,7 +7,6 @@ ROCm too, with HIP's names) are the host's calls of the driver, "cpu_op" torch's
 
 import gzip
 import json
-import math
 import re
 import zlib
 from collections import defaultdict
@@ -22,6 +21,7 @@ from titan_mi100.run.intervals import Interval, subtract, union
 from titan_mi100.wording import shortened
 
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
+_LONGEST = 1e18  # microseconds: no real time is as large, and sums stay finite
 _TOP = 10  # lines of each list
 _NAME = 90  # characters of a kernel's name
 
@@ -173,7 +173,9 @@ def _span(event: Any) -> Span | None:
     name, category, start, length = (event.get(key) for key in ("name", "cat", "ts", "dur"))
     if not isinstance(name, str) or not isinstance(category, str) or category == "Trace":
         return None
-    if not isinstance(start, int | float) or not isinstance(length, int | float) or not math.isfinite(start + length):
+    if not isinstance(start, int | float) or not isinstance(length, int | float):
+        return None
+    if not (abs(start) < _LONGEST and 0 <= length < _LONGEST):  # also refuses NaN
         return None
     return Span(name, category, (str(event.get("pid")), str(event.get("tid"))), start, start + length)
 

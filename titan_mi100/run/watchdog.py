@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_mi100.checkpoint.sealed import DamagedError, list_checkpoints, read_manifest
+from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
-from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, KILLED, Outcome, RunState, write_run_state
+from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, KILLED, STATE, Outcome, RunState, read_outcome, write_run_state
 from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
 
 LOOK = 1.0  # seconds between two looks
@@ -128,7 +128,7 @@ class Watch:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         beats = read_beats(self._folder)
-        self._missing += passed if len(beats) < self._processes else 0.0
+        self._missing = self._missing + passed if len(beats) < self._processes else float("-inf")  # all have begun
         late = []
         self._look_for_vanished(beats)
         for beat in beats:
@@ -287,7 +287,12 @@ def how_to_start_again(folder: Path | None) -> str:
     for path in list_checkpoints(folder / "checkpoint")[::-1] if folder else ():
         with suppress(DamagedError, UserError, OSError):
             read_manifest(path)
-            return f"to resume, start again with job.run_folder = {folder}"
+            return f"to resume, start again with job.run_folder = {folder}, without checkpoint.fresh and load_step"
+    if folder and (all_checkpoints(folder / "checkpoint") or damaged(folder / "checkpoint")):
+        return (
+            "no intact checkpoint is there; --checkpoint.load_step N takes a suspect one, --checkpoint.fresh starts "
+            "over beside them"
+        )
     return "no intact checkpoint was saved; start again from step 0 with the same command"
 
 
@@ -323,7 +328,9 @@ def _end_all(watch: Watch) -> None:
     assert outcome is not None
     with suppress(OSError):
         os.write(2, f"ERROR the run hangs: {outcome.message}\n".encode(errors="backslashreplace"))
-    write_run_state(folder, RunState("hung", 5, outcome.message, how_to_start_again(folder), outcome.step))
+    said = read_outcome(folder / STATE) if folder is not None else None
+    if outcome.state == HUNG or said is None or said.state != HUNG:  # else another node has named the rank at fault
+        write_run_state(folder, RunState(HUNG, 5, outcome.message, how_to_start_again(folder), outcome.step))
     for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
         for beat in read_beats(watch._folder):
             with suppress(OSError):
