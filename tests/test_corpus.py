@@ -1,6 +1,7 @@
 """Corpora for pretraining: prepared from any input, in parts, after kills, the same bytes; read row by row."""
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +76,8 @@ def prepare(*arguments: object, code: int = 0) -> str:
     """Run the command; what it said on standard error."""
     said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # the command configures it
     with contextlib.redirect_stderr(said):
-        found = prepare_corpus.main(["--tokenizer", TOKENIZER, *map(str, arguments)])
+        tokenizer = [] if "--verify" in arguments else ["--tokenizer", TOKENIZER]
+        found = prepare_corpus.main([*tokenizer, *map(str, arguments)])
     text = said.buffer.getvalue().decode()
     assert found == code, text
     return text
@@ -353,10 +356,64 @@ def test_truncated_packed_files_are_refused_and_the_others_kept(tmp_path: Path) 
     assert (tmp_path / "out" / "shards" / "000" / "000001.json").exists()
 
 
+def test_temporary_files_of_killed_processes_go_and_those_of_living_ones_and_of_the_user_stay(tmp_path: Path) -> None:
+    names = [f"000000.bin.{letter * 32}.part" for letter in "ab"]
+    for name in (*names, "movie.mp4.part"):
+        (tmp_path / name).touch()
+    with (tmp_path / names[0]).open("rb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        shards.remove_temporary_files(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[0], "movie.mp4.part"]
+
+
+def test_an_input_file_that_grows_stops_the_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cut = write(tmp_path / "in.jsonl", texts(50)), prepare_corpus.cut_into_units
+
+    def cut_before_it_grows(files: list[str], sizes: list[int], is_text: bool) -> Any:
+        with path.open("a") as file:
+            file.write('{"text": "more"}\n')
+        return cut(files, sizes, is_text)
+
+    monkeypatch.setattr(prepare_corpus, "cut_into_units", cut_before_it_grows)
+    said = prepare("--input", path, "--output_dir", tmp_path / "out", code=2)
+    assert f"{path}: its size has changed since the start" in said
+
+
+def test_what_a_folder_holds_is_read_or_named(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    for name in ("a/1.txt", ".hid/x.txt", ".dot.txt", "../other/2.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("some words\n" * 5)
+    given = ("--input", folder, "--format", "text", "--output_dir", tmp_path / "out")
+    (folder / "linked").symlink_to(tmp_path / "other")
+    (folder / "3.txt").symlink_to("/nowhere")
+    said = prepare(*given, code=2)
+    assert f"{folder / 'linked'}: is a link to a folder" in said and f"{folder / '3.txt'}: cannot be read" in said
+    (folder / "linked").unlink()
+    (folder / "3.txt").unlink()
+    prepare(*given)
+    assert json.loads((tmp_path / "out" / "plan.json").read_text())["plan"]["files"] == [str(folder / "a" / "1.txt")]
+
+
+def test_the_share_of_bad_rows_that_was_allowed_counts_in_each_start(tmp_path: Path) -> None:
+    rows = ['{"text": 5}\n'] * 1100 + ['{"text": "good words"}\n'] * 100
+    (tmp_path / "in.jsonl").write_text("".join(rows))
+    given = ("--input", tmp_path / "in.jsonl", "--output_dir", tmp_path / "out")
+    for _ in range(2):  # the second start finds the shard
+        assert "of a shard cannot be read" in prepare(*given, code=2)
+    prepare("--input", tmp_path / "in.jsonl", "--output_dir", tmp_path / "b", "--max_bad_share", "1")
+
+
 def test_damage_is_found_when_it_is_looked_for_and_a_short_file_when_it_is_read(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("--input", write(tmp_path / "in.jsonl", texts(50)), "--output_dir", out)
     prepare("--output_dir", out, "--verify")
+    assert "leave out --input" in prepare("--output_dir", out, "--verify", "--input", "x", code=2)
+    before = (out / "corpus.json").read_text()
+    for key, value, said in (("lines", [7], "has other counts"), ("content", "0" * 64, "is not the corpus of these")):
+        (out / "corpus.json").write_text(json.dumps({**json.loads(before), key: value}))
+        assert said in prepare("--output_dir", out, "--verify", code=2)
+    (out / "corpus.json").write_text(before)
     file = out / "shards" / "000" / "000000.bin"
     content = bytearray(file.read_bytes())
     content[100] ^= 1
@@ -384,10 +441,29 @@ def test_an_epoch_reads_each_row_once_shuffled_by_shards_and_windows(
         assert all(sorted(order) == list(range(len(rows))) for order in orders) and orders[0] != orders[1]
         assert rows.tokens == sum(int((rows.row(i).document_ids >= 0).sum()) for i in range(len(rows)))
         shard_of = np.repeat(np.arange(len(corpus.tokens)), [-(-tokens // 16) for tokens in corpus.tokens])
+        assert orders[0][:50] != sorted(orders[0][:50])  # the rows of a window are not in order
         window = Counter(shard_of[part.start + index] for index in orders[0][:50])
         assert len(window) <= 50 // min(Counter(shard_of).values()) + 2  # a window reads few shards
     both = [CorpusRows(tmp_path / "out", corpus, 16, part, False).row(0) for part in (train, held_out)]
     assert not np.array_equal(both[0].input_ids, both[1].input_ids)
+
+
+def test_the_order_of_a_corpus_stays_and_what_decides_its_rows_is_in_the_fingerprint(
+    tmp_path: Path, small_units: None, tokenizer: Tokenizer
+) -> None:
+    """A run that was begun by an older version resumes in this order."""
+    out = tmp_path / "out"
+    prepare("--input", write(tmp_path / "in.jsonl", texts(400)), "--output_dir", out)
+    rows = rows_of(out, 16)
+    assert [rows.shuffled((7, 1), 0, place) for place in range(12)] == [
+        297, 14, 1258, 229, 1705, 396, 707, 191, 1047, 202, 470, 1473,
+    ]  # fmt: skip
+    source = (SourceConfig((str(out),), "x"),)
+    opened = [
+        open_sources(DataConfig(source=source, concatenate=form), None, tokenizer.fingerprint, seq_len)
+        for seq_len, form in ((16, False), (32, False), (16, True))
+    ]
+    assert len({data.sources[0].fingerprint for data in opened}) == 3
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

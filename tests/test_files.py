@@ -255,7 +255,9 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
         "image": [{"bytes": b"\xff", "path": "a"}] * 2,
     }
     rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
+    unread = {"binary": "binary", "when": "timestamp[ns]", "image": "struct<bytes: binary, path: string>"}
     read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
+    read |= {name: {"type": kind} for name, kind in unread.items()}  # so that such keys are counted or refused
     assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
     with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them; write"):
         list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))

@@ -234,7 +234,7 @@ def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
     for rows in ("x", ",", "0,"):
         assert "is not a row number" in inspect("--row", rows, code=2)
     assert "no such set" in inspect("--validation", code=2)
-    assert "/nowhere/x.html: No such file" in inspect("--html", "/nowhere/x.html", code=2)
+    assert "/nowhere/x.html: cannot be written (No such file" in inspect("--html", "/nowhere/x.html", code=2)
     content = inspect.file.read_text()
     assert "exists already and is not an HTML page" in inspect("--html", str(inspect.file), code=2)
     assert inspect.file.read_text() == content

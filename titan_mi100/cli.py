@@ -35,12 +35,16 @@ def versions() -> str:
         f"titan_mi100 {import_module('titan_mi100').__version__} in {Path(__file__).parent}",
         f"Python {sys.version.split()[0]}",
     ]
-    for name in _LIBRARIES:
-        try:
-            lines.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{name} is not installed")
+    lines += [f"{name} {version_of(name) or 'is not installed'}" for name in _LIBRARIES]
     return "\n".join(lines)
+
+
+def version_of(library: str) -> str:
+    """A library's version; "": it is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 class Parser(argparse.ArgumentParser):

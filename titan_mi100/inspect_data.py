@@ -13,9 +13,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import help_text
+from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
 from titan_mi100.logging import setup_logging
@@ -35,7 +36,11 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     lines = report_lines(report, options.table)
     if options.html:
         text = page(f"Data as training sees it: {report['set']}", lines)
-        print(f"{options.html}: {Path(options.html).write_bytes(text.encode()):,} bytes")
+        try:
+            replace(Path(options.html), text)
+        except OSError as error:
+            raise UserError(f"--html {options.html}: cannot be written ({error.strerror}); name another file") from None
+        print(f"{options.html}: {len(text.encode()):,} bytes")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
@@ -50,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Settings are those of training; only [data], [model] and training.seq_len matter here.\n\n"
-        + help_text().partition("\n\n")[2],
+        + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import help_text, to_toml
+from titan_mi100.config.as_text import settings_text, to_toml
 from titan_mi100.config.device import find_device, positive, positive_float, size_gib
 from titan_mi100.config.hardware import DEVICES, Gpu
 from titan_mi100.config.load import load_config
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
-        "tokenizer need not exist.\n\n" + help_text().partition("\n\n")[2],
+        "tokenizer need not exist.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, known = parser.add_argument, ", ".join(DEVICES)

@@ -21,7 +21,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
-from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.files.schema import LONGEST
 from titan_mi100.logging import TokenProgress, log, setup_logging
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def program() -> int:
         options = _parser().parse_args(argv)
         setup_logging(0)
-        return _verify(Path(options.output_dir)) if options.verify else _prepare(options)
+        return _verify(options) if options.verify else _prepare(options)
 
     return cli.exit_code(program)
 
@@ -74,7 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 the corpus (or this part of it) is complete; 1 crash; 2 bad options or input.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--input", nargs="+", default=[], metavar="PATH", help="files, globs, or folders with all files below them")
+    add(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files, globs, or folders with the files below them, but not hidden ones",
+    )
     add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
     add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or an unfinished one to continue")
     add("--tokenizer", metavar="PATH", help="HF folder, .tiktoken or sentencepiece .model file")
@@ -90,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="largest share of rows that may be skipped; default: 0.001")  # fmt: skip
     add("--part", type=_part, default=(1, 1), metavar="i/N", help="make part i of N, from 1")
     add("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
-    add("--verify", action="store_true", help="only compare every file of the corpus with its hash")
+    add("--verify", action="store_true", help="only compare the shards of a finished corpus with their hashes")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -122,14 +127,19 @@ def _prepare(options: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
-        probe(folder)
+        probe(folder, "--output_dir")
         (part, parts), total = options.part, len(plan.units)
         _write_or_check_plan(folder, plan, by_time=parts == 1)
         mine = range(part - 1, total, parts)
-        missing = [number for number in mine if read_shard(folder, number, plan.key) is None]
+        most_bad = 0.0 if options.on_bad_row == "error" else options.max_bad_share
+        made = {number: shard for number in mine if (shard := read_shard(folder, number, plan.key))}
+        for shard in made.values():
+            _check_readable(plan, shard, most_bad)
+        missing = [number for number in mine if number not in made]
         if len(missing) < len(mine):
             log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards exist already")
-        _make_shards(folder, plan, missing, tokenizer, options.workers or len(os.sched_getaffinity(0)))
+        workers = options.workers or len(os.sched_getaffinity(0))
+        _make_shards(folder, plan, missing, tokenizer, workers, most_bad)
         shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
         if len(shards) < total:
             left = f"{total - len(shards):,} of {total:,} shards are missing; other parts make them"
@@ -182,15 +192,9 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
         tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
         bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
         text_column="" if is_text else options.text_column, is_text=is_text,
-        libraries={name: _version(name) for name in _LIBRARIES}, files=files, sizes=sizes,
+        libraries={name: cli.version_of(name) for name in _LIBRARIES}, files=files, sizes=sizes,
         units=units,
     )  # fmt: skip
-
-
-def _version(library: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(library)
-    return ""
 
 
 def _files(inputs: Sequence[str], include: str) -> list[str]:
@@ -200,13 +204,15 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
         if ".." not in given:  # "..": behind a link the shortened path may be another file
             given = os.path.normpath(given)
         if os.path.isdir(given):
-            below = [
-                os.path.join(path, name)
-                for path, folders, names in os.walk(given)
-                if not folders.sort()  # type: ignore[func-returns-value]  # in place: os.walk follows this order
-                for name in sorted(names)
-                if fnmatch(name, include) and not name.startswith(".") and os.path.isfile(os.path.join(path, name))
-            ]
+            below, unread = list[str](), list[OSError]()
+            for path, folders, names in os.walk(given, onerror=unread.append):
+                folders[:] = sorted(name for name in folders if not name.startswith("."))  # os.walk follows this order
+                links = [link for name in folders if os.path.islink(link := os.path.join(path, name))]
+                problems += [f"{link}: is a link to a folder; remove it, or name it in --input" for link in links]
+                chosen = (name for name in sorted(names) if fnmatch(name, include) and not name.startswith("."))
+                below += [os.path.join(path, name) for name in chosen]
+            problems += [f"{error.filename}: cannot be read: {error.strerror}" for error in unread]
+            problems += [f"{file}: {unusable(file)}" for file in below if not os.path.isfile(file)]
             problems += [] if below else [f"{given}: has no file {include}"]
             found.update(dict.fromkeys(below))
         else:
@@ -240,10 +246,13 @@ def _write_or_check_plan(folder: Path, plan: Plan, by_time: bool) -> None:
     # If two parts write it at the same time, the last one wins, and both compare with that one here.
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
-    before = parse_object(content, path, "name a new --output_dir")
+    before = parse_object(content, path, "name a new --output_dir").get("plan")
+    if not isinstance(before, dict):
+        raise UserError(f"{path}: is not as it was written; name a new --output_dir")
+    ours = json.loads(text)["plan"]
     # Names for the message. "" leaves a key out, because it follows from another one.
     keys = {"files": "input files", "sizes": "sizes of input files", "eos_id": "", "bos_id": "", "units": ""}
-    different = [keys.get(key, key) for key in now if json.loads(text)["plan"][key] != before.get("plan", {}).get(key)]
+    different = [keys.get(key, key) for key in now if ours[key] != before.get(key)]
     if different := list(filter(None, different)):
         raise UserError(
             f"{folder}: was started with different {some(different)}; use the same, or name another --output_dir"
@@ -272,7 +281,9 @@ def _work_on_shard(number: int) -> Shard:
     return make_shard(folder, plan, number, tokenizer, progress)
 
 
-def _make_shards(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int) -> None:
+def _make_shards(
+    folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int, most_bad: float
+) -> None:
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     if not numbers:
         return
@@ -291,7 +302,7 @@ def _make_shards(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokeni
                 bar.reach(done.value, tokens.value)
                 for future in finished:
                     try:
-                        _check_readable(plan, future.result())
+                        _check_readable(plan, future.result(), most_bad)
                     except UserError as error:
                         errors.append(str(error))
                 if any(_MOSTLY_BAD in error for error in errors):  # probably a wrong option: stop early
@@ -309,10 +320,10 @@ def _make_shards(folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokeni
         raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave these files out"]))
 
 
-def _check_readable(plan: Plan, shard: Shard) -> None:
+def _check_readable(plan: Plan, shard: Shard, most_bad: float) -> None:
     """Raises UserError: most rows of a shard cannot be read, so reading the other shards would be useless."""
     bad = _bad_count(shard)
-    if bad >= _MANY_BAD and bad > shard.documents:
+    if bad >= _MANY_BAD and bad > max(0.5, most_bad) * (bad + shard.documents):
         kinds = ", ".join(f"{kind}: {number:,}" for kind, number in shard.bad.items())
         column = "" if plan.is_text else f"; is --text_column {plan.text_column} right?"
         raise UserError(f"{bad:,} of {bad + shard.documents:,} rows {_MOSTLY_BAD} ({kinds}){column}")
@@ -340,7 +351,7 @@ def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: arg
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{some(plan.files, 3)}: no document is left")
-    content = hashlib.sha256("".join(shard.sha256["bin"] for shard in shards).encode()).hexdigest()
+    content = _content(shard.sha256["bin"] for shard in shards)
     corpus = Corpus(
         FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos,
         first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
@@ -359,7 +370,9 @@ def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[i
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
         before = lines_before(first_files, lines, number)
-        for line in shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (
+            shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        ):  # not splitlines(): texts hold U+2028
             file, place, kind, detail = json.loads(line)
             yield plan.files[file], before + place, kind, detail
 
@@ -397,19 +410,34 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
         text.detach()  # otherwise closing `text` would close the file before atomic_file has synced it
 
 
-def _verify(folder: Path) -> int:
-    """Compare all files of a complete corpus with their hashes. Raises UserError: some are damaged."""
+def _verify(options: argparse.Namespace) -> int:
+    """Compare a complete corpus with its hashes. Raises UserError: some of it is damaged."""
+    given = [name for name in ("input", "tokenizer") if getattr(options, name)]
+    if given:
+        raise UserError(f"--verify reads a finished corpus, and needs --output_dir only; leave out --{given[0]}")
+    folder = Path(options.output_dir)
     corpus, _ = read_corpus(folder)
-    damaged = list[str]()
-    for number in range(len(corpus.tokens)):
+    damaged, hashes = list[str](), list[str]()
+    for number, counts in enumerate(zip(corpus.tokens, corpus.documents, corpus.lines, strict=True)):
         shard = read_shard(folder, number, corpus.key)
         path = shard_path(folder, number, "json")
         damaged += [f"{path}: is missing"] if shard is None else filter(None, [find_damage(folder, number, shard)])
+        if shard is not None:
+            hashes.append(shard.sha256["bin"])
+            other = (shard.tokens, shard.documents, shard.lines) != counts
+            damaged += [f"{path}: has other counts than {CORPUS}"] if other else []
+    if not damaged and _content(hashes) != corpus.content:
+        raise UserError(f"{folder / CORPUS}: is not the corpus of these shards; remove it and run the command again")
     if damaged:
         remedy = "remove their .json files and run the same command without --verify, or copy the corpus again"
         raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))
     log.info(f"{folder}: all {len(corpus.tokens):,} shards are intact")
-    return 0
+    return _say({"shards": len(corpus.tokens), "intact": True}, options.json)
+
+
+def _content(hashes: Iterable[str]) -> str:
+    """The hash of a corpus, of its shards' hashes."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 if __name__ == "__main__":

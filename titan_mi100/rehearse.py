@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from titan_mi100 import cli as tool
+from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.device import find_device, positive, size_gib
 from titan_mi100.config.hardware import DEVICES, Gpu
-from titan_mi100.config.load import help_text, load_config
+from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, make_plan, remedy, with_unseen
 from titan_mi100.config.scaling import EFFICIENCY, StepTime, step_of
@@ -164,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
-        "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + help_text().partition("\n\n")[2],
+        "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, known = parser.add_argument, ", ".join(DEVICES)

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from titan_mi100.certificate.form import Machine
+from titan_mi100.cli import version_of
 from titan_mi100.parallel.distributed import device_name
 from titan_mi100.wording import shortened
 
@@ -42,9 +42,9 @@ def describe(device: torch.device, cards: int, with_commit: bool = True) -> Mach
         driver=_driver() if is_gpu else "",
         torch=torch.__version__,
         runtime=next((f"{name} {found}" for name, found in runtimes.items() if found), ""),
-        triton=next(filter(None, map(_version, ("triton", "pytorch-triton-rocm"))), ""),
+        triton=next(filter(None, map(version_of, ("triton", "pytorch-triton-rocm"))), ""),
         python=platform.python_version(),
-        version=_version("titan_mi100"),
+        version=version_of("titan_mi100"),
         commit=_commit() if with_commit else "",
         kernels=hash_of_kernels(),
     )
@@ -102,12 +102,6 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _version(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def _commit() -> str:

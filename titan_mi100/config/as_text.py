@@ -67,7 +67,13 @@ def help_text() -> str:
         ),
         *_option("--rehearse N", "count what a run on N devices takes and sends, without the devices; see its --help"),
         *_option("--version", "print the versions of this package and its libraries"),
-        "",
+    ]
+    return "\n".join([*lines, "", settings_text()])
+
+
+def settings_text() -> str:
+    """What --help says about the settings, which several commands take."""
+    lines = [
         "Settings: on the command line --section.key value; in a TOML file key = value under [section].",
         *textwrap.wrap(
             'In a file, base = "other.toml" inherits all settings of another file. X.toml may be the name of a bundled '

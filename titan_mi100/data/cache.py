@@ -81,12 +81,14 @@ def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> st
         make: computes the text.
     """
     note = folder / hashlib.sha256(json.dumps(depends).encode()).hexdigest()
-    with suppress(OSError):
-        return note.read_text(encoding="utf-8")
+    with suppress(OSError, ValueError, KeyError):  # not stored yet, or its note is damaged
+        stored = parse_object(read_plain(note, _LARGEST_NOTE), note, "")
+        if stored["sha256"] == hashlib.sha256(stored["text"].encode()).hexdigest():
+            return stored["text"]
     found = make()
     with suppress(OSError):  # a read-only cache
         folder.mkdir(parents=True, exist_ok=True)
-        replace(note, found)
+        replace(note, json.dumps({"sha256": hashlib.sha256(found.encode()).hexdigest(), "text": found}))
     return found
 
 

@@ -275,6 +275,8 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
     if not columns or len({*columns}) < len(columns):
         what = "with two columns of one name" if columns else "without a column of text, numbers or lists of them"
         raise UserError(f"{path}: is parquet {what}; write it again")
+    # A stand-in for each column that JSON cannot hold, so that such a key is counted or refused as in JSONL.
+    unread = {field.name: {"type": str(field.type)} for field in file.schema_arrow if field.name not in columns}
     number = behind = 0  # rows of all batches so far; rows of all groups so far
     for i, group in enumerate(groups):
         behind += group.num_rows
@@ -286,7 +288,7 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
         for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
             number += batch.num_rows
             for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
-                text = "" if row is None else json.dumps(_without_nulls(row), ensure_ascii=False)
+                text = "" if row is None else json.dumps(_without_nulls(row) | unread, ensure_ascii=False)
                 if len(text.encode()) > LONGEST_LINE:
                     yield "", _TOO_LONG.format(LONGEST_LINE)
                 else:
@@ -296,7 +298,7 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
 
 
 def _is_json(kind: Any, types: Any) -> bool:
-    """Whether a parquet column's values are JSON values. Other columns (images, times) are not read."""
+    """Whether a parquet column's values are JSON values. Of other columns (images, times) only the name is."""
     if types.is_dictionary(kind):
         return _is_json(kind.value_type, types)
     if types.is_nested(kind):

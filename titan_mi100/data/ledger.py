@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -175,7 +176,10 @@ class Ledger:
             rows, tokens = float(np.mean(own["status"] == DROPPED)), float(own["lost"].sum() / own["tokens"].sum())
             most = int(np.quantile(own["tokens"], 0.95, method="higher"))
             text = f"{path}: {rows:.1%} of the rows and {tokens:.1%} of the tokens are lost to training.seq_len"
-            remedy = f'95% of the rows have at most {most:,} tokens: raise it, or set data.overlong = "split"'
+            which = f"95% of the rows have at most {most:,} tokens"
+            if most < own["tokens"][own["lost"] > 0].min():  # few rows are long: that number would not help
+                which = f"the longest row has {own['tokens'].max():,} tokens"
+            remedy = f'{which}: raise it, or set data.overlong = "split"'
             found.append((rows, tokens, f"{text}; {remedy}"))
         return found
 
@@ -240,7 +244,10 @@ def has_trained(folder: Path) -> bool:
 
 def copy_ledger(ledger: Path, target: Path) -> None:
     """Copy a ledger into a run folder. Raises UserError: it cannot be written."""
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        shutil.copyfile(ledger, target)
+        shutil.copyfile(ledger, aside)
+        aside.replace(target)
     except OSError as error:
+        aside.unlink(missing_ok=True)
         raise UserError(f"{target}: cannot be written: {error.strerror}") from None

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_mi100.cli import exit_code
+from titan_mi100.cli import exit_code, version_of
 from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.scheduler import RUN_FOLDER
@@ -107,7 +106,7 @@ def _check_own_tokenizer(config: Config) -> None:
 def _fingerprint(tokenizer_path: str, cache: Path) -> str:
     """A tokenizer's fingerprint. Cached, because loading a tokenizer takes a second, and every rank asks."""
     contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
-    depends = [contents, _CODE_HASH, *map(_version, _LIBRARIES)]
+    depends = [contents, _CODE_HASH, *map(version_of, _LIBRARIES)]
     return cached_text(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
 
 
@@ -187,7 +186,7 @@ class Request:
                 raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         # cache_folder and workers do not change the result, so they are not part of the key
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
-        code = [_CODE_HASH, *map(_version, _LIBRARIES), sys.version_info[:2]]  # Python's version: its Unicode tables
+        code = [_CODE_HASH, *map(version_of, _LIBRARIES), sys.version_info[:2]]  # Python's version: its Unicode tables
         hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
@@ -195,14 +194,6 @@ class Request:
             f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)
         }
         return Inputs(key, made_of, stamps)
-
-
-def _version(library: str) -> str:
-    """A library's version; "" if it is not installed."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return ""
 
 
 def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
@@ -268,7 +259,6 @@ def _pack_sets(
         The sets' counts; per training source the fingerprint of its rows; the fingerprint of all rows.
     """
     counts, fingerprints, plan = dict[str, SetFacts](), list[str](), hashlib.sha256()
-    digests = iter(tokens.digests)
     for name, chosen in sets.items():
         packing = _pack(tokens, chosen, shape[0])
         np.save(folder / f"{name}_starts.npy", packing.starts)
@@ -276,12 +266,12 @@ def _pack_sets(
         counts[name] = _count(packing, tokens, ledger, chosen)
         packed = packing.starts.tobytes() + packing.documents.tobytes()
         if name.startswith("train"):
-            own = next(digests)  # it already includes the source's token values
+            own = tokens.digests[len(fingerprints)]  # it already includes the source's token values
             own.update(f"{shape[0]} {shape[1]}".encode() + packed)
             fingerprints.append(own.hexdigest())
             plan = own if len(fingerprints) == 1 else hashlib.sha256("".join(fingerprints).encode())
         else:
-            plan.update(packed)
+            plan.update(tokens.digests[HELD_OUT].digest() + packed)
     return counts, fingerprints, plan.hexdigest()
 
 
@@ -306,7 +296,8 @@ class _Tokens(NamedTuple):
     starts: np.ndarray  # (documents + 1,) int64: index of each document's first token, then the number of tokens
     records: np.ndarray  # (documents,) int64: the line of the ledger that each document comes from
     supervised_bytes: np.ndarray  # (documents,) int64: UTF-8 bytes of its supervised tokens
-    digests: list[Any]  # per source: hashlib object over the token values of its training files
+    # per source a hashlib object over the token values of its training files; the last one: of the held-out files
+    digests: list[Any]
 
 
 def _tokenise_all(
@@ -316,7 +307,7 @@ def _tokenise_all(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer)
     ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
-    digests = [hashlib.sha256() for _ in file_sources(config)]
+    digests = [hashlib.sha256() for _ in [*file_sources(config), HELD_OUT]]  # index -1 is HELD_OUT
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     size = sum(source.bytes for source in sources)
     with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
@@ -326,8 +317,7 @@ def _tokenise_all(
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
             values = chunk.values.tobytes()
             out.write(values)
-            if (source := all_patterns[sources[chunk.records["file"][0]].pattern].source) != HELD_OUT:
-                digests[source].update(values)
+            digests[all_patterns[sources[chunk.records["file"][0]].pattern].source].update(values)
     ledger.close()
     records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
     return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digests)

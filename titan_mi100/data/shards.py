@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,14 @@ from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordRead
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import HashingStream, sync
+from titan_mi100.files.durable import HashingStream, sha256_of, sync
 from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import validated
 from titan_mi100.text.base import Tokenizer
 
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
 _SMALLEST, _LARGEST, _MOST_UNITS = 2**22, 2**28, 2**10
+_PART = re.compile(r"\.[0-9a-f]{32}\.part$")  # how the names that `_open_part` gives end
 _BATCH = 2**20  # characters that are tokenised between two writes
 BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus that is no error
 
@@ -140,13 +142,10 @@ def find_damage(folder: Path, number: int, shard: Shard) -> str:
     for suffix, digest in shard.sha256.items():
         path = shard_path(folder, number, suffix)
         try:
-            with path.open("rb") as file:
-                found = hashlib.sha256()
-                while block := file.read(1 << 22):
-                    found.update(block)
+            found = sha256_of(path)
         except OSError as error:
             return f"{path}: {error.strerror}"
-        if found.hexdigest() != digest:
+        if found != digest:
             return f"{path}: has changed"
     return ""
 
@@ -171,9 +170,8 @@ def _open_part(path: Path) -> BinaryIO:
         file = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part").open("wb")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(
-            file.fileno()
-        ).st_nlink:  # 0: another process's remove_temporary_files removed it before it was locked
+        # no link: remove_temporary_files of another process removed it before it was locked
+        if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()
 
@@ -187,6 +185,8 @@ def write_atomically(path: Path, text: str) -> None:
 def remove_temporary_files(folder: Path) -> None:
     """Remove temporary files that killed processes left. Files of living writers are locked, and stay."""
     for part in folder.rglob("*.part"):
+        if not _PART.search(part.name):  # a file of the user, such as an unfinished download
+            continue
         with suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()
@@ -229,6 +229,9 @@ def make_shard(
     # place: position of the next token in the shard; reported: bytes of input passed to `progress` so far
     unit, counts, origins, place, reported = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
+    # The unit was cut by the sizes in the plan: lines behind its end would be lost.
+    if changed := [file for file, (size, _) in enumerate(before, unit.first) if size != plan.sizes[file]]:
+        raise UserError(f"{plan.files[changed[0]]}: its size has changed since the start; name a new --output_dir")
     shard_path(folder, number, "bin").parent.mkdir(parents=True, exist_ok=True)
     with (
         atomic_file(shard_path(folder, number, "bin")) as values_file,
@@ -288,6 +291,10 @@ def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Coun
         ids = tokenizer.encode(document.text)
     except UserError as error:
         counts.reject(document.origin >> 32, document.origin % 2**32, BadRecord("cannot be tokenised", str(error)))
+        return np.zeros(0, VALUE)
+    if not ids:
+        what = "the tokenizer drops all of the text"
+        counts.reject(document.origin >> 32, document.origin % 2**32, BadRecord(BLANK, what))
         return np.zeros(0, VALUE)
     counts.text_bytes += len(document.text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]

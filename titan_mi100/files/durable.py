@@ -110,7 +110,7 @@ class HashingStream:
         """Does nothing: torch's writers close the stream they are given, but the file is closed where it was opened."""
 
 
-def probe(folder: Path) -> None:
+def probe(folder: Path, option: str = "job.run_folder") -> None:
     """Try every operation that a checkpoint needs of the file system: write, sync, rename, remove.
 
     Raises:
@@ -126,8 +126,10 @@ def probe(folder: Path) -> None:
         for left in (first, second):
             with suppress(OSError):
                 left.unlink(missing_ok=True)
-        what = f"{folder}: cannot be written to ({error.strerror}); make it writable, or name another job.run_folder"
-        raise UserError(what) from None
+        remedy = "free some space" if error.errno == errno.ENOSPC else "make it writable"
+        raise UserError(
+            f"{folder}: cannot be written to ({error.strerror}); {remedy}, or name another {option}"
+        ) from None
 
 
 @contextmanager
