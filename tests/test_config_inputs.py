@@ -334,6 +334,17 @@ def test_a_glob_in_a_folder_with_brackets_finds_that_folder_s_files(
     assert matching_files(load(below / "x.toml").data.path[0])[0] == [str(tmp_path / "run[1]" / "x.jsonl")]
 
 
+def test_the_config_of_a_run_whose_folder_was_moved_says_how_to_resume_it(file: Path, tmp_path: Path) -> None:
+    (moved := tmp_path / "moved").mkdir()
+    (moved / "run_state.json").write_text("{}")
+    (moved / "config.toml").write_text(f'base = "{file}"\n[job]\nrun_folder = "{tmp_path / "before"}"\n')
+    given = ("--job.config_file", str(moved / "config.toml"))
+    remedy = ("--job.run_folder", str(moved))
+    assert refusal(*given).endswith(f"to resume the run that is here: {' '.join(remedy)}")
+    assert load_config([*given, *remedy]).job.run_folder == str(moved)
+    assert load_config([*given, "--job.run_folder", str(tmp_path / "new")]).job.run_folder == str(tmp_path / "new")
+
+
 def test_two_dots_after_a_link_lead_where_the_system_says(file: Path, tmp_path: Path) -> None:
     (tmp_path / "real" / "sub").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/sub")

@@ -16,7 +16,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
+from titan_mi100.files.durable import write_page
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
 from titan_mi100.logging import setup_logging
@@ -36,10 +36,7 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     lines = report_lines(report, options.table)
     if options.html:
         text = page(f"Data as training sees it: {report['set']}", lines)
-        try:
-            replace(Path(options.html), text)
-        except OSError as error:
-            raise UserError(f"--html {options.html}: cannot be written ({error.strerror}); name another file") from None
+        write_page(Path(options.html), text, "--html")
         print(f"{options.html}: {len(text.encode()):,} bytes")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))

@@ -145,7 +145,7 @@ def _prepare(options: argparse.Namespace) -> int:
             left = f"{total - len(shards):,} of {total:,} shards are missing; other parts make them"
             log.info(f"part {part}/{parts} is complete; {left}")
             return _say({"complete": False, "shards": len(shards)}, options.json)
-        _complete_corpus(folder, plan, shards, options)
+        _complete_corpus(folder, plan, shards, most_bad)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}; fix that and start again") from None
     result: dict[str, Any] = {
@@ -334,7 +334,7 @@ def _bad_count(shard: Shard) -> int:
     return sum(number for kind, number in shard.bad.items() if kind != BLANK)
 
 
-def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: argparse.Namespace) -> None:
+def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], most_bad: float) -> None:
     """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or no document is left."""
     _write_ledger(folder, plan, shards)
     bad, rows = sum(map(_bad_count, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
@@ -344,8 +344,7 @@ def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], options: arg
             kinds.update({kind: number for kind, number in shard.bad.items() if kind != BLANK})
         counts = ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common())
         words = f"{bad:,} of {rows:,} rows cannot be read ({counts}); each is in {folder / 'bad_rows.csv'}"
-        most = 0.0 if options.on_bad_row == "error" else options.max_bad_share
-        if bad > most * rows:
+        if bad > most_bad * rows:
             first = "\n".join(_first_bad(folder, plan, shards))
             raise UserError(f"{first}\n{words}; correct them and use a new --output_dir, or raise --max_bad_share")
         log.warning(f"{words}; they are left out")

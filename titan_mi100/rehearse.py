@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
         "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="./run_train.sh --rehearse --help lists the options",
     )
     add, known = parser.add_argument, ", ".join(DEVICES)
     add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")

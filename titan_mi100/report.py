@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
+from titan_mi100.files.durable import write_page
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import setup_logging
 from titan_mi100.pages.charts import MOST_CURVES, charts
@@ -48,12 +48,7 @@ def _report(options: argparse.Namespace) -> None:
         print(json.dumps({"runs": runs}, allow_nan=False))
     else:
         content = page(runs).encode("utf-8", "backslashreplace").decode("utf-8")
-        try:
-            replace(output, content)
-        except OSError as error:
-            raise UserError(
-                f"{output}: cannot be written ({error.strerror}); name another file with --output"
-            ) from None
+        write_page(output, content, "--output")
         print(f"{output}: {len(content.encode()):,} bytes")
     if options.png:
         for path in write_pictures(charts(runs), Path(options.png)):

@@ -8,6 +8,7 @@ import glob
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -92,6 +93,8 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
                 problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
             errors += problems
             refused.update([f"{name}.{key.name}"] if problems else [])
+    if with_files:
+        errors += _moved_run(config_file.value, settings.get(("job", "run_folder")), str(values["job", "run_folder"]))
     notes = _replace_alternatives(values, settings)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
@@ -114,6 +117,18 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
+
+
+def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> list[str]:
+    """The message about a run's own config.toml that names another run folder: a start would leave this one alone."""
+    here = os.path.dirname(os.path.abspath(config_file))
+    is_own = given is not None and not given.is_text and os.path.lexists(os.path.join(here, "run_state.json"))
+    if not is_own or os.path.realpath(here) == os.path.realpath(run_folder):
+        return []
+    remedy = f"to resume the run that is here: --job.run_folder {shlex.quote(here)}"
+    return [
+        f"{config_file}: [job] run_folder is {shown(run_folder)}, but the file is in another run's folder; {remedy}"
+    ]
 
 
 def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:

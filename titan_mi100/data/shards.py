@@ -287,14 +287,13 @@ def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
 
 def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
     """A document's values as stored in a shard; empty if the tokenizer refuses the text."""
+    ids, bad = list[int](), BadRecord(BLANK, "the tokenizer drops all of the text")
     try:
         ids = tokenizer.encode(document.text)
     except UserError as error:
-        counts.reject(document.origin >> 32, document.origin % 2**32, BadRecord("cannot be tokenised", str(error)))
-        return np.zeros(0, VALUE)
+        bad = BadRecord("cannot be tokenised", str(error))
     if not ids:
-        what = "the tokenizer drops all of the text"
-        counts.reject(document.origin >> 32, document.origin % 2**32, BadRecord(BLANK, what))
+        counts.reject(document.origin >> 32, document.origin % 2**32, bad)
         return np.zeros(0, VALUE)
     counts.text_bytes += len(document.text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]

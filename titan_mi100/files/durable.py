@@ -58,6 +58,14 @@ def replace(path: Path, text: str) -> None:
         raise
 
 
+def write_page(path: Path, text: str, option: str) -> None:
+    """Write a page atomically. Raises UserError: it cannot be written. Args: option: it names another file."""
+    try:
+        replace(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file with {option}") from None
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
