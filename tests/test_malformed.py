@@ -552,6 +552,11 @@ FILES: list[tuple[str, bytes, str]] = [
         json.dumps({"data": [{"a": "x" * 99}] * 9000}, indent=1).encode(),
         "takes several lines; write each row",
     ),
+    (
+        "a.json",
+        b'{\n"data": [\n' + b",\n".join([QA.encode()] * 3) + b"\n]}",
+        "takes several lines; write each row on one line: jq -c '.data[]'",
+    ),
     ("a.json", b'\xef\xbb\xbf{\n"a": 1}', "takes several lines"),
     ("a.json", (json.dumps({"question": "a"}, indent=2) + "\n").encode() * 3, "takes several lines"),
     (

@@ -62,8 +62,9 @@ def refusal(head: bytes) -> str:
         remedy = f"if it is CSV, convert it: {_FROM_CSV}" if is_csv else WANTED
         return f"neither JSON nor parquet: its first line begins with {lines[0][:40].decode('latin-1')!r}; {remedy}"
     # Pretty-printed JSON begins with a line such as `{`. So may a truncated row, but then other lines are complete.
-    continues = lines[0].endswith((b"{", b"[", b",", b":"))
-    if continues and len(lines) > 1 and not any(line.startswith(b"{") and line.endswith(b"}") for line in lines):
+    continues = len(lines) > 1 and lines[0].endswith((b"{", b"[", b",", b":"))
+    is_listed = any(line.startswith(b"{") and line.endswith(b"},") for line in lines)  # a row of a list on each line
+    if continues and (is_listed or not any(line.startswith(b"{") and line.endswith(b"}") for line in lines)):
         found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(BYTE_ORDER_MARK))
         rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
         return f"JSON whose first object takes several lines; write each row on one line: jq -c {rows} FILE > NEW.jsonl"
