@@ -31,9 +31,10 @@ _FIRST_SIGN = 1800.0  # seconds until each process must have started: thousands 
 _DUMP = 3.0  # seconds to write stacks
 _IDLE = 5e-5  # seconds of CPU time per second that are no progress
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a call that the kernel does not end"}
+_OF_GIL = 50  # waits per second of a thread that waits for the GIL, at least
 _INNER = 6  # innermost frames of a stack that may show a collective
-# where a thread is that waits for other ranks
-_WAITS = re.compile(r'"[^"]*(torch/distributed/|titan_mi100/parallel/distributed\.py|/multiprocessing/)[^"]*"')
+# Where a thread is that waits for other ranks. Below `_pre_forward` DDP's ranks agree on their buckets, in C++.
+_WAITS = re.compile(r'".*(torch/distributed/|titan_mi100/parallel/distributed\.py|/multiprocessing/)|in _pre_forward$')
 _OURS = re.compile(r'File "[^"]*?(titan_mi100/[^"]+)", line (\d+) in (\S+)')
 
 
@@ -44,12 +45,14 @@ class Seen(NamedTuple):
         state: letter in /proc: R running, S sleeping, T stopped, D in the kernel; "": the process is gone.
         waits_in: kernel function that it waits in; "": unknown.
         stacks: Python stacks of its threads, innermost call first; "": it could not write them.
+        wants_gil: whether its main thread waits for the GIL, which another of its threads holds.
     """
 
     beat: Beat
     state: str
     waits_in: str
     stacks: str
+    wants_gil: bool = False
 
     def main_stack(self) -> list[str]:
         """The main thread's calls, the innermost first."""
@@ -71,7 +74,7 @@ class Seen(NamedTuple):
 
     def where(self) -> str:
         """What it is doing, and where, in words."""
-        words = self.doing()
+        words = self.doing() + ", while another of its threads holds the GIL" * self.wants_gil
         if self.state in _STOPPED:
             return f"{words}: {_STOPPED[self.state]} (state {self.state})"
         if not self.state:
@@ -88,11 +91,11 @@ class Seen(NamedTuple):
 def behind(processes: Sequence[Seen]) -> list[Seen]:
     """The processes that the others wait for; empty: all wait, for a rank on another node or for each other.
 
-    These are the processes that are gone or stopped. If there are none: the ones with the fewest events in their
-    record, since all ranks pass the same events in the same order. If all have equally many: those that are in no
-    collective.
+    These are the processes that are gone or stopped, or whose main thread waits for the GIL. If there are none: the ones
+    with the fewest events in their record, since all ranks pass the same events in the same order. If all have equally
+    many: those that are in no collective.
     """
-    if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED]:
+    if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED or seen.wants_gil]:
         return ill
     least = min(seen.beat.events for seen in processes)
     last = [seen for seen in processes if seen.beat.events == least]
@@ -203,17 +206,19 @@ def _examine(folder: Path, beats: Sequence[Beat]) -> list[Seen]:
         with suppress(OSError):  # it is gone
             sizes[beat.rank] = files[beat.rank].stat().st_size
             os.kill(beat.pid, WRITE_STACKS)
-    until, before = time.monotonic() + _DUMP, dict[int, int]()
+    began, switches = time.monotonic(), [_switches(beat.pid) for beat in beats]
+    until, before = began + _DUMP, dict[int, int]()
     while time.monotonic() < until:
         time.sleep(0.3)
         now = {rank: files[rank].stat().st_size for rank in sizes}
         if now == before and all(now[rank] > sizes[rank] for rank in sizes):
             break
         before = now
-    found = []
-    for beat in beats:
+    found, seconds = list[Seen](), time.monotonic() - began
+    for beat, at_first in zip(beats, switches, strict=True):
+        wants_gil = (_switches(beat.pid) - at_first) / seconds > _OF_GIL
         content = files[beat.rank].read_bytes()[sizes.get(beat.rank, 0) :] if files[beat.rank].exists() else b""
-        found.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace")))
+        found.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
     return found
 
 
@@ -223,6 +228,14 @@ def _state(pid: int) -> tuple[str, str]:
     with suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     return ("" if letter in "ZX" else letter), waits
+
+
+def _switches(pid: int) -> int:
+    """How often the main thread has waited so far. One that waits for the GIL wakes up every 5 ms to ask for it."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        return int(status.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return 0
 
 
 def _fields(pid: int) -> list[str]:
