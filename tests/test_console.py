@@ -90,12 +90,12 @@ def test_a_bundled_config_is_found_by_its_name_where_no_file_has_it(
     (tmp_path / "debug").mkdir()  # such as a run's folder: it hides nothing
     for name in ("debug", "debug.toml"):
         config = load_config(["--job.config_file", name])
-        assert config.training.steps == 1400 and config.data.path == (str(bundled.FOLDER / "debug/additions.jsonl"),)
+        assert config.training.steps == 1000 and config.data.path == (str(bundled.FOLDER / "debug/additions.jsonl"),)
         assert config.job.dump_folder == str(tmp_path / "outputs")
         assert config.notes == (f"no {name} is here: settings from the bundled {bundled.FOLDER / 'debug.toml'}",)
     (tmp_path / "mine.toml").write_text('base = "debug.toml"\n[training]\nseed = 7\n')
     training = load_config(["--job.config_file", "mine.toml"]).training
-    assert (training.seed, training.steps) == (7, 1400)
+    assert (training.seed, training.steps) == (7, 1000)
     (tmp_path / "debug.toml").write_text('base = "finetune.toml"\n[training]\nepochs = 5\n[model]\nflavor = "debug"\n')
     for name, epochs in (("debug.toml", 5), ("debug", 0), ("mine.toml", 5)):  # a file that is here comes first
         assert load_config(["--job.config_file", name], with_files=False).training.epochs == epochs

@@ -91,9 +91,9 @@ class Seen(NamedTuple):
 def behind(processes: Sequence[Seen]) -> list[Seen]:
     """The processes that the others wait for; empty: all wait, for a rank on another node or for each other.
 
-    These are the processes that are gone or stopped, or whose main thread waits for the GIL. If there are none: the ones
-    with the fewest events in their record, since all ranks pass the same events in the same order. If all have equally
-    many: those that are in no collective.
+    These are the processes that are gone or stopped, or whose main thread waits for the GIL. If there are none: the
+    ones with the fewest events in their record, since all ranks pass the same events in the same order. If all have
+    equally many: those that are in no collective.
     """
     if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED or seen.wants_gil]:
         return ill
