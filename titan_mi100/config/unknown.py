@@ -57,7 +57,7 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     if same and tables.issuperset(same):
         return Unknown(f"{where} is not an option; it is a list of tables: write [[{same[0]}]] in a TOML file", {*same})
     if advice := advise(name, value, None):
-        return Unknown(f"command line: --{name} {advice.text}", advice.targets, advice.written, advice.is_exact)
+        return Unknown(f"command line: --{name} {advice.text}", *advice[1:])
     if same:
         given = "" if any(map(has_control_characters, words)) else "".join(f" {shlex.quote(word)}" for word in words)
         typed = shown(argument) if name in our_keys() else f"--{name}"
@@ -74,7 +74,7 @@ def unknown_key(where: str, section: str, key: str, value: Any, document: Docume
         hint = f"; write [{key}] on a line of its own, and its keys below it" if inside else ""
         return Unknown(f"{where} is a table, and no section has one{hint}", inside or None)
     if advice := advise(f"{section}.{key}", value, document):
-        return Unknown(f"{where} {advice.text}", advice.targets, advice.written, advice.is_exact)
+        return Unknown(f"{where} {advice.text}", *advice[1:])
     if same := keys_called(key):
         listed = " or ".join("[{}] {}".format(*name.split(".")) for name in same)
         return Unknown(f"{where} is not a key; did you mean {listed}?", set(same))
@@ -88,7 +88,7 @@ def unknown_at_top_level(path: str, name: str, document: Document, known_section
     if isinstance(value, dict):
         return _unknown_section(f"{path}: [{shown_name}]", name, document, known_sections)
     if advice := advise(name, value, document):
-        return Unknown(f"{path}: {shown_name} {advice.text}", advice.targets, advice.written, advice.is_exact)
+        return Unknown(f"{path}: {shown_name} {advice.text}", *advice[1:])
     where = f"{path}: {shown_name} = {shown(value)}"
     if name in known_sections:
         keys = {key for key in our_keys() if key.startswith(f"{name}.")}
