@@ -626,13 +626,13 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
 
 def test_several_runs_are_overlaid_and_compared(run: Path, tmp_path: Path, report: Report) -> None:
     other = write_run(tmp_path / "again" / "run", steps=50, loss=lambda step: 3 + 1 / step)
-    (other / "config.toml").write_text((other / "config.toml").read_text().replace("lr = 0.003 ", "lr = 0.001 "))
+    (other / "config.toml").write_text((other / "config.toml").read_text().replace("lr = 0.004 ", "lr = 0.001 "))
     page = report.page(run, other)
     names = [value for name, value in page.attributes if name == "data-name"]
     first = f"{tmp_path.name}/run"
     assert names[:4] == [first, "smoothed", "again/run", "smoothed"]
     assert "50 to 100 values; strong: smoothed over 5 values" in page.text
-    assert "optimizer.lr\n0.003\n0.001\n" in page.text and "training.seq_len\n256\n256" not in page.text
+    assert "optimizer.lr\n0.004\n0.001\n" in page.text and "training.seq_len\n256\n256" not in page.text
     assert LAST_LOSS in page.text and "3.0221" in page.text
     drawn = {chart.key: chart for chart in charts([collect(run), collect(other)])}
     assert {"loss", "validation_loss", "validation_loss_web", "validation_loss_code", "mfu"} <= drawn.keys()
@@ -685,7 +685,7 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
     }  # fmt: skip
     assert [len(prompt["answers"]) for prompt in found["samples"]["prompts"]] == [6, 6]
     assert [each["step"] for each in found["samples"]["prompts"][0]["answers"]] == [10, 60, 70, 80, 90, 100]
-    assert found["config"]["optimizer.lr"] == "0.003" and found["plan"]["worst"]["moment"] == "backward"
+    assert found["config"]["optimizer.lr"] == "0.004" and found["plan"]["worst"]["moment"] == "backward"
 
 
 def test_pictures_need_matplotlib_and_the_page_does_not(
