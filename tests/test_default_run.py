@@ -20,7 +20,7 @@ def test_the_default_run_answers_sums_that_it_was_not_trained_on(tmp_path: Path)
         "--training.local_batch_size",
         "2",
         "--validation.prompts",
-        "60",
+        "100",
         "--validation.freq",
         "0",
         "--checkpoint.export_hf",
@@ -28,5 +28,5 @@ def test_the_default_run_answers_sums_that_it_was_not_trained_on(tmp_path: Path)
     )
     torchrun("-m", "titan_mi100.train", *config, *less, processes=1)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 60
-    assert sum(sample["answer"] == sample["reference"] for sample in samples) >= 57
+    assert len(samples) == 100
+    assert sum(sample["answer"] == sample["reference"] for sample in samples) >= 93
