@@ -554,6 +554,11 @@ FILES: list[tuple[str, bytes, str]] = [
     ),
     (
         "a.json",
+        b'{\n"rows": [\n' + QA.encode() + b"\n]\n}",
+        "takes several lines; write each row on one line: jq -c '.rows[]'",
+    ),
+    (
+        "a.json",
         b'{\n"data": [\n' + b",\n".join([QA.encode()] * 3) + b"\n]}",
         "takes several lines; write each row on one line: jq -c '.data[]'",
     ),

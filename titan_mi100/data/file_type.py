@@ -63,7 +63,8 @@ def refusal(head: bytes) -> str:
         return f"neither JSON nor parquet: its first line begins with {lines[0][:40].decode('latin-1')!r}; {remedy}"
     # Pretty-printed JSON begins with a line such as `{`. So may a truncated row, but then other lines are complete.
     continues = len(lines) > 1 and lines[0].endswith((b"{", b"[", b",", b":"))
-    is_listed = any(line.startswith(b"{") and line.endswith(b"},") for line in lines)  # a row of a list on each line
+    # a list with a row on each line
+    is_listed = any(line.startswith(b"]") or (line.startswith(b"{") and line.endswith(b"},")) for line in lines)
     if continues and (is_listed or not any(line.startswith(b"{") and line.endswith(b"}") for line in lines)):
         found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(BYTE_ORDER_MARK))
         rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
