@@ -110,7 +110,7 @@ def _keep(certificate: Certificate) -> None:
     from titan_mi100.certificate.known import store  # torch takes seconds
     from titan_mi100.data.prepare import cache_folder
 
-    needed = [part for part in certificate.parts if part.kind in ("attention", "gemm") and "/device" not in part.name]
+    needed = [part for part in certificate.parts if part.kind in ("attention", "gemm") and not part.is_of_one_card]
     if any(part.status == NOT_RUN for part in needed):
         log.warning(
             "the certificate is not stored for the trainer: parts that the trainer needs were not run; give more "

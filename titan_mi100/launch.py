@@ -128,13 +128,12 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nod
         if option in given:
             raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
         given[option] = value
-    is_given = "nproc_per_node" in given
-    ngpu, restarts = given.pop("nproc_per_node", ngpu), given.pop("max_restarts", "0")
+    count, restarts = given.pop("nproc_per_node", ngpu or None), given.pop("max_restarts", "0")
     if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
         raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
-    if not re.fullmatch("[1-9][0-9]?", ngpu if is_given else ngpu or "1", re.ASCII):
-        raise UserError(f"the number of processes must be 1 to 99, not {ngpu!r} (--nproc_per_node, NGPU)")
-    return int(ngpu or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
+    if count is not None and not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
+        raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
+    return int(count or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
 
 
 def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:

@@ -258,6 +258,11 @@ class Part:
     def kind(self) -> str:
         return self.name.split("/")[0]
 
+    @property
+    def is_of_one_card(self) -> bool:
+        """A part that is repeated on each further card, such as gemm/device 1; it says nothing about a whole model."""
+        return "/device" in self.name
+
 
 @dataclass(frozen=True)
 class Verdict:

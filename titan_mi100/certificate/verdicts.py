@@ -210,7 +210,7 @@ def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attent
 
 def rates(parts: Sequence[Part]) -> dict[str, float]:
     """Dtype -> TFLOP/s of the first model's products, in order of preference, without dtypes with wrong products."""
-    gemms = [part.found for part in parts if isinstance(part.found, Gemm) and "/device" not in part.name]
+    gemms = [part.found for part in parts if isinstance(part.found, Gemm) and not part.is_of_one_card]
     first = [one for one in gemms if one.model == gemms[0].model]
     right = {one.dtype: step_rate(one) for one in first if not _gemm(one)[0]}
     return {dtype: right[dtype] for dtype in _IN_ORDER if dtype in right}

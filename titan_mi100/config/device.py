@@ -52,22 +52,21 @@ def positive(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e18:
+    if not 0 < (number := _number(text)) < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, such as 1e9")
     return number
 
 
 def size_gib(text: str) -> float:
     """A size in GiB. `32GB` means 32 GiB: cards are sold by such names."""
-    number = text.upper().removesuffix("B").removesuffix("I").removesuffix("G")
-    try:
-        size = float(number)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 1e6:
+    if not 0 < (size := _number(text.upper().removesuffix("B").removesuffix("I").removesuffix("G"))) < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 32GB")
     return size
+
+
+def _number(text: str) -> float:
+    """The number that a text stands for; 0 if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

@@ -1,8 +1,6 @@
 """The ledger: the outcome of every input record, with its reason and file:line."""
 
 import csv
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from titan_mi100.data.encode import (
 from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
 from titan_mi100.data.strict_json import listed
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import copy
 from titan_mi100.wording import some
 
 LEDGER, REFUSED_LEDGER = "ledger.csv", "ledger.refused.csv"  # in a run folder
@@ -244,10 +243,7 @@ def has_trained(folder: Path) -> bool:
 
 def copy_ledger(ledger: Path, target: Path) -> None:
     """Copy a ledger into a run folder. Raises UserError: it cannot be written."""
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        shutil.copyfile(ledger, aside)
-        aside.replace(target)
+        copy(ledger, target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"{target}: cannot be written: {error.strerror}") from None

@@ -49,9 +49,22 @@ def write_synced(path: Path, text: str) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old content or the new one, never a part. Not synced."""
+    with _replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file atomically. Not synced."""
+    with _replacing(target) as aside:
+        shutil.copyfile(source, aside)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name for a file that takes the place of `path` at the end; it is removed after an OSError."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        yield aside
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)

@@ -58,7 +58,7 @@ class Stragglers:
         """
         self._host, self._step = host_seconds, result.seconds
         # Every rank must reach the same result, so only the gathered values are used.
-        self._sums += result.ranks
+        self._sums += result.ranks  # of the last column, the probes, the sum is not used: one call without a slice
         self._steps += 1
         if step % self._log_freq or self._steps < _LEAST_STEPS:
             return
