@@ -26,7 +26,7 @@ CORE = (
     *("train.py", "open_run.py", "trainer.py", "run/evaluate.py", "run/progress.py"),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 7700, "titan_mi100": 22350, "scripts": 3600}  # lines of code
+BUDGETS = {"core": 7950, "titan_mi100": 22950, "scripts": 3600}  # lines of code
 LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
 
 # tokens that are no code
