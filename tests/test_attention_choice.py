@@ -223,3 +223,12 @@ def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.Monke
     documents = Documents(2, 5, (2, 3, 5))
     expected = Eager()(q, k, v, Eager().prepare(documents, CPU))
     torch.testing.assert_close(backend(q, k, v, backend.prepare(documents, CPU)), expected)
+
+
+def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts(monkeypatch, {name: Verdict(refused="out of memory") for name in (*TRIED, "sdpa")})
+    chosen, said = choose("auto", SHAPE, CPU, "gfx1100", tmp_path)
+    assert (chosen.name, chosen.why) == ("chunked", "every trial was refused; it needs no kernel")
+    assert "attention: chunked is refused: out of memory" in said

@@ -148,3 +148,11 @@ def test_a_whole_step_equals_the_reference(wrap: Any) -> None:
 def test_a_launch_survives_its_text() -> None:
     for candidates in triton_backend.CANDIDATES.values():
         assert triton_backend.Launch.parse(str(candidates.first())) == candidates.first()
+
+
+def test_no_launch_on_amd_has_the_two_reads_that_triton_miscompiles_in_small_blocks() -> None:
+    for arch, candidates in triton_backend.CANDIDATES.items():
+        for tile in [tile for tiles in candidates for tile in tiles] if arch.startswith("gfx") else ():
+            kpack = triton_backend.launch_options(tile, is_amd=True)["kpack"]
+            assert kpack == (1 if min(tile.block_q, tile.block_k) < 32 else 2), (arch, tile)
+    assert triton_backend.launch_options(triton_backend.Tile(16, 64, 2, 1), is_amd=True)["kpack"] == 1

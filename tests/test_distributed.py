@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,3 +66,21 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
         parameter.grad = torch.randn_like(parameter)
         squares = measure_gradients([parameter]).squares
         assert abs(squares / parameter.grad.double().square().sum() - 1) < bar
+
+
+@pytest.mark.parametrize(
+    ("hip", "name", "arch"),
+    [
+        (None, "NVIDIA GeForce RTX 4090", "sm89"),  # CUDA builds of torch give the card's name as gcnArchName
+        ("6.4", "gfx908:sramecc+:xnack-", "gfx908:sramecc+:xnack-"),
+    ],
+)
+def test_the_architecture_is_never_the_name_of_a_card(
+    hip: str | None, name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(
+        name="a card", gcnArchName=name, major=8, minor=9, total_memory=2**34, multi_processor_count=128
+    )
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert distributed.device_name(torch.device("cuda"))[1:] == (arch, 128)

@@ -48,3 +48,15 @@ def test_a_kernel_that_differs_by_a_bit_is_not_used(
     kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
     assert kernel is None and how == "plain torch operations"
     assert "gives other bits" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_built_is_replaced_and_the_remedy_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unbuilt(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(fused, "update", unbuilt)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
+    assert kernel is None and how == "plain torch operations"
+    assert "Failed to find C compiler" in caplog.text and "gcc and python3-dev" in caplog.text

@@ -182,4 +182,10 @@ def test_what_counts_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert forecast.is_out_of_memory(found.value) and forecast.is_out_of_memory(torch.OutOfMemoryError("x"))
+    for message in (
+        "HIP error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+    ):
+        assert forecast.is_out_of_memory(RuntimeError(message)), message
     assert not forecast.is_out_of_memory(RuntimeError("a size does not fit"))

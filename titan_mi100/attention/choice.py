@@ -124,10 +124,12 @@ class _Trials:
         verdicts = {name: self.of(name) for name in _CANDIDATES}
         refused = {name: _problem(verdict) for name, verdict in verdicts.items()}
         times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
+        said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
+        if not times:  # chunked needs no trial to be right; see `refused`
+            return Choice(Chunked.name, "every trial was refused; it needs no kernel", self.arch), said
         name = min(times, key=lambda name: times[name])
         timed = ", ".join(f"{other} {ms:.1f} ms" for other, ms in sorted(times.items(), key=lambda item: item[1]))
         why = f"fastest in a trial before this run, per layer: {timed}; there is no earlier measurement on {self.arch}"
-        said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
         return Choice(name, why, self.arch, verdicts[name].launch), said
 
 

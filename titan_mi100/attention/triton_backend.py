@@ -88,8 +88,12 @@ CANDIDATES: Mapping[str, Candidates] = {  # by the keys of hardware.GPUS; "cpu" 
 
 
 def launch_options(tile: Tile, is_amd: bool) -> dict[str, int]:
-    """Options for the compiler. On AMD: matrix instructions of 16 x 16, and two of them per read of shared memory."""
-    amd = {"matrix_instr_nonkdim": 16, "kpack": 2} if is_amd else {}
+    """Options for the compiler. On AMD: matrix instructions of 16 x 16, and two of them per read of shared memory.
+
+    With a block below 32, Triton 3.4 and 3.6 miscompile kpack = 2: they halve the whole accumulator in each iteration
+    (triton-lang/triton, pull request 10290). There each instruction has a read of its own.
+    """
+    amd = {"matrix_instr_nonkdim": 16, "kpack": 2 if min(tile.block_q, tile.block_k) >= 32 else 1} if is_amd else {}
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **amd}
 
 

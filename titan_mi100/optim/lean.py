@@ -27,6 +27,7 @@ from titan_mi100.logging import log
 from titan_mi100.optim import host
 from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
 from titan_mi100.optim.state import NamedState
+from titan_mi100.wording import shortened
 
 # Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
 ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -164,6 +165,9 @@ def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
     return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
 
 
+_KERNEL_REMEDY = "plain torch operations replace it, slower; it needs a C compiler and Python.h (gcc and python3-dev)"
+
+
 def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
     """Choose the Triton kernel if it works on this device.
 
@@ -190,7 +194,12 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=draw).to(device, dtype)
-            optimizer.update(0.5)
+            try:
+                optimizer.update(0.5)
+            except Exception as error:  # Triton builds its launcher with the C compiler at the first call
+                reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
+                log.warning(f"the optimizer's Triton kernel cannot be used: {reason}; {_KERNEL_REMEDY}")
+                return None, "plain torch operations"
         results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])
     if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
         return fused.update, "one Triton kernel"

@@ -162,7 +162,8 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     if device.type != "cuda":
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
     found = torch.cuda.get_device_properties(device)
-    arch = getattr(found, "gcnArchName", "") or f"sm{found.major}{found.minor}"
+    arch = found.gcnArchName if torch.version.hip else ""  # in a CUDA build of torch it is the card's name
+    arch = arch or f"sm{found.major}{found.minor}"
     return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
 
 
