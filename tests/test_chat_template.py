@@ -684,7 +684,7 @@ def test_the_prompt_is_asked_for_once_per_variables(tmp_path: Path, counted: lis
         chat.render_turns(messages)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=True)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=False)
-    assert len(counted) == 3 * 3 + 2 * 3  # a conversation is one, a prompt three
+    assert len(counted) == 3 * 3 + 2 * 3 + 2  # a conversation is one, a prompt three; the end of a turn two, once
 
 
 def test_the_prompt_does_not_depend_on_the_order_of_conversations(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import Encoder, rounds, supervise, supervised_spans
 from titan_mi100.data.formats import BadRecord, Example, choose_format, parse
 from titan_mi100.errors import UserError
-from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
+from titan_mi100.text.chat_template import ChatTemplate, Rendered
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.text.turns import Turn
 
 transformers = pytest.importorskip("transformers")
 

@@ -31,7 +31,7 @@ from titan_mi100.checkpoint.resume import (
     rename_later_checkpoints,
 )
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.assets import run_assets
+from titan_mi100.config.assets import ending_turns, run_assets
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import ModelSpec
@@ -433,8 +433,11 @@ def _open_checkpointer(
         base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
         named = base, tokenizer, config.model.chat_template
         has_assets = world.rank == 0 and folder is not None
-        prompts = data.facts.enable_thinking, data.facts.system_prompt
+        facts = data.facts
+        prompts = facts.enable_thinking, facts.system_prompt
         assets = run_assets(spec, *named, *prompts) if has_assets else {}
+        if assets and facts.end_of_turn_id is not None:
+            assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
     return Checkpointer(
         (folder or Path()) / "checkpoint",
         config.checkpoint.keep_latest_k,

@@ -20,8 +20,9 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 CORPUS, PLAN = "corpus.json", "plan.json"  # in a folder of prepare_corpus: complete; begun
 PROMPTS = "titan_mi100.json"  # our file: how to prompt the model as it was trained
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
 _TOKENIZER = (
-    *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", "special_tokens_map.json"),
+    *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", _SPECIAL_TOKENS),
     *("added_tokens.json", TEMPLATE),
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
@@ -120,6 +121,37 @@ def run_assets(
     prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
     assets.pop(PROMPTS, None)
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
+
+
+def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:
+    """The files of a model whose answers end with a token, so that other programs stop there.
+
+    Unchanged where the tokenizer's eos_token is that token. Otherwise, as for a base model that learned conversations:
+    the token becomes the eos_token, while the pad token stays; configs name its id first, then those that they had.
+
+    Args:
+        token, token_id: the end of a turn, see `ChatTemplate.end_of_turn`.
+    """
+    tokenizer = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
+    before = _text_of(tokenizer.get("eos_token"))
+    if before in (token, ""):  # "": the class or the file of the tokenizer decides
+        return assets
+    made = dict(assets)
+    pad = tokenizer.get("pad_token") or before  # without a pad token, the eos token is used for it
+    made[_TOKENIZER_CONFIG] = _json({**tokenizer, "eos_token": token, "pad_token": pad})
+    if _SPECIAL_TOKENS in assets:
+        special = parse_object(assets[_SPECIAL_TOKENS], _SPECIAL_TOKENS, _REMEDY)
+        made[_SPECIAL_TOKENS] = _json({**special, "eos_token": token} if "eos_token" in special else special)
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
+    generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
+    stops = stop_ids(assets) or stop_ids({GENERATION: assets.get(CONFIG, b"{}")}, CONFIG)
+    generation["eos_token_id"] = [token_id, *(stop for stop in stops if stop != token_id)]
+    return made | {CONFIG: _json({**config, "eos_token_id": token_id}), GENERATION: _json(generation)}
+
+
+def _text_of(token: Any) -> str:
+    """The text of a token in a config, where it is a text or an object with flags."""
+    return str((token.get("content") if isinstance(token, dict) else token) or "")
 
 
 @dataclass(frozen=True)

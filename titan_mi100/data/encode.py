@@ -25,7 +25,8 @@ from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
-from titan_mi100.text.chat_template import ChatTemplate, Rendered, Turn
+from titan_mi100.text.chat_template import ChatTemplate, Rendered
+from titan_mi100.text.turns import Turn
 
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
@@ -123,6 +124,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: DataConfig, seq_len: int) -> None:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
         self.ignored_keys = frozenset(config.ignored_keys)
+        self.end_of_turn = "" if template is None else template.end_of_turn
 
     def encode(self, example: Example) -> Encoded:
         """Tokenise one example, mark its supervised tokens and fit it into rows.

@@ -242,6 +242,8 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings()],
             enable_thinking=enable_thinking,
             system_prompt=None if template is None else config.system_prompt,
+            end_of_turn=encoder.end_of_turn,
+            end_of_turn_id=tokenizer.id_of(encoder.end_of_turn) if encoder.end_of_turn else None,
         )
     ledger.write(folder / "ledger.csv")
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
@@ -281,7 +283,7 @@ def _load_template(request: Request, sources: Sequence[Source], tokenizer: Token
         if request.config.system_prompt:
             raise UserError("[data] system_prompt is for conversations, and no data file holds any; leave it out")
         return None
-    template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer.eos_token)
+    template = ChatTemplate.of(tokenizer, request.tokenizer_path, request.chat_template)
     if template.is_dated:
         raise UserError(
             "the chat template writes the date (strftime_now), so rows would change from day to day; set "
@@ -305,7 +307,7 @@ def _tokenise_all(
 ) -> tuple[Ledger, _Tokens]:
     """Write the token values of all documents to `path`, and enter every record in a ledger."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer)
+    all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer, encoder.end_of_turn)
     ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
     digests = [hashlib.sha256() for _ in [*file_sources(config), HELD_OUT]]  # index -1 is HELD_OUT
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -378,11 +380,12 @@ def _thinking_default(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, 
     return thinks, [f"prompts: {counts}; generation and evaluation will set enable_thinking = {str(thinks).lower()}"]
 
 
-def _token_sizes(tokenizer: Tokenizer) -> np.ndarray:
+def _token_sizes(tokenizer: Tokenizer, end_of_turn: str) -> np.ndarray:
     """UTF-8 bytes of each token, (n_vocab,) int64; 0 for the end and padding tokens and for unused ids."""
     sizes = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    ends = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.id_of(end_of_turn)
     for token in range(tokenizer.n_vocab):
-        if token not in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        if token not in ends:
             with suppress(UserError):  # vocabularies may have gaps
                 sizes[token] = len(tokenizer.token_bytes(token))
     return sizes

@@ -172,6 +172,9 @@ class Facts:
     enable_thinking: bool | None = None
     # Added to conversations without a system message; "": none is added. None: the data hold no conversations.
     system_prompt: str | None = None
+    # The token that ends a turn, see `ChatTemplate.end_of_turn`, and its id; "": the data hold no conversations.
+    end_of_turn: str = ""
+    end_of_turn_id: int | None = None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        self.stop_ids = {*self.tokenizer.end_ids(), *stop_ids(source.assets, source.assets_folder / GENERATION)}
         given = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
         if unknown := [key for key in given if key not in _KNOWN and given[key] not in (None, False, 0, 1, [], {})]:
             text = f"{source.assets_folder / GENERATION}: not applied here: {some(sorted(unknown))}"
@@ -87,7 +86,9 @@ class Model:
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
         if settings.get("chat_template") or template_files(config.parent):
-            self.template = ChatTemplate.from_folder(tokenizer_path, eos_token=self.tokenizer.eos_token)
+            self.template = ChatTemplate.of(self.tokenizer, tokenizer_path)
+        ends = self.tokenizer.end_ids("" if self.template is None else self.template.end_of_turn)
+        self.stop_ids = {*ends, *stop_ids(source.assets, source.assets_folder / GENERATION)}
 
     def fingerprint(self) -> str:
         """A digest of the weights: of the manifests, which identify every byte; without manifests, of sampled bytes."""

@@ -357,7 +357,8 @@ def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
 
 def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
     """For each kind of oddity the document with the highest score, if the score is not 0."""
-    unended = _supervised_after_end(sample, shown.tokenizer.eos_token_id)
+    ends = shown.tokenizer.eos_token_id, shown.data.facts.end_of_turn_id
+    unended = _supervised_after_end(sample, [token_id for token_id in ends if token_id is not None])
     repeated = _repeated_pairs(sample, shown.data.facts.n_vocab)
     spelled = [map(shown.tokenizer.token_bytes, ids.tolist()) for ids in np.split(sample.ids, sample.edges[1:-1])]
     # errors="ignore": a truncated document may end in the middle of a character.
@@ -387,10 +388,10 @@ def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
     return odd
 
 
-def _supervised_after_end(sample: _Sample, end_id: int) -> np.ndarray:
+def _supervised_after_end(sample: _Sample, end_ids: list[int]) -> np.ndarray:
     """(documents,): supervised tokens after the last supervised end token. A single one (a newline) counts as 0."""
     starts, so_far = sample.edges[:-1], np.cumsum(sample.supervised)
-    at_ends = np.where(sample.supervised & (sample.ids == end_id), so_far, 0)
+    at_ends = np.where(sample.supervised & np.isin(sample.ids, end_ids), so_far, 0)
     # The count at the last end token; if a document has none, the count at its beginning.
     at_last = np.maximum(np.maximum.reduceat(at_ends, starts), so_far[starts])
     count = so_far[sample.edges[1:] - 1] - at_last

@@ -94,7 +94,7 @@ def open_sampler(config: Config, data: Prepared) -> Sampler | None:
         tokenizer, base = load_tokenizer(config.tokenizer_path()), config.checkpoint.initial_load_path
         folder = folder_of(base)
         named = stop_ids(read_assets(folder), folder / GENERATION) if base else []
-        return [*tokenizer.end_ids(), *named], tokenizer.n_vocab
+        return [*tokenizer.end_ids(data.facts.end_of_turn), *named], tokenizer.n_vocab
 
     stops, vocabulary = from_rank_zero(read_stops)
     return Sampler(prompts, tokenizer, stops, vocabulary, config.validation.prompt_tokens, config.training.seq_len)

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ class Tokenizer(ABC):
 
     warning = ""  # shown to the user when the tokenizer is used
 
-    def __init__(self, spelled: dict[int, bytes], cut: Mapping[str, int], ends: Ends, fingerprint: str) -> None:
+    def __init__(
+        self, spelled: dict[int, bytes], cut: Mapping[str, int], ends: Ends, fingerprint: str, special: Collection[str]
+    ) -> None:
         """
         Args:
             spelled: id -> bytes, of the model's own tokens.
@@ -30,11 +32,13 @@ class Tokenizer(ABC):
                 and among several at one place the longest.
             ends: see `Ends`.
             fingerprint: a hash of everything that influences the ids of a text (eos and pad tokens do not).
+            special: the added tokens that are marked as special: they structure a text and are no part of it.
         """
         self._bytes, self._cut, self.fingerprint = spelled | {i: t.encode() for t, i in cut.items()}, cut, fingerprint
         longest_first = map(re.escape, sorted(cut, key=len, reverse=True))
         self._cut_pattern = re.compile(f"({'|'.join(longest_first) or '(?!)'})")  # (?!) never matches
         self.eos_token, self.eos_token_id, self.pad_token_id = ends
+        self.special = frozenset(special)
         self.n_vocab = max(self._bytes) + 1  # the highest id + 1; ids may have gaps
 
     def encode(self, text: str) -> list[int]:
@@ -72,10 +76,17 @@ class Tokenizer(ABC):
             raise UserError(f"token id {token_id} is not in the vocabulary; were the data made with another tokenizer?")
         return self._bytes[token_id]
 
-    def end_ids(self) -> list[int]:
-        """Ids that end an answer: the eos token, and `<|endoftext|>` if the tokenizer has it as one token."""
-        text_end = self.encode("<|endoftext|>")
-        return list(dict.fromkeys([self.eos_token_id, *(text_end if len(text_end) == 1 else [])]))
+    def id_of(self, token: str) -> int:
+        """The id of a text that is one token, such as a special token; -1 if it is not."""
+        ids = self.encode(token)
+        return ids[0] if len(ids) == 1 else -1
+
+    def end_ids(self, end_of_turn: str = "") -> list[int]:
+        """Ids that end an answer: the end of a turn (see `ChatTemplate.end_of_turn`) if given, the eos token, and
+        `<|endoftext|>` if the tokenizer has it as one token.
+        """
+        ends = self.id_of(end_of_turn), self.eos_token_id, self.id_of("<|endoftext|>")
+        return list(dict.fromkeys(token_id for token_id in ends if token_id >= 0))
 
     def _segments(self, text: str) -> Segments:
         """Split a text into added tokens and the segments between them, which are encoded separately. None is empty."""

@@ -74,7 +74,8 @@ class BpeTokenizer(Tokenizer):
         digest.update(np.array(list(map(len, ranks)), dtype="<i8").tobytes() + b"".join(ranks))
         digest.update(json.dumps([sorted(token[:4] for token in added), QWEN2_PATTERN, nfc]).encode())
         spelled = {token_id: token for token, token_id in ranks.items()}
-        super().__init__(spelled, {token.content: token.id for token in added}, ends, digest.hexdigest())
+        special = [token.content for token in added if token.special]
+        super().__init__(spelled, {token.content: token.id for token in added}, ends, digest.hexdigest(), special)
         self._nfc = nfc
         # Special tokens are cut out by `_segments`, not by tiktoken: if two begin alike, HF takes the longer one, while
         # tiktoken may take either.

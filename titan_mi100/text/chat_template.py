@@ -9,11 +9,10 @@ import json
 import os
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate, chain, cycle, pairwise
+from functools import cached_property, lru_cache, partial
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,15 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
-from titan_mi100.text.base import named_tokens
-from titan_mi100.text.traced import MIXED, Source, Traced, TracingEnvironment, runs_of, trace
+from titan_mi100.text.base import Tokenizer, named_tokens
+from titan_mi100.text.traced import Source, Traced, TracingEnvironment, trace
+from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, reasoning_spans
 from titan_mi100.wording import shortened
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that `transformers` accepts, by priority
-_REASONING = _REASONING_FIELDS[0]  # `Source.field` of all reasoning, also of think blocks in the content
+_REASONING_FIELDS = (REASONING, "thinking", "reasoning")  # names that `transformers` accepts, by priority
 _PROBE = ({"role": "user", "content": "Hello"},)
 _MOST_TRIED = 1 << 20  # characters that a template may render from _TRIED
 _TRIED = ({"role": "system", "content": "Be brief."}, *_PROBE, {"role": "assistant", "content": "Hello!"}, *_PROBE)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The characters `[start, stop)` of one message in the text; empty if the template shows nothing of it."""
-
-    message: int  # index
-    role: str
-    start: int  # assistant: after the turn's header; others: their first own character (not that of the role)
-    stop: int  # assistant: after the turn's eos_token; others: after their last own character and an eos_token there
-    answer: int  # `start`, or the end of an empty think block that the template itself wrote there
-    lost_reasoning: bool  # the assistant's message has reasoning, but the template left it out of the text
-    reasons: bool = False  # the text shows reasoning of the assistant's message
-    # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
-    marked: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,25 +41,23 @@ class Rendered:
     turns: list[Turn]
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    header: str  # begins an assistant's turn
-    empty_think: str  # follows the header if enable_thinking is False; "" if the template does not know the variable
-
-
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
     _render_in_child: Callable[..., str]  # renders a prompt in the child process
 
-    def __init__(self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str], special: Collection[str] = ()
+    ) -> None:
         """
         Args:
             file: where the template came from, for messages.
             sources: Jinja texts: "default", and optionally "tool_use" for conversations with tools.
             special_tokens: variables of the template, such as eos_token.
+            special: the tokens that can end a turn, besides eos_token.
         """
         self._file = file
+        self._special = special
         self._special_tokens = special_tokens
         self.is_dated = any("strftime_now" in source for source in sources.values())
         try:
@@ -86,7 +68,9 @@ class ChatTemplate:
         self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
-    def from_folder(cls, path: str | Path, template: str | Path = "", eos_token: str = "") -> "ChatTemplate":
+    def from_folder(
+        cls, path: str | Path, template: str | Path = "", eos_token: str = "", special: Collection[str] = ()
+    ) -> "ChatTemplate":
         """Read a folder's templates: `chat_template.jinja` and `additional_chat_templates/`, or if there are none,
         those in `tokenizer_config.json`.
 
@@ -94,6 +78,7 @@ class ChatTemplate:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
             template: a Jinja file to use instead, for all conversations.
             eos_token: the tokenizer's end token, in case `tokenizer_config.json` is missing or does not name it.
+            special: the tokenizer's special tokens, for `end_of_turn`.
 
         Returns:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
@@ -101,15 +86,23 @@ class ChatTemplate:
         Raises:
             UserError: a file is missing or malformed, there is no template, or it needs too much memory or time.
         """
-        call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token)
-        made = cls._read(path, template, eos_token)
+        special = tuple(sorted(special))
+        call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token, special)
+        made = cls._read(path, template, eos_token, special)
         made._render_in_child = partial(
             call_in_child, "text.chat_template:render_apart", Path(path), str(template), eos_token
         )
         return made
 
     @classmethod
-    def _read(cls, path: str | Path, template: str | Path, eos_token: str) -> "ChatTemplate":
+    def of(cls, tokenizer: Tokenizer, path: str | Path, template: str | Path = "") -> "ChatTemplate":
+        """`from_folder`, for the tokenizer of that folder."""
+        return cls.from_folder(path, template, tokenizer.eos_token, tokenizer.special)
+
+    @classmethod
+    def _read(
+        cls, path: str | Path, template: str | Path, eos_token: str, special: Collection[str] = ()
+    ) -> "ChatTemplate":
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         config_file = folder / "tokenizer_config.json"
         # A link that the user names is followed. A link inside a model folder is not: it came with the folder.
@@ -140,7 +133,34 @@ class ChatTemplate:
             )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
-        return cls(Path(template) if template else files.get("default", config_file), used, special_tokens)
+        file = Path(template) if template else files.get("default", config_file)
+        return cls(file, used, special_tokens, special)
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The token that ends an assistant's turn; "" if none is known.
+
+        It is eos_token if the template writes it behind an assistant's message. Otherwise it is the first special token
+        that the template itself writes behind one: base models have `<|endoftext|>` as eos_token and a ChatML template.
+        """
+        eos_token = self._special_tokens.get("eos_token") or ""
+        tokens = sorted({*self._special, eos_token} - {""}, key=len, reverse=True)
+        for messages in (_TRIED[1:], _TRIED):  # some templates refuse a system message, others want one
+            try:
+                followed, last = (self._behind_answer(messages[:n]) for n in (len(messages), len(messages) - 1))
+            except UserError:
+                continue
+            if eos_token and eos_token in followed:
+                return eos_token
+            if tokens and (first := re.search("|".join(map(re.escape, tokens)), last)):
+                return first[0]
+        return eos_token
+
+    def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What the template writes between the only assistant's message and the next message's text, or the end."""
+        place = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        prepared = [_traced(i, message) for i, message in enumerate(self._prepared(messages))]
+        return TurnFinder(self._run(prepared, False, {}), "").behind(place)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **variables: Any
@@ -179,24 +199,25 @@ class ChatTemplate:
         """
         prepared, environment = self._prepared(messages), self._template(variables).environment
         assert isinstance(environment, TracingEnvironment)
+        end_of_turn = self.end_of_turn  # before the marks are counted: it may render
         environment.issued.clear()
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
-        finder = _TurnFinder(text, self._special_tokens.get("eos_token") or "")
+        finder = TurnFinder(text, end_of_turn)
         if environment.issued != {number for _, _, number in finder.marks}:
             raise UserError(f"{self._file}: rewrites or drops text inside {{% generation %}}; mark the final text")
-        prompt: _Prompt | None = None
+        prompt: Prompt | None = None
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
             if message.get("role") != "assistant":
                 turns.append(finder.other(i, str(message.get("role", ""))))
                 continue
-            if not finder.eos_token:
+            if not finder.end_of_turn:
                 config_file = self._file.parent / "tokenizer_config.json"
                 raise UserError(f"{config_file}: eos_token is missing; add the token that ends a turn")
             prompt = prompt or self._prompt(prepared[:i], variables)
             try:
                 turns.append(finder.assistant(i, message, prompt))
-            except _Untraceable as problem:
+            except Untraceable as problem:
                 raise UserError(
                     f"{self._file}: message {i}: {problem}, so the assistant's own text cannot be located; "
                     "use a template that writes each assistant message as Qwen3's does"
@@ -205,7 +226,7 @@ class ChatTemplate:
             turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
 
-    def _marked(self, turns: list[Turn], finder: "_TurnFinder") -> list[Turn]:
+    def _marked(self, turns: list[Turn], finder: "TurnFinder") -> list[Turn]:
         """The turns, with the spans that the template marks in each assistant turn.
 
         Raises:
@@ -224,7 +245,7 @@ class ChatTemplate:
             marks[owners.pop()].append((start, stop))
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
-    def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+    def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
         """The generation prompt with these variables.
 
         It does not depend on the conversation. So it is rendered for a fixed conversation, once per set of variables;
@@ -237,20 +258,20 @@ class ChatTemplate:
             prompt = None
         return prompt or self._prompt_after(prefix or list(_PROBE), variables)
 
-    def _probe(self, variables: str) -> "_Prompt | None":
+    def _probe(self, variables: str) -> "Prompt | None":
         try:
             return self._prompt_after(list(_PROBE), json.loads(variables))
         except UserError:
             return None
 
-    def _prompt_after(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "_Prompt":
+    def _prompt_after(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
         """The generation prompt after some messages: the difference between renderings with and without it."""
         without = self.render(messages, **variables)
         opened = self.render(messages, add_generation_prompt=True, **variables)
         unthinking = self.render(messages, add_generation_prompt=True, **{**variables, "enable_thinking": False})
         if not opened.startswith(without) or len(opened) == len(without):
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
-        return _Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
+        return Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `transformers` passes them to a template: no null keys, reasoning under its usual names."""
@@ -281,12 +302,12 @@ class ChatTemplate:
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
 
 
-def try_template(path: str, template: str, eos_token: str) -> None:
+def try_template(path: str, template: str, eos_token: str, special: Collection[str] = ()) -> None:
     """Runs in the child process, with limits on time and memory: render a conversation in all ways that are used.
 
     A template may refuse this conversation; that is no error.
     """
-    tried = ChatTemplate._read(path, template, eos_token)
+    tried = ChatTemplate._read(path, template, eos_token, special)
     prompted: Callable[..., str] = partial(tried.render, add_generation_prompt=True, enable_thinking=False, tools=[])
     for render in (tried.render, tried.render_turns, prompted):
         try:
@@ -306,125 +327,13 @@ def render_apart(path: str, template: str, eos_token: str, messages: list[Any], 
 
 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with all its strings as `Traced`. Reasoning inside the content gets the field _REASONING."""
+    """The message with all its strings as `Traced`. Reasoning inside the content gets the field REASONING."""
     traced = {
-        key: trace(value, Source(index, _REASONING if key in _REASONING_FIELDS else key))
+        key: trace(value, Source(index, REASONING if key in _REASONING_FIELDS else key))
         for key, value in message.items()
     }
-    if thoughts := _reasoning_spans(message):
+    if thoughts := reasoning_spans(message):
         content = message["content"]
-        parts = zip(pairwise([0, *chain(*thoughts), len(content)]), cycle(("content", _REASONING)), strict=False)
+        parts = zip(pairwise([0, *chain(*thoughts), len(content)]), cycle(("content", REASONING)), strict=False)
         traced["content"] = Traced(content, [(stop - start, Source(index, field)) for (start, stop), field in parts])
     return traced
-
-
-def _reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
-    """Spans of reasoning in an assistant's content: its think blocks that are not blank.
-
-    None if the message has a reasoning field. The first block may lack its opening tag, because the prompts of some
-    models end with that tag.
-    """
-    content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str) or _has_text(message.get(_REASONING)):
-        return []
-    thoughts, position = [], 0
-    for before in content.split("</think>")[:-1]:
-        opened, stop = before.rfind("<think>"), position + len(before)
-        if opened >= 0 or position == 0:
-            start = position + opened + len("<think>") if opened >= 0 else 0
-            if _has_text(content[start:stop]):
-                thoughts.append((start, stop))
-        position = stop + len("</think>")
-    return thoughts
-
-
-def _has_text(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
-class _Untraceable(Exception):
-    """The sources of the characters do not determine where an assistant's turn begins or ends."""
-
-
-class _TurnFinder:
-    """Finds the turns of a rendered text by the sources of its characters. Call it for the messages in order."""
-
-    def __init__(self, text: str, eos_token: str) -> None:
-        self.text, self.eos_token = str.__str__(text), eos_token
-        self.marks: list[tuple[int, int, int]] = []  # (begin, end, number) of {% generation %} blocks, in order
-        self._spans: list[tuple[int, int, Source]] = []  # (begin, end, source) of text from messages, in order
-        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # message -> (begin, end, field)
-        end = 0
-        for length, source in runs_of(text):
-            begin, end = end, end + length
-            if source is not None and source.mark:
-                # Adjacent runs with the same number belong to one block.
-                last = self.marks.pop() if self.marks and self.marks[-1][1:] == (begin, source.mark) else (begin,)
-                self.marks.append((last[0], end, source.mark))
-            if source is not None and source.message >= 0:
-                self._spans.append((begin, end, source))
-                self._of_message[source.message].append((begin, end, source.field))
-        self._begins = [begin for begin, _, _ in self._spans]
-        self._ends = [end for _, end, _ in self._spans]
-        self._last_stop = 0  # end of the last turn
-        self._last_assistant_stop = 0  # end of the last assistant turn
-
-    def other(self, index: int, role: str) -> Turn:
-        """The turn of a message that is not the assistant's."""
-        own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
-        start, stop = (own[0][0], own[-1][1]) if own else (self._last_stop, self._last_stop)
-        if own and self.eos_token and self._is_literal(stop, self.eos_token):
-            stop += len(self.eos_token)
-        self._last_stop = stop
-        return Turn(index, role, start, stop, start, False)
-
-    def assistant(self, index: int, message: dict[str, Any], prompt: _Prompt) -> Turn:
-        """The turn of an assistant's message. Raises _Untraceable."""
-        spans = self._of_message[index]
-        fields = {field for _, _, field in spans}
-        start = self._header_end(spans, message["role"], prompt.header)
-        answer = start + len(prompt.empty_think) if self._is_literal(start, prompt.empty_think) else start
-        content = message.get("content")
-        answered = _has_text(content.split("</think>")[-1] if isinstance(content, str) else content)
-        if answered and not fields & {"content", MIXED}:
-            raise _Untraceable("the template drops or rewrites its content")
-        if _has_text(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
-            raise _Untraceable("the template drops or rewrites its tool_calls")
-        last = max([answer, *(end for _, end, _ in spans)])
-        found = self.text.find(self.eos_token, last)
-        if found < 0:
-            raise _Untraceable(f"no {self.eos_token!r} ends the turn")
-        stop = found + len(self.eos_token)
-        if not self.messages_between(start, stop) <= {index}:
-            raise _Untraceable("text of another message is inside its turn")
-        reasoned = _has_text(message.get(_REASONING)) or bool(_reasoning_spans(message))
-        lost = reasoned and not fields & {_REASONING, MIXED}
-        self._last_stop = self._last_assistant_stop = stop
-        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
-
-    def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
-        """The end of the turn's header, which the template wrote around this message's role.
-
-        The header is the generation prompt, or the prompt up to the end of a line after the role: a prompt can open a
-        think block in further lines, which turns without reasoning lack. The longest match counts.
-        """
-        readings = []  # ways to split the prompt: (text before the role, lines after it), the longest first
-        for match in re.finditer(re.escape(role), header):
-            lines = header[match.end() :].splitlines(keepends=True) or [""]
-            readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
-        for begin, end, field in spans:
-            if field == "role" and begin >= self._last_assistant_stop and self.text[begin:end] == role:
-                for before, behind in readings:
-                    if self._is_literal(begin - len(before), before) and self._is_literal(end, behind):
-                        return end + len(behind)
-        raise _Untraceable("the template does not write its role between the lines of the generation prompt")
-
-    def _is_literal(self, position: int, expected: str) -> bool:
-        """Whether `expected` is at this position, written by the template itself and not by a message."""
-        stop = position + len(expected)
-        return position >= 0 and self.text[position:stop] == expected and not self.messages_between(position, stop)
-
-    def messages_between(self, start: int, stop: int) -> set[int]:
-        """Indices of the messages that characters in `[start, stop)` came from."""
-        first, last = bisect_right(self._ends, start), bisect_left(self._begins, stop)
-        return {source.message for _, _, source in self._spans[first:last]}

@@ -124,7 +124,8 @@ class HfTokenizer(_WithSpans):
         parts = [definition.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         self._added = set(added.values())
-        super().__init__(spelled, {}, config.ends(added), digest.hexdigest())
+        special = [entry["content"] for entry in definition.get("added_tokens", []) if entry.get("special")]
+        super().__init__(spelled, {}, config.ends(added), digest.hexdigest(), special)
 
     def _decode(self, ids: list[int], spelled: bytes) -> str:
         return self._library.decode(ids, skip_special_tokens=False)
@@ -168,7 +169,9 @@ class SentencePieceTokenizer(_WithSpans):
         reserved = {*_user_defined(model), *filter(library.is_control, pieces.values())}
         special = {i: piece for piece, i in pieces.items() if i in reserved}
         free = reserved.union(filter(library.is_unused, pieces.values()))
-        special |= {token.id: token.content for token in config.added(pieces, free)}
+        added = config.added(pieces, free)
+        named = [*filter(library.is_control, special), *(token.id for token in added if token.special)]
+        special |= {token.id: token.content for token in added}
         spelled = {i: piece.replace("▁", " ").encode() for piece, i in pieces.items()}
         spelled |= {i: bytes.fromhex(piece[3:5]) for piece, i in pieces.items() if library.is_byte(i)}
         ids = {content: token_id for token_id, content in special.items()}
@@ -178,7 +181,7 @@ class SentencePieceTokenizer(_WithSpans):
         self._library, self._contents = library, special
         digest = hashlib.sha256(model + json.dumps(sorted(ids.items())).encode())
         ends = config.ends(ids, special.get(library.eos_id(), ""), special.get(library.pad_id(), ""))
-        super().__init__(spelled, ids, ends, digest.hexdigest())
+        super().__init__(spelled, ids, ends, digest.hexdigest(), [special[i] for i in named])
 
     def _decode(self, ids: list[int], spelled: bytes) -> str:
         """The text as normalised by sentencepiece; it writes unknown pieces as " ⁇ "."""

@@ -125,7 +125,7 @@ def _compare_texts(folder: Path) -> list[str]:
     if theirs.chat_template is None:
         return problems
     try:
-        template = ChatTemplate.from_folder(folder, eos_token=ours.eos_token)
+        template = ChatTemplate.of(ours, folder)
     except UserError as error:
         return [*problems, f"the chat template cannot be used: {error}"]
     for messages in _MESSAGES:

@@ -1,0 +1,151 @@
+"""Finds the messages of a conversation in its rendered text, by the sources of the text's characters (`Traced`)."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from titan_mi100.text.traced import MIXED, Source, runs_of
+
+REASONING = "reasoning_content"  # `Source.field` of all reasoning, also of think blocks in the content
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The characters `[start, stop)` of one message in the text; empty if the template shows nothing of it."""
+
+    message: int  # index
+    role: str
+    start: int  # assistant: after the turn's header; others: their first own character (not that of the role)
+    stop: int  # assistant: after the turn's end token; others: after their last own character and an end token there
+    answer: int  # `start`, or the end of an empty think block that the template itself wrote there
+    lost_reasoning: bool  # the assistant's message has reasoning, but the template left it out of the text
+    reasons: bool = False  # the text shows reasoning of the assistant's message
+    # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
+    marked: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    header: str  # begins an assistant's turn
+    empty_think: str  # follows the header if enable_thinking is False; "" if the template does not know the variable
+
+
+def reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
+    """Spans of reasoning in an assistant's content: its think blocks that are not blank.
+
+    None if the message has a reasoning field. The first block may lack its opening tag, because the prompts of some
+    models end with that tag.
+    """
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or _has_text(message.get(REASONING)):
+        return []
+    thoughts, position = [], 0
+    for before in content.split("</think>")[:-1]:
+        opened, stop = before.rfind("<think>"), position + len(before)
+        if opened >= 0 or position == 0:
+            start = position + opened + len("<think>") if opened >= 0 else 0
+            if _has_text(content[start:stop]):
+                thoughts.append((start, stop))
+        position = stop + len("</think>")
+    return thoughts
+
+
+def _has_text(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+class Untraceable(Exception):
+    """The sources of the characters do not determine where an assistant's turn begins or ends."""
+
+
+class TurnFinder:
+    """Finds the turns of a rendered text by the sources of its characters. Call it for the messages in order."""
+
+    def __init__(self, text: str, end_of_turn: str) -> None:
+        self.text, self.end_of_turn = str.__str__(text), end_of_turn
+        self.marks: list[tuple[int, int, int]] = []  # (begin, end, number) of {% generation %} blocks, in order
+        self._spans: list[tuple[int, int, Source]] = []  # (begin, end, source) of text from messages, in order
+        self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # message -> (begin, end, field)
+        end = 0
+        for length, source in runs_of(text):
+            begin, end = end, end + length
+            if source is not None and source.mark:
+                # Adjacent runs with the same number belong to one block.
+                last = self.marks.pop() if self.marks and self.marks[-1][1:] == (begin, source.mark) else (begin,)
+                self.marks.append((last[0], end, source.mark))
+            if source is not None and source.message >= 0:
+                self._spans.append((begin, end, source))
+                self._of_message[source.message].append((begin, end, source.field))
+        self._begins = [begin for begin, _, _ in self._spans]
+        self._ends = [end for _, end, _ in self._spans]
+        self._last_stop = 0  # end of the last turn
+        self._last_assistant_stop = 0  # end of the last assistant turn
+
+    def behind(self, index: int) -> str:
+        """The text between a message's last own character and the first one of a later message."""
+        ends = [end for _, end, _ in self._of_message[index]]
+        begins = [begin for begin, _, source in self._spans if source.message > index and source.field != "role"]
+        return self.text[max(ends, default=len(self.text)) : min(begins, default=len(self.text))]
+
+    def other(self, index: int, role: str) -> Turn:
+        """The turn of a message that is not the assistant's."""
+        own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
+        start, stop = (own[0][0], own[-1][1]) if own else (self._last_stop, self._last_stop)
+        if own and self.end_of_turn and self._is_literal(stop, self.end_of_turn):
+            stop += len(self.end_of_turn)
+        self._last_stop = stop
+        return Turn(index, role, start, stop, start, False)
+
+    def assistant(self, index: int, message: dict[str, Any], prompt: Prompt) -> Turn:
+        """The turn of an assistant's message. Raises Untraceable."""
+        spans = self._of_message[index]
+        fields = {field for _, _, field in spans}
+        start = self._header_end(spans, message["role"], prompt.header)
+        answer = start + len(prompt.empty_think) if self._is_literal(start, prompt.empty_think) else start
+        content = message.get("content")
+        answered = _has_text(content.split("</think>")[-1] if isinstance(content, str) else content)
+        if answered and not fields & {"content", MIXED}:
+            raise Untraceable("the template drops or rewrites its content")
+        if _has_text(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
+            raise Untraceable("the template drops or rewrites its tool_calls")
+        last = max([answer, *(end for _, end, _ in spans)])
+        found = self.text.find(self.end_of_turn, last)
+        if found < 0:
+            raise Untraceable(f"no {self.end_of_turn!r} ends the turn")
+        stop = found + len(self.end_of_turn)
+        if not self.messages_between(start, stop) <= {index}:
+            raise Untraceable("text of another message is inside its turn")
+        reasoned = _has_text(message.get(REASONING)) or bool(reasoning_spans(message))
+        lost = reasoned and not fields & {REASONING, MIXED}
+        self._last_stop = self._last_assistant_stop = stop
+        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
+
+    def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
+        """The end of the turn's header, which the template wrote around this message's role.
+
+        The header is the generation prompt, or the prompt up to the end of a line after the role: a prompt can open a
+        think block in further lines, which turns without reasoning lack. The longest match counts.
+        """
+        readings = []  # ways to split the prompt: (text before the role, lines after it), the longest first
+        for match in re.finditer(re.escape(role), header):
+            lines = header[match.end() :].splitlines(keepends=True) or [""]
+            readings += [(header[: match.start()], behind) for behind in reversed([*accumulate(lines)])]
+        for begin, end, field in spans:
+            if field == "role" and begin >= self._last_assistant_stop and self.text[begin:end] == role:
+                for before, behind in readings:
+                    if self._is_literal(begin - len(before), before) and self._is_literal(end, behind):
+                        return end + len(behind)
+        raise Untraceable("the template does not write its role between the lines of the generation prompt")
+
+    def _is_literal(self, position: int, expected: str) -> bool:
+        """Whether `expected` is at this position, written by the template itself and not by a message."""
+        stop = position + len(expected)
+        return position >= 0 and self.text[position:stop] == expected and not self.messages_between(position, stop)
+
+    def messages_between(self, start: int, stop: int) -> set[int]:
+        """Indices of the messages that characters in `[start, stop)` came from."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._begins, stop)
+        return {source.message for _, _, source in self._spans[first:last]}
