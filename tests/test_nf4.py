@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -10,6 +11,8 @@ from conftest import REPO, torchrun
 from gloo.job_parity import run_split
 from test_lora import FP64, LORA, MODELS, assert_equals_peft, in_peft, make_case, peft_reference
 from test_parity import ROWS, is_pipeline, pipeline
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.config.check import check
 from titan_mi100.config.model_spec import ModelSpec
@@ -54,14 +57,19 @@ def test_the_values_are_quantiles_of_the_normal_distribution() -> None:
     torch.testing.assert_close(found, (expected / expected.max()), atol=1e-6, rtol=0)
 
 
-def test_a_layer_and_its_gradient_are_those_of_its_dequantised_weight() -> None:
-    torch.manual_seed(0)
-    codes, largest = quantize(torch.randn(48, 128), torch.float64)
+def layer_of(codes: torch.Tensor, largest: torch.Tensor) -> NF4Linear:
     layer = NF4Linear(128, 48)
-    layer.shrink(torch.float64)
+    layer.shrink(codes.dtype)
     layer.to_empty(device="cpu")
     layer.weight.data.copy_(codes)
     layer.largest.data.copy_(largest)
+    return layer
+
+
+def test_a_layer_and_its_gradient_are_those_of_its_dequantised_weight() -> None:
+    torch.manual_seed(0)
+    codes, largest = quantize(torch.randn(48, 128), torch.float64)
+    layer = layer_of(codes, largest)
     x = torch.randn(2, 5, 128, dtype=torch.float64, requires_grad=True)
     y, other = layer(x), x.detach().clone().requires_grad_()
     expected = torch.nn.functional.linear(other, dequantize(codes, largest))
@@ -70,6 +78,39 @@ def test_a_layer_and_its_gradient_are_those_of_its_dequantised_weight() -> None:
     expected.square().sum().backward()
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-14, atol=0)
     assert layer.weight.grad is None
+
+
+class HostCopies(TorchDispatchMode):
+    """Counts the tensors made of numbers of the host: on a GPU each is a copy that the host waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "lift_fresh" in str(func) or "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_forward_and_no_backward_waits_for_a_copy_of_the_values_and_no_fake_table_is_kept() -> None:
+    torch.manual_seed(0)
+    codes, largest = quantize(torch.randn(48, 128), torch.bfloat16)
+    counted = NF4Linear(128, 48)
+    counted.shrink(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as the memory counter does, in the same process
+        counted.to_empty(device="cpu")
+        counted(torch.randn(3, 128, dtype=torch.bfloat16))
+    with torch.inference_mode():
+        layer_of(codes, largest)
+    layer = layer_of(codes, largest)
+    x = torch.randn(3, 128, dtype=torch.bfloat16, requires_grad=True)
+    with HostCopies() as seen:
+        for _ in range(2):
+            y = layer(x)
+            y.sum().backward()
+    assert seen.count == 0
+    weight = dequantize(codes, largest)
+    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+    assert torch.equal(x.grad, 2 * (torch.ones_like(y) @ weight))  # type: ignore[arg-type]
+    assert not list(layer.buffers()) and layer.state_dict().keys() == {"weight", "largest"}
 
 
 def in_4_bits(spec: ModelSpec) -> peft.PeftModel:

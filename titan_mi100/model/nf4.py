@@ -7,6 +7,7 @@ The codes are packed into a tensor of the compute dtype, as raw bits. FSDP2 then
 weight; arithmetic on it would be meaningless.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,15 +53,23 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous().view(dtype), largest
 
 
-def dequantize(codes: Tensor, largest: Tensor) -> Tensor:
+def value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The two values of each byte of codes, (256, 2). On a GPU the host waits for the copy, so call it once."""
+    values = torch.tensor(_VALUES, dtype=dtype, device=device)
+    return torch.cartesian_prod(values, values)
+
+
+def dequantize(codes: Tensor, largest: Tensor, pairs: Tensor | None = None) -> Tensor:
     """Restore the matrix from the results of `quantize`.
+
+    Args:
+        pairs: the result of `value_pairs`; None: computed here.
 
     Returns:
         (outputs, inputs), in the dtype of `largest`.
     """
-    values = torch.tensor(_VALUES, dtype=largest.dtype, device=largest.device)
-    # One table look-up per byte instead of two shifts and two look-ups: row b holds the two values of byte b.
-    pairs = torch.cartesian_prod(values, values)  # (256, 2)
+    pairs = value_pairs(largest.dtype, largest.device) if pairs is None else pairs
+    # One table look-up per byte instead of two shifts and two look-ups.
     found = F.embedding(codes.view(torch.uint8).int(), pairs)  # (outputs, inputs / 2, 2)
     return found.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
 
@@ -71,13 +80,13 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, largest: Tensor) -> Tensor:
-        ctx.save_for_backward(codes, largest)
-        return F.linear(x, dequantize(codes, largest))
+    def forward(ctx: Any, x: Tensor, codes: Tensor, largest: Tensor, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, largest, pairs)
+        return F.linear(x, dequantize(codes, largest, pairs))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad @ dequantize(*ctx.saved_tensors), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return grad @ dequantize(*ctx.saved_tensors), None, None, None
 
 
 class NF4Linear(Linear):
@@ -93,7 +102,19 @@ class NF4Linear(Linear):
         with torch.device("meta"):
             codes = torch.empty(rows, columns // codes_per_value(dtype), dtype=dtype)
             self.largest = nn.Parameter(torch.empty(rows, columns // BLOCK, dtype=dtype), requires_grad=False)
+        self._pairs = value_pairs(dtype, self.largest.device)
         self.weight = nn.Parameter(codes, requires_grad=False)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "NF4Linear":
+        """Move the layer (`to_empty`, `to`), and make the table of values anew where it is now.
+
+        The table is no buffer: `to_empty` would leave a buffer without values. It is no global cache either: that would
+        keep a table made under FakeTensorMode, without values, for a real run in the same process.
+        """
+        super()._apply(fn, recurse)
+        self._pairs = value_pairs(self.largest.dtype, self.largest.device)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, local_weight(self.weight, x.dtype), local_weight(self.largest, x.dtype))
+        codes, largest = local_weight(self.weight, x.dtype), local_weight(self.largest, x.dtype)
+        return _Product.apply(x, codes, largest, self._pairs)
