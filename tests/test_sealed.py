@@ -7,12 +7,15 @@ import multiprocessing
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan_mi100.checkpoint import sealed
+from titan_mi100.checkpoint.resume import TRAINER, find_checkpoint
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
+from titan_mi100.parallel.distributed import World
 
 
 def seal(folder: Path, step: int, content: str = "data") -> Path:
@@ -64,6 +67,26 @@ def test_a_manifest_of_another_kind_is_none(text: str, tmp_path: Path) -> None:
     (path / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
     with pytest.raises(sealed.DamagedError, match=r"manifest\.json"):
         sealed.read_manifest(path)
+
+
+@pytest.mark.parametrize("newer", [{"format": 2, "parts": {}}, {"sharding": "v2"}, {"format": "1.1"}])
+def test_a_checkpoint_of_a_newer_version_is_named_and_stays(
+    newer: dict[str, Any], world: World, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        aside = sealed.begin(tmp_path, step)
+        durable.write_synced(aside / TRAINER, "{}")
+        sealed.seal(aside, {TRAINER: (2, durable.sha256_of(aside / TRAINER))}, {"step": step})
+    text = json.dumps({"format": 1, "step": 2, "files": {}} | newer)
+    (tmp_path / "step-2" / "manifest.json").write_text(text)
+    (tmp_path / "step-2" / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    with pytest.raises(UserError, match=rf"step-2/manifest.json: is intact, but .*({'|'.join(newer)}).*load_step N"):
+        find_checkpoint(tmp_path, world)
+    assert steps(tmp_path) == [1, 2] and not sealed.damaged(tmp_path)
+    found = find_checkpoint(tmp_path, world, step=1)
+    assert found is not None and found.path.name == "step-1"
+    sealed.Retention(tmp_path, 1).remove_old()
+    assert steps(tmp_path) == [1, 2]  # it does not replace one that this version can read
 
 
 def test_a_step_under_another_name_and_linked_files_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from titan_mi100.wording import shortened, some
 
 NEWEST = -1
 TRAINER = "trainer.json"  # a checkpoint's file with the trainer's state: step, consumed rows, best loss ...
-REMEDY = "remove this checkpoint to resume from the one before"
+REMEDY = "move this checkpoint elsewhere to resume from the one before"
 _OF_A_RUN = ("layout", "data", "rows", "fingerprints")  # keys of a manifest that only a run writes, not a converter
 _FP32 = {"state": "fp32", "master": "fp32"}  # number formats of the optimizer if a manifest names none
 # Counts in a manifest's top level, layout and fingerprints that must be above 0: resuming divides by them.
@@ -119,7 +119,7 @@ def _problem(path: Path, share: int, shares: int) -> str:
     """Verify a share of a checkpoint's files. Returns what is damaged, "" if nothing is.
 
     Raises:
-        UserError: a file cannot be read. That is not damage: the file may be intact.
+        UserError: a file cannot be read, or a newer version has written it. That is not damage.
     """
     try:
         sealed.verify(path, share, shares)

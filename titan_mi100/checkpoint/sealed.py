@@ -16,10 +16,12 @@ import uuid
 from pathlib import Path
 from typing import Any, TypedDict
 
+from titan_mi100.errors import UserError
 from titan_mi100.files.durable import remove_any, sha256_of, sync, write_synced
 from titan_mi100.files.plain import LARGEST_CONFIG, is_plain_name, read_plain
-from titan_mi100.files.schema import validated
+from titan_mi100.files.schema import UnknownKeyError, validated
 from titan_mi100.logging import log
+from titan_mi100.wording import shortened
 
 
 class _FileEntry(TypedDict):
@@ -189,6 +191,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedError: it is missing, or not as it was written.
+        UserError: it is as it was written, but this version does not know its format or keys: nothing is damaged.
         OSError: it cannot be read, so nothing is known about its content.
     """
     try:
@@ -196,13 +199,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if content[MANIFEST_HASH] != _hash_line(content[MANIFEST]).encode():
             raise DamagedError(f"{path / MANIFEST}: has changed since it was written (see its hash in {MANIFEST_HASH})")
         manifest = json.loads(content[MANIFEST])
+        if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
+            raise UnknownKeyError(f"format = {shortened(repr(manifest['format']))} is not {FORMAT}")
         validated(manifest, _Manifest)
         # A folder named step-N must hold step N. A copy under another name, or a converter's output (step 0), may have
         # any name.
         expected = step_of(path) if _NAME.fullmatch(path.name) and manifest["step"] else manifest["step"]
         plain = all(map(is_plain_name, manifest["files"]))
-        if (manifest["format"], manifest["step"]) != (FORMAT, expected) or not plain:
-            raise ValueError("it has another step or format, or names files outside the folder")
+        if manifest["step"] != expected or not plain:
+            raise ValueError("it has another step, or names files outside the folder")
+    except UnknownKeyError as error:
+        raise UserError(
+            f"{path / MANIFEST}: is intact, but {error}: another version of titan_mi100 has written it. It is left as "
+            "it is; use that version, or another checkpoint (a run resumes from step N with --checkpoint.load_step N)"
+        ) from None
     except (ValueError, RecursionError) as error:
         problem = f"is not the manifest of {path.name} in format {FORMAT}: {error}"
         raise DamagedError(f"{path / MANIFEST}: {problem}") from None
@@ -238,7 +248,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
             that ranks verify about as many bytes each.
 
     Raises:
-        DamagedError, OSError: as read_manifest.
+        DamagedError, UserError, OSError: as read_manifest.
     """
     manifest = read_manifest(path)
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
@@ -323,7 +333,7 @@ class Retention:
             if self._verified.get(path) != _stamps(path):
                 verify(path)
                 self.note(path)
-        except (DamagedError, OSError):
+        except (DamagedError, UserError, OSError):
             return False
         return True
 

@@ -11,6 +11,10 @@ LONGEST = 1 << 20  # characters of a text, entries of a list or object
 _WORDS = {int: "a whole number from 0 below 2^63", float: "a finite number", bool: "true or false"}
 
 
+class UnknownKeyError(ValueError):
+    """The value has a key that this version does not know. A newer one may have written it."""
+
+
 def validated(value: Any, kind: Any, where: str = "") -> Any:
     """Convert a value that was decoded from JSON to the type `kind`, and check it.
 
@@ -61,10 +65,11 @@ def _with_keys(value: Any, kind: Any, where: str) -> Any:
         required = kind.__required_keys__
     else:
         required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-    for what, names in (("lacks", required - content.keys()), ("has the unknown key", content.keys() - hints.keys())):
-        # An unknown key is refused, not ignored: a newer version may have written it with a meaning.
-        if names:
-            raise ValueError(f"{where or 'it'} {what} {some(sorted(names))}")
+    # An unknown key is refused, not ignored: a newer version may have written it with a meaning.
+    if unknown := content.keys() - hints.keys():
+        raise UnknownKeyError(f"{where or 'it'} has the unknown key {some(sorted(unknown))}")
+    if missing := required - content.keys():
+        raise ValueError(f"{where or 'it'} lacks {some(sorted(missing))}")
     found = {key: validated(item, hints[key], _below(where, key)) for key, item in content.items()}
     return kind(**found)
 
