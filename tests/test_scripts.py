@@ -475,8 +475,8 @@ def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False
 def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
     code, errors = send_while(checkout, "torchrun", number)
     assert code == 3, errors
-    heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
-    assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [[signal.SIGUSR1]]
+    assert "stopping after the current step, which is saved; Ctrl-C ends it at once" in errors
     assert "stopped on request and saved. Run folder: " in errors.splitlines()[-1]
 
 
@@ -485,18 +485,21 @@ def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) 
     checkout.environ["NGPU"] = "1"
     code, errors = send_while(checkout, "trainer", number)
     assert code == 3, errors
-    heard = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
-    assert [arguments for arguments, _ in checkout.calls("signal")] == [[heard]]
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [[signal.SIGUSR1]]
 
 
-def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout) -> None:
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout, first: int) -> None:
     stub = STUB.replace("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
     write_executable(checkout.folder.parent / "bin" / "python3", stub)
-    twice = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
-    assert send_while(checkout, "torchrun", *twice)[0] == 3
-    checkout.log_file.unlink()
-    assert send_while(checkout, "torchrun", signal.SIGTERM, signal.SIGINT)[0] != 0
-    assert checkout.calls("signal") == []
+    if first == signal.SIGTERM:
+        twice = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
+        assert send_while(checkout, "torchrun", *twice)[0] == 3
+        checkout.log_file.unlink()
+    code, errors = send_while(checkout, "torchrun", first, signal.SIGINT)
+    assert code == 1 and "Ctrl-C came again: ended at once, without saving" in errors
+    assert "without a word" not in errors and checkout.calls("signal") == []
+    assert json.loads((checkout.run_folder / "run_state.json").read_text())["state"] == "interrupted"
 
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP

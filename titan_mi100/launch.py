@@ -9,7 +9,6 @@ is lost. run_train.sh blocks them before it starts Python.
 """
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -22,16 +21,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from titan_mi100 import nodes
-from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.scheduler import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.errors import UserError
-from titan_mi100.launch_nodes import Leader, follow
+from titan_mi100.launch_nodes import Leader, follow, parse
 from titan_mi100.machine.start import before_start
 from titan_mi100.outcome import (
     ATTEMPTS,
     HUNG,
     HUNG_ELSEWHERE,
+    INTERRUPTED,
     LOST,
     RUNNING,
     Outcome,
@@ -42,7 +41,7 @@ from titan_mi100.outcome import (
     read_outcome,
     write_run_state,
 )
-from titan_mi100.run.heartbeat import WATCHED
+from titan_mi100.run.heartbeat import FOLDER_FILE, WATCHED
 from titan_mi100.run.watchdog import LOOK, Idle, Watch, how_to_start_again
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import command_name, printable
@@ -53,6 +52,7 @@ _REHEARSAL = ("-m", "titan_mi100.rehearse")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
 _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
 _ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
+_RECORDS = "watch"  # folder of the processes' records, beside the outcome file
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that stop a run
 _KILLED = 10.0  # seconds to wait for a killed process to end; a process that hangs in the kernel never ends
 _AGAIN = 2.0  # seconds between signals to the workers, which are repeated: a worker may not listen yet
@@ -64,7 +64,7 @@ _MEANING = {
     6: "out of memory; python -m titan_mi100.planner shows layouts that need less",
 }
 Process = subprocess.Popen[bytes]
-PassOn = Callable[[Process], None]  # forwards a stop signal to a process
+PassOn = Callable[[Process], bool | None]  # forwards a stop signal; true: the process ends after its current step
 IsOver = Callable[[], bool]  # whether the process must be killed
 
 
@@ -105,37 +105,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         return 1
 
 
-def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], nodes.Place | None, int]:
-    """The number of processes of this node, the trainer's arguments, this node's place (None: there is no other), and
-    how often the run is restarted.
-
-    Args:
-        ngpu: the number of processes where the command line has none.
-
-    Raises:
-        UserError: there is no such number, or no such place.
-    """
-    rest, trainer, given = list(arguments), list[str](), dict[str, str]()
-    while rest:
-        name, has_value, value = rest[0].partition("=")
-        argument, option = rest.pop(0), name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or option not in ("nproc_per_node", "max_restarts", *nodes.OPTIONS):
-            trainer.append(argument)
-            continue
-        if not has_value and not rest:
-            raise UserError(f"{name} needs a value, e.g. {name} 2")
-        value = value if has_value else rest.pop(0)
-        if option in given:
-            raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
-        given[option] = value
-    count, restarts = given.pop("nproc_per_node", ngpu or None), given.pop("max_restarts", "0")
-    if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
-        raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
-    if count is not None and not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
-        raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
-    return int(count or default_process_count()), trainer, nodes.parse_place(given), int(restarts)
-
-
 def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
     """Run on a single node, with restarts. Returns the exit code."""
     folder = launcher.check(processes)
@@ -174,9 +143,9 @@ def conclude(outcome: Outcome, folder: str) -> int:
     """Print how the run has ended, and return its exit code."""
     for line in outcome.message.splitlines():
         say(line)
-    # After a hang or a lost process no process of the run could write this state.
-    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST) and os.path.isdir(folder):
-        state = LOST if outcome.state == LOST else HUNG
+    # In these cases no process of the run could write its state.
+    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST, INTERRUPTED) and os.path.isdir(folder):
+        state = HUNG if outcome.state == HUNG_ELSEWHERE else outcome.state
         again = how_to_start_again(Path(folder))
         write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
     if outcome.code:
@@ -206,6 +175,8 @@ class Launcher:
         trainer: the trainer's arguments.
         processes: number of processes of this node.
     """
+
+    _is_interrupted = False  # by a Ctrl-C after the first stop signal
 
     def __init__(self) -> None:
         self.trainer: Sequence[str] = ()
@@ -286,7 +257,7 @@ class Launcher:
         command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the trainer creates the file
-            records = Path(temporary, "watch")
+            records = Path(temporary, _RECORDS)
             records.mkdir()
             watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
             environment = {
@@ -316,6 +287,8 @@ class Launcher:
             return watch.outcome
         if status and last_step is not None:  # a killed process could not write its last step
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
+        if self._is_interrupted:
+            return Outcome(1, "Ctrl-C came again: ended at once, without saving", outcome.step, INTERRUPTED)
         # state "": rank 0 is on another node, or has not written it yet
         if status and vanished and (outcome.state in (RUNNING, LOST) or not (outcome.state or self.is_stopped())):
             append_to_log(folder, vanished)
@@ -365,8 +338,8 @@ class Launcher:
     ) -> tuple[int, bytes]:
         """Run a Python process until it ends.
 
-        The first stop signal is forwarded. A later Ctrl-C kills the process at once. Later signals of other kinds are
-        ignored: batch systems often send them twice.
+        The first stop signal is forwarded. A Ctrl-C after it kills the process at once. Later signals of other kinds
+        are ignored: batch systems often send them twice.
 
         Returns:
             The exit status, negative for a signal; and what the process printed, if `stdout` is a pipe.
@@ -384,9 +357,10 @@ class Launcher:
                 process.kill()
             if number in _STOP and self._stop_signal is None:
                 self._stop_signal = signal.Signals(number)
-                say("stopping (Ctrl-C ends it at once) ...")
-                pass_on(process)
+                waits = pass_on(process)
+                say(f"stopping{' after the current step, which is saved' * bool(waits)}; Ctrl-C ends it at once ...")
             elif number == signal.SIGINT:
+                self._is_interrupted = True
                 process.kill()
             elif number == signal.SIGALRM:
                 pass_on(process)
@@ -405,18 +379,22 @@ class Launcher:
         found = signal.sigtimedwait(self._signals, LOOK)
         return None if found is None else found.si_signo
 
-    def _tell_workers(self, process: Process) -> None:
-        """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later."""
-        if self._stop_signal != signal.SIGINT:
-            if self._under_torchrun:
-                self._signal_workers(signal.SIGUSR1, process.pid)
-            else:
-                process.send_signal(signal.SIGUSR1)
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-        elif read_outcome(self._outcome) is None:
-            process.kill()  # nothing is trained yet, and SIGINT during the imports would print a traceback
+    def _tell_workers(self, process: Process) -> bool:
+        """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later.
+
+        Returns:
+            False: Ctrl-C came before a run was opened, and the process was killed.
+        """
+        records = self._outcome.with_name(_RECORDS)
+        if self._stop_signal == signal.SIGINT and not (self._outcome.exists() or (records / FOLDER_FILE).exists()):
+            process.kill()
+            return False
+        if self._under_torchrun:
+            self._signal_workers(signal.SIGUSR1, process.pid)
         else:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGUSR1)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        return True
 
     def _signal_workers(self, number: int, parent: int | None = None) -> None:
         """Signal this launch's processes. They are found by their environment, which names the outcome file.

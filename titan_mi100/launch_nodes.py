@@ -2,18 +2,20 @@
 
 A start has these steps: all nodes connect; each prepares the data; each runs one torchrun agent, with a port that node
 0 has just found free; each reports how its agent ended. If a start fails before its first step, it is tried again, up
-to three times, with a new port, a new store and new processes.
+to three times, with a new port, a new store and new processes. `parse` reads the options of both kinds of launch.
 """
 
+import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from titan_mi100.config.hardware import default_process_count
 from titan_mi100.errors import UserError
-from titan_mi100.nodes import Host, Link, Message, Place, free_port, join
-from titan_mi100.outcome import LOST, Outcome, Restarts, combined
+from titan_mi100.nodes import OPTIONS, Host, Link, Message, Place, free_port, join, parse_place
+from titan_mi100.outcome import INTERRUPTED, LOST, Outcome, Restarts, combined
 
 _LOOK = 0.3  # seconds between two looks at the other nodes
 _LAST_CALL = 60.0  # seconds to wait for more nodes after the minimum of --nnodes has connected
@@ -22,6 +24,37 @@ _GRACE = 8.0  # seconds that a node's processes get to end by themselves after a
 _PARTING = 120.0  # seconds to wait for the other nodes' reports after this node's processes have ended
 
 Reports = dict[int, Outcome]  # by node, in the order of arrival
+
+
+def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Place | None, int]:
+    """The number of processes of this node, the trainer's arguments, this node's place (None: there is no other), and
+    how often the run is restarted.
+
+    Args:
+        ngpu: the number of processes where the command line has none.
+
+    Raises:
+        UserError: there is no such number, or no such place.
+    """
+    rest, trainer, given = list(arguments), list[str](), dict[str, str]()
+    while rest:
+        name, has_value, value = rest[0].partition("=")
+        argument, option = rest.pop(0), name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or option not in ("nproc_per_node", "max_restarts", *OPTIONS):
+            trainer.append(argument)
+            continue
+        if not has_value and not rest:
+            raise UserError(f"{name} needs a value, e.g. {name} 2")
+        value = value if has_value else rest.pop(0)
+        if option in given:
+            raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
+        given[option] = value
+    count, restarts = given.pop("nproc_per_node", ngpu or None), given.pop("max_restarts", "0")
+    if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
+        raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
+    if count is not None and not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
+        raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
+    return int(count or default_process_count()), trainer, parse_place(given), int(restarts)
 
 
 class Launcher(Protocol):
@@ -219,8 +252,8 @@ def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int
             outcome = launcher.attempt(torchrun, lambda: _is_called_off(link))
             if outcome.code == 1 and outcome.step is None:
                 launcher.exit_if_stopped()  # exit here; a report of code 1 would make node 0 try again
-            if outcome.code == 1 and launcher.is_stopped():  # Ctrl-C: a lost process would be restarted
-                outcome = outcome._replace(message=f"node {place.rank} was interrupted", state="interrupted")
+            if outcome.code == 1 and launcher.is_stopped():  # a lost process would be restarted
+                outcome = outcome._replace(message=f"node {place.rank} was interrupted", state=INTERRUPTED)
             link.send(**outcome._asdict())
         elif message["do"] == "end":
             return int(message["code"])

@@ -25,7 +25,7 @@ from titan_mi100.wording import printable
 ATTEMPTS = 4  # the first start and three more
 STATE = "run_state.json"
 START = "TITAN_START"  # environment variable that names this start of a run; run_state.json repeats it
-RUNNING, LOST = "running", "lost_a_process"  # states of run_state.json
+RUNNING, LOST, INTERRUPTED = "running", "lost_a_process", "interrupted"  # states of run_state.json
 # hung: a process of the reporting node hangs. hung_elsewhere: its processes only wait for a hanging one.
 HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"
 KILLED = "was killed, or ended without a word"  # in the message of the node whose process was the first to vanish

@@ -25,7 +25,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_run
-from titan_mi100.outcome import LOST, RunState, launcher_is_told, write_run_state
+from titan_mi100.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.folder import RunFolder
@@ -71,7 +71,7 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     except SaveError as error:
         ended = RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
-        ended, all_ranks = RunState("interrupted", 1, "interrupted", again), False
+        ended, all_ranks = RunState(INTERRUPTED, 1, "interrupted", again), False
     except Exception as error:
         all_ranks, where = False, _where(rank, folder)
         if is_out_of_memory(error):

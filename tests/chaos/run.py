@@ -46,7 +46,7 @@ ROWS = {
            "300: all refused, file named", "chaos.files.damage"),
     5: Row("ENOSPC, EIO, EACCES at each write site", "every rank exits non-zero, previous intact",
            "chaos.files.faults"),
-    6: Row("SIGTERM, SIGUSR1 in step, save, validation, warm-up",
+    6: Row("SIGTERM, SIGUSR1, Ctrl-C in step, save, validation, warm-up",
            "50: saved within 1 step, code 3, no orphan", "chaos.runs.signals"),
     7: Row("resume twice, same layout", "10 configurations: bit-identical", "chaos.runs.resumes"),
     8: Row("reshard dp 4->2->4, PP 2->1->2, mixed", "no row repeated or missed; loss within the bars",

@@ -339,10 +339,11 @@ def signals(quick: bool) -> Iterator[Case]:
         for name, phase, to in itertools.product(("TERM", "USR1"), PHASES, whom)
         if (name, to) != ("USR1", "launcher")  # torchrun does not know it, and dies
     ]
+    every += [("INT", phase, "script") for phase in ("step", "save", "validation")]  # the first Ctrl-C
     told = [("FSDP2 x2", *how) for how in every] + [("PP2 1F1B", *how) for how in every[: 50 - len(every)]]
     if quick:
         some = zip(("TERM", "USR1", "TERM", "USR1"), PHASES, whom, strict=True)
-        told = [("FSDP2 x2", *how) for how in some]
+        told = [("FSDP2 x2", *how) for how in (*some, ("INT", "step", "script"))]
     for number, (layout, name, phase, to) in enumerate(told):
         yield case(f"{layout}: {name} to {to} in {phase}", stopped, layout, name, phase, to, random.Random(number))
 
