@@ -232,3 +232,11 @@ def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_to
     chosen, said = choose("auto", SHAPE, CPU, "gfx1100", tmp_path)
     assert (chosen.name, chosen.why) == ("chunked", "every trial was refused; it needs no kernel")
     assert "attention: chunked is refused: out of memory" in said
+
+
+def test_launch_settings_that_are_not_used_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
+    try_backend("triton", SHAPE, CPU, "cpu", tmp_path)
+    assert "triton does not use these launch settings: keys 16.64.2.1: wrong" in caplog.text

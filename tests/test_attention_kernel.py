@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mi100.attention.backends import make_backend
-from titan_mi100.attention.base import Backend, Documents, boundaries
-from titan_mi100.attention.plain import Eager
+from titan_mi100.attention.base import Backend, Documents, Shape, boundaries
+from titan_mi100.attention.plain import Eager, Sdpa
+from titan_mi100.attention.trial import judge
 from titan_mi100.model.qwen3 import Qwen3
 
 CPU = torch.device("cpu")
@@ -156,3 +157,42 @@ def test_no_launch_on_amd_has_the_two_reads_that_triton_miscompiles_in_small_blo
             kpack = triton_backend.launch_options(tile, is_amd=True)["kpack"]
             assert kpack == (1 if min(tile.block_q, tile.block_k) < 32 else 2), (arch, tile)
     assert triton_backend.launch_options(triton_backend.Tile(16, 64, 2, 1), is_amd=True)["kpack"] == 1
+
+
+@pytest.mark.parametrize("broken", triton_backend.Launch._fields)
+@pytest.mark.parametrize("fault", ["cannot run", "is wrong", "gives other bits"])
+def test_the_fastest_launch_passes_over_a_tile_that_fails(
+    broken: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = triton_backend.Tile(32, 16, 4, 1), triton_backend.Tile(16, 16, 2, 1)
+
+    class Faulty(Sdpa):
+        calls = 0
+
+        def __init__(self, why: str, launch: str) -> None:
+            super().__init__(why)
+            self.is_bad = getattr(triton_backend.Launch.parse(launch), broken) == bad
+
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any) -> torch.Tensor:
+            Faulty.calls += 1
+            if self.is_bad and fault == "cannot run":
+                raise RuntimeError("out of resource: shared memory")
+            factor = 0.5 if fault == "is wrong" else 1 + 2e-7 * (Faulty.calls % 2)
+            factor = factor if self.is_bad else 1
+            if broken == "forward":
+                return super().__call__(q, k, v, prepared) * factor
+            q, v = (x * factor + x.detach() * (1 - factor) for x in (q, v))  # the same value, another gradient
+            return super().__call__(q, k, v, prepared)
+
+    # The bad tile is the first candidate, so that it takes part in the trials of the other kernels, too.
+    tiles = {kernel: (bad, good) if kernel == broken else (good,) for kernel in triton_backend.Launch._fields}
+    monkeypatch.setitem(triton_backend.CANDIDATES, "cpu", triton_backend.Candidates(**tiles))
+    monkeypatch.setattr(triton_backend, "Triton", Faulty)
+    shape = Shape(2, 40, 4, 2, 16, "float32")
+    verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
+    assert verdict.refused == "" and verdict.launch == str(triton_backend.Launch(good, good, good))
+    reason = {"cannot run": "RuntimeError: out", "is wrong": "wrong: its", "gives other bits": "the same call"}
+    assert verdict.passed_over.startswith(f"{broken} 16.16.2.1: {reason[fault]}")
+    monkeypatch.setitem(triton_backend.CANDIDATES, "cpu", triton_backend.Candidates(*[(bad,)] * 3))
+    verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
+    assert bool(verdict.refused) == (fault != "gives other bits") and verdict.repeatable == bool(verdict.refused)

@@ -5,7 +5,9 @@ attention in higher precision (Chunked), checks that documents do not influence 
 calls give equal bits. For our own kernels it also times the launch settings. It reads one JSON object and prints one.
 """
 
+import functools
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -51,6 +53,7 @@ class Verdict:
         kernel: the kernel that ran, see running.running_kernel.
         ms: median of forward and backward of one layer, in milliseconds.
         launch: the fastest launch settings of the Triton kernels.
+        passed_over: launch settings that cannot run or give wrong values, and why.
     """
 
     refused: str = ""
@@ -59,6 +62,7 @@ class Verdict:
     kernel: str = ""
     ms: float = 0.0
     launch: str = ""
+    passed_over: str = ""
 
 
 def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
@@ -81,6 +85,8 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
+    if verdict.passed_over:
+        log.warning(f"attention: {name} does not use these launch settings: {verdict.passed_over}")
     if torch.OutOfMemoryError.__name__ in verdict.refused:  # not cached: another process may use the memory now
         return verdict
     with suppress(OSError):
@@ -129,34 +135,58 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
     """The child's part: try the backend in this process."""
     documents = random_documents(shape)
     tensors = inputs(shape, device)
+    passed_over: list[str] = []
     try:
         backend = make_backend(name, "", arch, launch)
+        reference = Reference(tensors, documents)
         if name == TRITON and not launch:
-            launch = fastest_launch(tensors, documents, arch)
+            launch, passed_over = fastest_launch(reference, arch)
             backend = make_backend(name, "", arch, launch)
-        found = forward_backward(backend, tensors, documents)
-        again = forward_backward(backend, tensors, documents)
+        verdict = reference.judge(backend)
         ms = _median_ms(backend, tensors, documents)
-        others = forward_backward(backend, with_another_first_document(tensors, documents), documents)
-    except Exception as error:  # compilers and launchers of kernels raise errors of any type
-        return Verdict(f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}")
-    # The reference has more precision than the run: fp32 for 16-bit dtypes, fp64 for fp32.
-    wide = torch.float32 if tensors[0].itemsize == 2 else torch.float64
-    exact = forward_backward(Chunked(), in_dtype(tensors, wide), documents)
-    usual = forward_backward(Chunked(), tensors, documents)
-    off = max(map(difference, found, exact))
-    bar = _SLACK * max(*map(difference, usual, exact), torch.finfo(tensors[0].dtype).eps)
-    repeatable = all(map(torch.equal, found, again))
+    except Exception as error:
+        return Verdict(_reason(error))
+    if verdict.refused:
+        return verdict
     kernel = running_kernel(backend, shape, documents, device)
-    verdict = Verdict("", off, repeatable, kernel, ms, launch)
-    if not off <= bar:  # `not <=` instead of `>`: a NaN must be refused too
-        return Verdict(f"wrong: its results differ from explicit attention by {off:.1e} (at most {bar:.1e})")
-    rest = slice(documents.lengths[0], None)
-    for ours, theirs in zip(found, others, strict=True):
-        a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
-        if not (torch.equal(a, b) if repeatable else difference(a, b) <= bar):
-            return Verdict("wrong: the content of another document changes its results")
-    return verdict
+    return replace(verdict, kernel=kernel, ms=ms, launch=launch, passed_over="; ".join(passed_over))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}"
+
+
+class Reference:
+    """Inputs, their right results, and how far the results of a kernel may be from these."""
+
+    def __init__(self, tensors: Sequence[Tensor], documents: Documents) -> None:
+        """Args:
+        tensors: the result of `inputs`.
+        """
+        self.tensors = tensors
+        self.documents = documents
+        # The reference has more precision than the run: fp32 for 16-bit dtypes, fp64 for fp32.
+        wide = torch.float32 if tensors[0].itemsize == 2 else torch.float64
+        self._exact = forward_backward(Chunked(), in_dtype(tensors, wide), documents)
+        usual = forward_backward(Chunked(), tensors, documents)
+        self._bar = _SLACK * max(*map(difference, usual, self._exact), torch.finfo(tensors[0].dtype).eps)
+
+    def judge(self, backend: Backend) -> Verdict:
+        """The verdict on a backend's values. Compilers and launchers of kernels raise errors of any type."""
+        found = forward_backward(backend, self.tensors, self.documents)
+        again = forward_backward(backend, self.tensors, self.documents)
+        off = max(map(difference, found, self._exact))
+        if not off <= self._bar:  # `not <=` instead of `>`: a NaN must be refused too
+            return Verdict(f"wrong: its results differ from explicit attention by {off:.1e} (at most {self._bar:.1e})")
+        repeatable = all(map(torch.equal, found, again))
+        changed = with_another_first_document(self.tensors, self.documents)
+        others = forward_backward(backend, changed, self.documents)
+        rest = slice(self.documents.lengths[0], None)
+        for ours, theirs in zip(found, others, strict=True):
+            a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
+            if not (torch.equal(a, b) if repeatable else difference(a, b) <= self._bar):
+                return Verdict("wrong: the content of another document changes its results")
+        return Verdict(error=off, repeatable=repeatable)
 
 
 def random_documents(shape: Shape, seed: int = 0) -> Documents:
@@ -231,24 +261,39 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fastest_launch(tensors: Sequence[Tensor], documents: Documents, arch: str) -> str:
-    """Find the fastest launch settings: for one kernel after the other, the tile with the lowest total time."""
-    from titan_mi100.attention.triton_backend import CANDIDATES, Triton
+def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
+    """Find the fastest launch settings: for one kernel after the other, the tile with the lowest total time.
 
-    best = CANDIDATES[arch].first()
-    problem: Exception = AssertionError("there are no candidates")
-    for kernel, tiles in CANDIDATES[arch]._asdict().items():
+    A tile that cannot run (for example too little shared memory on this device), or whose values are wrong, is passed
+    over. Each kernel reads what those before it wrote, so a tile is tried together with others that are right.
+
+    Returns:
+        The launch, and which tiles were passed over and why. If no launch is right, it is the first candidate.
+    """
+    from titan_mi100.attention.triton_backend import CANDIDATES, Launch, Triton
+
+    @functools.cache
+    def problem(launch: Launch) -> str:
+        try:
+            verdict = reference.judge(Triton("", str(launch)))
+        except Exception as error:
+            return _reason(error)
+        return verdict.refused or ("" if verdict.repeatable else "the same call gives other bits each time")
+
+    candidates = CANDIDATES[arch]
+    first = candidates.first()
+    best = next((launch for launch in map(Launch._make, itertools.product(*candidates)) if not problem(launch)), first)
+    passed_over = []
+    for kernel, tiles in candidates._asdict().items() if not problem(best) else ():
         times = {}
         for tile in tiles:
             launch = best._replace(**{kernel: tile})
-            try:
-                times[launch] = _median_ms(Triton("", str(launch)), tensors, documents)
-            except Exception as error:  # for example too little shared memory on this device
-                problem = error
-        if not times:
-            raise problem
+            if why := problem(launch):
+                passed_over.append(f"{kernel} {'.'.join(map(str, tile))}: {why}")
+            else:
+                times[launch] = _median_ms(Triton("", str(launch)), reference.tensors, reference.documents)
         best = min(times, key=lambda launch: times[launch])
-    return str(best)
+    return str(best), passed_over
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.plain import Chunked, Eager
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.attention.trial import (
+    Reference,
     difference,
     fastest_launch,
     forward_backward,
@@ -44,7 +45,8 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
     launch = ""
     backend = make_backend(name, "", arch)
     if name == TRITON:
-        launch = fastest_launch(inputs(Shape(**shape), device), random_documents(Shape(**shape)), arch)
+        reference = Reference(inputs(Shape(**shape), device), random_documents(Shape(**shape)))
+        launch, _ = fastest_launch(reference, arch)
         backend = make_backend(name, "", arch, launch)
     return {**of_backend(backend, Shape(**shape), device), "backend": name, "launch": launch}
 
