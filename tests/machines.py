@@ -47,7 +47,8 @@ def build(machine: dict[str, Any], root: Path) -> System:
     def may_use(path: Path) -> bool:
         return str(path.relative_to(root)) not in machine["closed"]
 
-    return System(root, machine["environ"], may_use, group_of, lambda path: int(machine["shm_free"]))
+    free_bytes, lacks = (lambda path: int(machine["shm_free"])), tuple(machine.get("cannot_compile", ("", "")))
+    return System(root, machine["environ"], may_use, group_of, free_bytes, lambda environ: lacks)
 
 
 def facts_of(machine: dict[str, Any], root: Path, processes: int | None = None) -> Facts:

@@ -3,6 +3,8 @@
 import os
 import resource
 import shutil
+import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +15,7 @@ import pytest
 from conftest import REPO
 from machines import build, facts_of, load
 
-from titan_mi100.config.hardware import GPUS, count_gpus
+from titan_mi100.config.hardware import GPUS, cannot_compile, count_gpus
 from titan_mi100.machine import checks, torch_build
 from titan_mi100.machine.checks import FAIL, PASS, WARN
 from titan_mi100.machine.facts import UNLIMITED, Facts, System, read
@@ -269,6 +271,13 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.open_files, changed(open_files=256), WARN, "256 per process, fewer than Linux's 1,024"),
     (checks.open_files, changed(open_files=UNLIMITED), PASS, "no limit"),
     (checks.open_files, changed(open_files=None), None, ""),
+    (
+        checks.compiler,
+        changed(cannot_compile=("no gcc or clang in PATH", "x")),
+        WARN,
+        "no gcc or clang in PATH; kernels",
+    ),
+    (checks.compiler, lambda facts: replace(facts, cards=(), cannot_compile=("no gcc", "x")), None, ""),
     (checks.memlock, changed(memlock=65536), PASS, "65.5 kB; only RDMA networks need more"),
     (checks.memlock, changed(memlock=65536, rdma=("mlx5_0",)), WARN, "65.5 kB, but mlx5_0 needs locked"),
     (checks.memlock, changed(rdma=("mlx5_0",)), PASS, "no limit"),
@@ -490,3 +499,21 @@ def test_a_build_that_sees_no_card_says_why(tmp_path: Path) -> None:
     code += "\n    cuda.is_available, cuda.init = lambda: False, init"
     told = ask(code, tmp_path / "none")
     assert (told.usable, told.problem) == (0, "No HIP GPUs are available")
+
+
+def test_what_triton_needs_to_build_a_kernel_is_found_as_triton_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere, path = {"PATH": str(tmp_path / "none")}, {"PATH": str(tmp_path)}
+    for name in ("gcc", "my-cc"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert cannot_compile(path) == cannot_compile({**path, "CC": "my-cc"}) == ("", "")
+    assert cannot_compile(nowhere) == ("no gcc or clang in PATH", "sudo apt install gcc")
+    assert cannot_compile({**path, "CC": "ccache gcc"}) == ("no C compiler: CC=ccache gcc is no program", "unset CC")
+    (tmp_path / "Python.h").unlink()
+    header, package = f"{tmp_path / 'Python.h'} is missing", f"python3.{sys.version_info.minor}-dev"
+    assert cannot_compile(path) == (header, f"sudo apt install {package}")
+    assert cannot_compile(nowhere) == (f"no gcc or clang in PATH; {header}", f"sudo apt install gcc {package}")

@@ -279,6 +279,16 @@ def open_files(facts: Facts) -> Verdict | None:
     return Verdict("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
 
 
+def compiler(facts: Facts) -> Verdict | None:
+    """Can Triton build the kernels of attention and of the 8-bit optimizer? It needs a C compiler and Python.h."""
+    if not facts.visible():
+        return None
+    problem, remedy = facts.cannot_compile
+    if problem:
+        return Verdict("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
+    return Verdict("C compiler", PASS, "Triton can build its kernels")
+
+
 def memlock(facts: Facts) -> Verdict | None:
     """The memory that a network card reads (RDMA) is locked, and counts against this limit."""
     if not facts.visible() or facts.memlock is None:
@@ -374,7 +384,7 @@ def tunable_op(facts: Facts) -> Verdict | None:
 # at every start of a run; the doctor runs all
 FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, open_files, power_cap,
+    shared_memory, open_files, compiler, power_cap,
 )  # fmt: skip
 CHECKS: tuple[Check, ...] = (*FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op)
 

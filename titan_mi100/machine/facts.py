@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_mi100.config.hardware import find_gpu
+from titan_mi100.config.hardware import cannot_compile, find_gpu
 from titan_mi100.machine.torch_build import Torch, installed
 
 # PCI device ids of AMD Instinct cards
@@ -53,6 +53,7 @@ class System:
     may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
     group_of: Callable[[Path], str] = group_of
     free_bytes: Callable[[Path], int] = free_bytes
+    cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
 
     def text(self, path: str | Path) -> str | None:
         """A file's content, stripped; None: it does not exist or cannot be read."""
@@ -130,6 +131,7 @@ class Facts:
     rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
     numa_nodes: int
     numa_balancing: int | None  # 0: off
+    cannot_compile: tuple[str, str]  # see hardware.cannot_compile
     torch: Torch
 
     def vendor(self) -> str:
@@ -214,6 +216,7 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
         rdma=(*system.names("sys/class/infiniband"), *system.names("sys/class/cxi")),
         numa_nodes=sum(re.fullmatch(r"node\d+", name) is not None for name in system.names("sys/devices/system/node")),
         numa_balancing=system.number("proc/sys/kernel/numa_balancing"),
+        cannot_compile=system.cannot_compile(system.environ),
         torch=installed(wants_blas=any(card.vendor == "amd" for card in cards), environ=system.environ),
     )
 

@@ -12,6 +12,7 @@ layout.
 
 import itertools
 import math
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_mi100.config.hardware import cannot_compile
 from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.logging import log
 from titan_mi100.optim import host
@@ -165,9 +167,6 @@ def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
     return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
 
 
-_KERNEL_REMEDY = "plain torch operations replace it, slower; it needs a C compiler and Python.h (gcc and python3-dev)"
-
-
 def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:
     """Choose the Triton kernel if it works on this device.
 
@@ -198,7 +197,8 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
                 optimizer.update(0.5)
             except Exception as error:  # Triton builds its launcher with the C compiler at the first call
                 reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
-                log.warning(f"the optimizer's Triton kernel cannot be used: {reason}; {_KERNEL_REMEDY}")
+                reason = ": ".join(filter(None, (reason, *cannot_compile(os.environ))))
+                log.warning(f"the optimizer's Triton kernel cannot be used, slower operations replace it: {reason}")
                 return None, "plain torch operations"
         results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])
     if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
