@@ -22,6 +22,13 @@ def test_every_format_has_an_example() -> None:
     assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
 
 
+def test_the_example_of_a_mask_is_learned_as_the_page_says(tmp_path: Path) -> None:
+    [(rows, learned)] = re.findall(r"\*\*Masks.*?```jsonl\n(.*?)```\nLearned:\n```text\n(.*?)\n```", PAGE, re.S)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    texts = supervised_texts(load(tmp_path / "rows.jsonl").train, load_tokenizer(ASSETS / "tokenizer"))
+    assert texts == [learned]
+
+
 @pytest.mark.parametrize(("name", "rows", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
 def test_the_example_is_detected_and_learned_as_the_page_says(
     name: str, rows: str, learned: str, tmp_path: Path

@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.config.toml_file import tomllib
+from titan_mi100.data.columns import Findings
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format, parse_record
 from titan_mi100.errors import UserError
@@ -249,7 +249,7 @@ def test_rows_of_data_can_be_read(page: Page, tmp_path: Path) -> None:
             (path := tmp_path / "rows.jsonl").write_text(block.text, encoding="utf-8")
             form = choose_format(str(path), DataConfig())
             for record in read_records(str(path)):
-                form.read_row(parse_record(record), frozenset(), Counter())
+                form.read_row(parse_record(record), frozenset(), Findings())
 
 
 @every_page

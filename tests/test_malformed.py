@@ -7,7 +7,7 @@ import json
 import random
 import tarfile
 import zipfile
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data import files
+from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import ROLES
 from titan_mi100.data.files import BLANK, RecordReader, read_records
 from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, example_hash, parse
@@ -81,7 +82,7 @@ def gather(path: Path, form: Format) -> tuple[dict[int, Example], list[str]]:
         try:
             if record.problem:
                 raise BadRecord(*record.problem.split(": ", 1))
-            rows[record.number] = form.read_row(parse(record.raw), frozenset(), Counter())
+            rows[record.number] = form.read_row(parse(record.raw), frozenset(), Findings())
         except BadRecord as bad:
             reasons.append(f"{path}:{record.number}: {bad}")
     return rows, reasons

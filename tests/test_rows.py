@@ -2,13 +2,14 @@
 
 import json
 import random
-from collections import Counter
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, example_hash, parse
 from titan_mi100.errors import UserError
 
@@ -21,7 +22,7 @@ BARE_CALL = {"name": "add", "arguments": {"b": 2, "a": None}}
 
 
 def read(name: str, row: dict[str, Any], **columns: str) -> Example:
-    return choose("", name, **columns).read_row(parse(json.dumps(row).encode()), frozenset(), Counter())
+    return choose("", name, **columns).read_row(parse(json.dumps(row).encode()), frozenset(), Findings())
 
 
 def choose(
@@ -261,7 +262,7 @@ def test_arguments_of_a_tool_call_keep_their_bytes() -> None:
 def test_reading_leaves_the_row_as_it_was() -> None:
     for name, row, _ in GOOD:
         before = json.dumps(row)
-        choose("", name).read_row(row, frozenset({"tool_call_id"}), Counter())
+        choose("", name).read_row(row, frozenset({"tool_call_id"}), Findings())
         assert json.dumps(row) == before
 
 
@@ -372,3 +373,50 @@ def test_what_is_unusual_but_right_json_is_read() -> None:
         "a": [1e300, -0.0, 0.0, {"a": {"a": 1}}],
         "\0": "\0\ufeff",
     }
+
+
+MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
+    *(({key: [0, 1, 0, 0]}, [0, 1, 0, 0]) for key in ("loss_mask", "mask", "weights", "train_on_turn")),
+    *(({key: [False, True, True, False]}, [0, 1, 1, 0]) for key in ("trainTurns", "is_trainable", "LOSS_MASK")),
+    ({"turn_weights": [0.0, 1.0, 0, 1]}, [0, 1, 0, 1]),
+    ({"mask": [0, 1, 0, 1], "weights": [0, 1, 0, 1]}, [0, 1, 0, 1]),
+    ({"loss_mask": [], "weights": None}, []),
+    ({"attention_mask": [1, 1, 0], "labels": [1, 0]}, []),
+    ({"labels": [-100, -100, 7]}, "bad mask: labels in a row of format "),
+    ({"mask": [0, 1, 0, 0], "weights": [0, 1, 0, 1]}, "contradiction: message 4: its weight is not what weights says"),
+    *(
+        ({"loss_mask": value}, "bad mask: loss_mask in a row of format ")
+        for value in ([0, 1], [0, 1, 0, 1, 0], [0, 0.5, 0, 1], [0, 2, 0, 1], [0, None, 0, 1], ["0", "1"] * 2, "0101")
+    ),
+    *(({key: 1}, f"bad mask: {key} in") for key in ("weight", "sample_weight", "train", "learnable")),
+    *(({key: [0, 1, 0, 1]}, f"bad mask: {key}") for key in ("mask_history", "train_on_inputs", "masked_turns")),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), MASKS, ids=range(len(MASKS)))
+def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
+    keys: dict[str, Any], expected: list[int] | str
+) -> None:
+    messages = [USER, ASSISTANT, USER, ASSISTANT]
+    shared = [{"from": m["role"], "value": m["content"]} for m in messages]
+    for name, row in (("messages", {"messages": messages}), ("sharegpt", {"conversations": shared})):
+        if isinstance(expected, str):
+            with pytest.raises(BadRecord, match=re.escape(expected)):
+                read(name, row | keys)
+        else:
+            weights = [message.get("weight") for message in read(name, row | keys).messages or ()]
+            assert weights == (expected or [None] * 4)
+        ignored = choose("", name).read_row(row | keys, frozenset(keys), Findings())
+        assert ignored == read(name, row)
+    for name, other in (("alpaca", {"instruction": "a", "output": "b"}), ("text", {"text": "a"})):
+        if expected:
+            with pytest.raises(BadRecord, match=f"bad mask: .* in a row of format {name}: no mask is followed; delete"):
+                read(name, other | keys)
+
+
+def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() -> None:
+    blank = {**ASSISTANT, "content": ""}
+    row = {"messages": [USER, blank, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
+    assert [message["weight"] for message in read("messages", row).messages or ()] == [0, 0, 1, 1]
+    with pytest.raises(BadRecord, match="contradiction: message 4: its weight is not what loss_mask says"):
+        read("messages", row | {"loss_mask": [0, 0, 1, 0]})

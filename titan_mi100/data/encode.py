@@ -12,7 +12,6 @@ Two settings decide which characters of a conversation are supervised. `loss` se
 turn would teach the model to answer without the reasoning that produced the answer.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import with_system_prompt
 from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
@@ -72,7 +72,7 @@ class Chunk(NamedTuple):
     reasons: dict[int, tuple[str, str]]  # index in the chunk -> kind and detail, for records that have a reason
     lengths: np.ndarray  # (documents,) int64: tokens
     values: np.ndarray  # (tokens of all documents,) uint32, as made by `document_values`
-    ignored: Counter[str]  # ignored key -> in how many rows or messages it was found
+    findings: Findings
 
 
 def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Record]) -> Chunk:
@@ -84,11 +84,11 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
 
     A record that is refused becomes REJECTED with its reason; nothing is raised, so that all are reported at once.
     """
-    found, reasons, documents, ignored = [], {}, [], Counter[str]()
+    found, reasons, documents, findings = [], {}, [], Findings()
     for place, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
         try:
-            example = form.read_row(parse_record(record), encoder.ignored_keys, ignored)
+            example = form.read_row(parse_record(record), encoder.ignored_keys, findings)
             digest = example_hash(example)
             made = encoder.encode(example)
         except BadRecord as bad:
@@ -103,7 +103,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         documents += made.documents
     lengths = np.array(list(map(len, documents)), dtype=np.int64)
     values = np.concatenate([np.zeros(0, np.uint32), *documents])
-    return Chunk(np.array(found, RECORD), reasons, lengths, values, ignored)
+    return Chunk(np.array(found, RECORD), reasons, lengths, values, findings)
 
 
 class Encoded(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.columns import Findings, check_keys, follow_masks
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -21,23 +22,11 @@ from titan_mi100.data.conversation import (
     tool_list,
 )
 from titan_mi100.data.files import Record, read_records
-from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse, parse_text, shown
+from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 
 _LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # column names that `auto` recognises
-# Keys that change what a row means. A format that does not read such a key refuses the row: ignoring the key would
-# train on something else than intended. All other unread keys are ignored and counted.
-_MEANINGFUL = {
-    *("system", "system_prompt", "system_message", "tools", "functions", "function_call", "documents", "history"),
-    *("chat_template_kwargs", "enable_thinking", "train", "train_on_inputs", "mask_history", "weight"),
-    *("images", "image", "videos", "video", "audios", "audio"),
-}
-# Keys of preference data (DPO, KTO): such rows hold answers that must not be learned.
-_PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
-_MEANINGFUL_BESIDE_TOKENS = {
-    *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"),
-}
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"), "assistant"),
@@ -66,12 +55,12 @@ class Format:
     keys: frozenset[str]  # required keys; `auto` recognises the format by them
     optional: frozenset[str] = frozenset()  # further keys that `read` uses
 
-    def read_row(self, row: dict[str, Any], ignored: frozenset[str], counts: Counter[str]) -> Example:
-        """Drop the ignored keys of a row, then `read` it.
+    def read_row(self, row: dict[str, Any], ignored: frozenset[str], findings: Findings) -> Example:
+        """Drop the ignored keys of a row, follow its masks, then `read` it.
 
         Args:
             ignored: keys that the user ignores (data.ignored_keys); harmless keys are ignored as well.
-            counts: how often each key was ignored; updated.
+            findings: updated.
 
         Raises:
             BadRecord: from `read`, or the row has a meaningful key that this format does not read.
@@ -79,18 +68,11 @@ class Format:
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
-        # KTO rows have a boolean `label`; an integer one is the usual column of a classification data set.
-        meaningful = {"text": set(), "tokens": _MEANINGFUL_BESIDE_TOKENS}.get(self.name, _MEANINGFUL | _PREFERENCES)
-        if type(row.get("label")) is bool and meaningful >= _PREFERENCES:
-            meaningful |= {"label"}
-        if meant := unread & meaningful - ignored:
-            where = f"{listed(meant)} in a row of format {self.name}"
-            if meant & (_PREFERENCES | {"label"}):
-                raise BadRecord("preference", f"{where}; keep only the answers to learn, then delete the key")
-            raise BadRecord("unknown key", f"{where}; {TO_IGNORE}")
-        counts.update(unread)
+        check_keys(self.name, row, unread - ignored)
+        row = follow_masks(self.name, row, unread - ignored)
+        findings.ignored.update(unread)
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
-        counts.update({f"{key} in messages": number for key, number in in_messages.items()})
+        findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})
         return self.read(row)
 
 

@@ -60,7 +60,7 @@ class Ledger:
             if len(self._details) < _DETAILS:
                 self._details[self._added + place] = detail
         if len(self._ignored) < _DETAILS:
-            self._ignored.update(chunk.ignored)
+            self._ignored.update(chunk.findings.ignored)
         self._chunks.append(chunk.records)
         self._added += len(chunk.records)
 
