@@ -425,10 +425,10 @@ UNMARKED = "HEAD{{ m.content }}<|im_end|>{{ '\n' }}"
 MARKS = {
     "the answer and its end": "HEAD<<{{ m.content + '<|im_end|>' }}>>{{ '\n' }}",
     "the line break behind it too": "HEAD<<{{ m.content }}<|im_end|>{{ '\n' }}>>",
-    "not the end": "HEAD<<{{ m.content }}>><|im_end|>{{ '\n' }}",
     "the header": "<<HEAD{{ m.content }}<|im_end|>{{ '\n' }}>>",
     "two blocks": "HEAD<<{{ m.content[:1] }}>>{{ m.content[1:2] }}<<{{ m.content[2:] }}<|im_end|>>>{{ '\n' }}",
-    "not its thought": "HEAD<think>{{ m.reasoning_content }}</think><<{{ m.content }}<|im_end|>>>{{ '\n' }}",
+    "not its thought": "HEAD{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "<<{{ m.content }}<|im_end|>>>{{ '\n' }}",
     "the last turn": f"{{% if loop.last %}}HEAD<<{{{{ m.content }}}}<|im_end|>>>{{% else %}}{UNMARKED}{{% endif %}}",
     "with other spaces": "HEAD{%- generation -%} {{ m.content ~ eos_token }}{%- endgeneration %}{{ '\n' }}",
 }
@@ -467,7 +467,7 @@ def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_the
     "source",
     [
         marking(UNMARKED, "<<", ">>"),
-        marking(MARKS["not the end"], "<<x>>"),
+        marking(MARKS["the answer and its end"], "<<x>>"),
         "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
     ],
     ids=["every message", "what is no message", "everything"],
@@ -684,7 +684,7 @@ def test_the_prompt_is_asked_for_once_per_variables(tmp_path: Path, counted: lis
         chat.render_turns(messages)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=True)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=False)
-    assert len(counted) == 3 * 3 + 2 * 3 + 2  # a conversation is one, a prompt three; the end of a turn two, once
+    assert len(counted) == 3 * 3 + 2 * 6 + 2  # a conversation is one, a prompt six; the end of a turn two, once
 
 
 def test_the_prompt_does_not_depend_on_the_order_of_conversations(tmp_path: Path) -> None:

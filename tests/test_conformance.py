@@ -43,15 +43,20 @@ MODES = list(itertools.product(LOSSES, EMPTY_THINK, EARLIER))
 
 # What the template would take, but the readers of files refuse: nothing to learn, or arguments that are no JSON.
 REFUSED_BY_READERS = {
+    "a closing think tag alone in the answer",
     "arguments as text that is no JSON",
     "blank contents",
     "empty answer",
     "empty answer earlier",
     "ends in a user turn without any answer",
     "only a user",
+    "reasoning and nothing else",
     "system only",
     "weight 1 on empty messages",
 }
+
+# Of two think blocks the templates drop what stands between them, so a row with them is refused when it is encoded.
+CHANGED_BY_TEMPLATES = {"several think blocks in an answer"}
 
 Conversation = dict[str, Any]  # name, messages, tools
 Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
@@ -311,9 +316,13 @@ class RenderedOnce(ChatTemplate):
 # -- the comparison --
 
 
+CHANGED = "the chat template changes it"  # the kind of a row that loses text in its rendering
+
+
 class Pair(NamedTuple):
     reference: Reference
     candidate: Candidate
+    changed: set[str]  # conversations that were refused as CHANGED
 
     def texts_differ(self, messages: list[Any], tools: Any, all_variables: bool) -> bool:
         """Whether a way to render gives another text."""
@@ -349,7 +358,12 @@ class Pair(NamedTuple):
             expected = [(text, on) for text, on in documents if on.any()]
             same = [(text, on.tolist()) for text, on in expected] == [(text, on.tolist()) for text, on in ours]
             if same and mode in in_tokens:
-                same = self._with_tokens(expected) == self.candidate.tokens(ours_messages, ours_tools, mode)
+                try:
+                    same = self._with_tokens(expected) == self.candidate.tokens(ours_messages, ours_tools, mode)
+                except BadRecord as error:
+                    if error.kind != CHANGED:
+                        raise
+                    self.changed.add(json.dumps(messages))
             if not same:
                 differ.append(mode)
         return differ
@@ -374,7 +388,7 @@ class Pair(NamedTuple):
 )
 def pair(request: pytest.FixtureRequest) -> Pair:
     folder = ASSETS / "tokenizer" if request.param == "asset" else QWEN3
-    return Pair(Reference(folder, MARKINGS[request.param]), Candidate(folder))
+    return Pair(Reference(folder, MARKINGS[request.param]), Candidate(folder), set())
 
 
 def test_every_conversation_is_rendered_and_tokenised_as_transformers_does_it(pair: Pair) -> None:
@@ -401,6 +415,9 @@ def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(
         equal.update(set(MODES) - set(differ))
     print(f"\n{request.node.name}\n{table(equal, len(conversations))}")
     assert not different
+    assert pair.changed == {
+        json.dumps(each["messages"]) for each in conversations if each["name"] in CHANGED_BY_TEMPLATES
+    }
 
 
 def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
@@ -474,7 +491,8 @@ def table(equal: Counter[tuple[str, bool, str]], of: int) -> str:
 
 def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
     """`return_assistant_tokens_mask` itself, with the marked template and nothing of ours in between."""
-    for each, empty_think in itertools.product(hand_written(), EMPTY_THINK):
+    kept = [each for each in hand_written() if each["name"] not in CHANGED_BY_TEMPLATES]
+    for each, empty_think in itertools.product(kept, EMPTY_THINK):
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
         theirs = pair.reference.tokenizer.apply_chat_template(
             messages,

@@ -90,8 +90,8 @@ GOOD: list[tuple[str, dict[str, Any], Example]] = [
     *(
         (
             "messages",
-            {"messages": [USER, {"role": "assistant", key: "think"}]},
-            Example([USER, {"role": "assistant", "content": "", "reasoning_content": "think", key: "think"}]),
+            {"messages": [USER, {"role": "assistant", "content": "so", key: "think"}]},
+            Example([USER, {"role": "assistant", "content": "so", "reasoning_content": "think", key: "think"}]),
         )
         for key in ("reasoning_content", "reasoning", "thinking")
     ),

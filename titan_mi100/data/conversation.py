@@ -171,8 +171,23 @@ def _check_optional(message: Message) -> None:
 
 
 def _check_answer(message: Message, content_name: str) -> None:
-    """Refuse an assistant message that says nothing, unless it is not learned (weight 0)."""
-    said = message["content"].strip() or "tool_calls" in message or message.get("reasoning_content", "").strip()
+    """Refuse an assistant message that says nothing, unless it is not learned (weight 0), and a doubtful </think>."""
+    before, tag, behind = message["content"].partition("</think>")
+    if tag and "<think>" not in before and "reasoning_content" not in message and behind.split("\n")[0].strip():
+        raise BadRecord(
+            "odd thinking",
+            f"{content_name} has </think> inside a line, and no <think> before it, so a template takes the text before "
+            'it for reasoning; if it is none, add "reasoning_content": "", else begin with <think>',
+        )
+    said = message["content"].rpartition("</think>")[2].strip() or "tool_calls" in message
+    if (
+        not said
+        and before.strip(" \n<think>") + message.get("reasoning_content", "").strip()
+        and message.get("weight") != 0
+    ):
+        raise BadRecord(
+            "nothing to learn", "the assistant only thinks; add its answer, delete the message, or give it weight 0"
+        )
     if not said and message.get("weight") != 0:
         raise BadRecord(
             "nothing to learn", f"the assistant's {content_name} is blank; delete the message, or give it weight 0"

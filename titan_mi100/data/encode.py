@@ -169,6 +169,9 @@ class Encoder:
             supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:
             raise BadRecord("the chat template refuses it", str(error)) from error
+        for turn in (turn for rendered, _ in supervised for turn in rendered.turns):
+            if turn.problem:
+                raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
         lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
         thinking = _thinking_mode(*supervised[-1]) if supervised else 0
         return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost, thinking

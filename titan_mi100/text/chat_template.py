@@ -24,7 +24,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
 from titan_mi100.text.base import Tokenizer, named_tokens
 from titan_mi100.text.traced import Source, Traced, TracingEnvironment, trace
-from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, reasoning_spans
+from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, has_reasoning, reasoning_spans
 from titan_mi100.wording import shortened
 
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")  # names that `transformers` accepts, by priority
@@ -199,24 +199,28 @@ class ChatTemplate:
         """
         prepared, environment = self._prepared(messages), self._template(variables).environment
         assert isinstance(environment, TracingEnvironment)
-        end_of_turn = self.end_of_turn  # before the marks are counted: it may render
+        # Both may render, so they come before the marks are counted.
+        end_of_turn, prompt = self.end_of_turn, None
+        answers = [i for i, message in enumerate(prepared) if message.get("role") == "assistant"]
+        if answers and end_of_turn:
+            prompt = self._prompt(prepared[: answers[0]], variables)
+            if prompt.changes_text and "enable_thinking" not in variables:
+                variables = {**variables, "enable_thinking": has_reasoning(prepared[answers[-1]])}
         environment.issued.clear()
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
         finder = TurnFinder(text, end_of_turn)
         if environment.issued != {number for _, _, number in finder.marks}:
             raise UserError(f"{self._file}: rewrites or drops text inside {{% generation %}}; mark the final text")
-        prompt: Prompt | None = None
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
             if message.get("role") != "assistant":
-                turns.append(finder.other(i, str(message.get("role", ""))))
+                turns.append(finder.other(i, str(message.get("role", "")), finder.difference(i, message, False)))
                 continue
-            if not finder.end_of_turn:
+            if prompt is None:
                 config_file = self._file.parent / "tokenizer_config.json"
                 raise UserError(f"{config_file}: eos_token is missing; add the token that ends a turn")
-            prompt = prompt or self._prompt(prepared[:i], variables)
             try:
-                turns.append(finder.assistant(i, message, prompt))
+                turns.append(finder.assistant(i, message, prompt, is_last=i == len(prepared) - 1))
             except Untraceable as problem:
                 raise UserError(
                     f"{self._file}: message {i}: {problem}, so the assistant's own text cannot be located; "
@@ -243,6 +247,14 @@ class ChatTemplate:
                     "not a single assistant message; use a template that marks each of them separately"
                 )
             marks[owners.pop()].append((start, stop))
+        end = len(finder.end_of_turn)
+        for place, turn in enumerate(turns):
+            spans = marks.get(turn.message)
+            if spans and spans[-1][1] <= turn.stop - end and not turn.problem:
+                problem = (
+                    f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned; move "
+                )
+                turns[place] = replace(turn, problem=problem + "{% endgeneration %} behind it")
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
@@ -266,12 +278,15 @@ class ChatTemplate:
 
     def _prompt_after(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
         """The generation prompt after some messages: the difference between renderings with and without it."""
-        without = self.render(messages, **variables)
-        opened = self.render(messages, add_generation_prompt=True, **variables)
-        unthinking = self.render(messages, add_generation_prompt=True, **{**variables, "enable_thinking": False})
-        if not opened.startswith(without) or len(opened) == len(without):
+        modes: list[dict[str, Any]] = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+        without = [self.render(messages, **variables, **mode) for mode in modes]
+        opened = [self.render(messages, add_generation_prompt=True, **variables, **mode) for mode in modes]
+        pairs = list(zip(opened, without, strict=True))
+        if any(not longer.startswith(shorter) or len(longer) == len(shorter) for longer, shorter in pairs):
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
-        return Prompt(opened[len(without) :], unthinking[len(opened) :] if unthinking.startswith(opened) else "")
+        header, thinking, unthinking = (longer.removeprefix(shorter) for longer, shorter in pairs)
+        empty_think = unthinking.removeprefix(header) if unthinking.startswith(header) else ""
+        return Prompt(header, empty_think, (header, thinking, unthinking), len({*without}) > 1)
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `transformers` passes them to a template: no null keys, reasoning under its usual names."""

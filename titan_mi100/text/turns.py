@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from titan_mi100.text.traced import MIXED, Source, runs_of
+from titan_mi100.wording import shortened
 
 REASONING = "reasoning_content"  # `Source.field` of all reasoning, also of think blocks in the content
 
@@ -25,12 +26,15 @@ class Turn:
     reasons: bool = False  # the text shows reasoning of the assistant's message
     # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
     marked: tuple[tuple[int, int], ...] | None = None
+    problem: str = ""  # why it must not be learned as it stands, with a remedy: the template hides or repeats text ...
 
 
 @dataclass(frozen=True)
 class Prompt:
     header: str  # begins an assistant's turn
     empty_think: str  # follows the header if enable_thinking is False; "" if the template does not know the variable
+    all: tuple[str, ...] = ()  # the prompts without enable_thinking, with True and with False
+    changes_text: bool = False  # enable_thinking also changes the text before the prompt
 
 
 def reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
@@ -45,7 +49,7 @@ def reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
     thoughts, position = [], 0
     for before in content.split("</think>")[:-1]:
         opened, stop = before.rfind("<think>"), position + len(before)
-        if opened >= 0 or position == 0:
+        if opened >= 0 or (position == 0 and not isinstance(message.get(REASONING), str)):
             start = position + opened + len("<think>") if opened >= 0 else 0
             if _has_text(content[start:stop]):
                 thoughts.append((start, stop))
@@ -53,8 +57,19 @@ def reasoning_spans(message: dict[str, Any]) -> list[tuple[int, int]]:
     return thoughts
 
 
+def has_reasoning(message: dict[str, Any]) -> bool:
+    """Whether an assistant's message has reasoning, in a field of its own or in its content."""
+    return _has_text(message.get(REASONING)) or bool(reasoning_spans(message))
+
+
 def _has_text(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
+
+
+def _bare(text: str, with_tags: bool) -> str:
+    """The text without white space and empty think blocks, and optionally without think tags."""
+    text = "".join(text.split()).replace("<think></think>", "")
+    return text if with_tags else text.replace("<think>", "").replace("</think>", "")
 
 
 class Untraceable(Exception):
@@ -90,17 +105,17 @@ class TurnFinder:
         begins = [begin for begin, _, source in self._spans if source.message > index and source.field != "role"]
         return self.text[max(ends, default=len(self.text)) : min(begins, default=len(self.text))]
 
-    def other(self, index: int, role: str) -> Turn:
+    def other(self, index: int, role: str, problem: str = "") -> Turn:
         """The turn of a message that is not the assistant's."""
         own = [(begin, end) for begin, end, field in self._of_message[index] if field != "role"]
         start, stop = (own[0][0], own[-1][1]) if own else (self._last_stop, self._last_stop)
         if own and self.end_of_turn and self._is_literal(stop, self.end_of_turn):
             stop += len(self.end_of_turn)
         self._last_stop = stop
-        return Turn(index, role, start, stop, start, False)
+        return Turn(index, role, start, stop, start, False, problem=problem)
 
-    def assistant(self, index: int, message: dict[str, Any], prompt: Prompt) -> Turn:
-        """The turn of an assistant's message. Raises Untraceable."""
+    def assistant(self, index: int, message: dict[str, Any], prompt: Prompt, is_last: bool = False) -> Turn:
+        """The turn of an assistant's message. Raises Untraceable. Args: is_last: no message follows it."""
         spans = self._of_message[index]
         fields = {field for _, _, field in spans}
         start = self._header_end(spans, message["role"], prompt.header)
@@ -118,10 +133,72 @@ class TurnFinder:
         stop = found + len(self.end_of_turn)
         if not self.messages_between(start, stop) <= {index}:
             raise Untraceable("text of another message is inside its turn")
-        reasoned = _has_text(message.get(REASONING)) or bool(reasoning_spans(message))
+        reasoned = has_reasoning(message)
         lost = reasoned and not fields & {REASONING, MIXED}
         self._last_stop = self._last_assistant_stop = stop
-        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost)
+        problem = self.difference(index, message, lost)
+        if reasoning_spans(message) and "</think>" in self.text[start : self._first_own(index)]:
+            problem = "the template writes an empty think block before the content's; move that to reasoning_content"
+        if is_last and not problem and not reasoned and not self._follows_prompt(index, start, prompt):
+            problem = (
+                "it has no reasoning, but the template's prompts open a think block, so none leads to this answer; "
+                "add reasoning_content, or name the template of a model without thinking in model.chat_template"
+            )
+        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost, problem=problem)
+
+    def _follows_prompt(self, index: int, start: int, prompt: Prompt) -> bool:
+        """Whether one of the prompts stands before a message's first own character, and no think block behind it.
+
+        A model would have to close such a block at once. The last token of its prompt would not even occur in the row:
+        in `<think>`, two line breaks and `</think>` both line breaks are one token.
+
+        Args:
+            start: end of the turn's header.
+        """
+        first = self._first_own(index)
+        for text in sorted(prompt.all, key=len, reverse=True):
+            begin = self.text.rfind(text, 0, first)
+            if begin >= 0 and begin <= start <= begin + len(text):
+                return "</think>" not in self.text[begin + len(text) : first]
+        return False
+
+    def _first_own(self, index: int) -> int:
+        """Where the text shows a message's first character, besides its role; the end of the text: nowhere."""
+        return min([begin for begin, _, field in self._of_message[index] if field != "role"], default=len(self.text))
+
+    def difference(self, index: int, message: dict[str, Any], lost_reasoning: bool) -> str:
+        """What the template leaves out of a message's own text, or repeats, with a remedy; "": nothing.
+
+        White space, empty think blocks and reasoning that counts as lost are not compared. A template that rewrites
+        the text cannot be compared.
+        """
+        content, spans = message.get("content"), self._of_message[index]
+        if not isinstance(content, str) or any(field == MIXED for _, _, field in spans):
+            return ""
+        if lost_reasoning:
+            for start, stop in reversed(reasoning_spans(message)):
+                content = content[:start] + content[stop:]
+        reasoning = message.get(REASONING) if message.get("role") == "assistant" else None
+        given = [content] if lost_reasoning or not isinstance(reasoning, str) else [reasoning, content]
+        shown = [self.text[begin:end] for begin, end, field in spans if field in ("content", REASONING)]
+        # A template takes the think blocks of an answer apart, and writes their tags itself.
+        with_tags = message.get("role") != "assistant" or isinstance(message.get(REASONING), str)
+        wanted, pieces, place = _bare("".join(given), with_tags), [_bare(text, with_tags) for text in shown], 0
+        if "".join(pieces) == wanted:
+            return ""
+        remedy = "change the message, or name a template that shows it once and whole in model.chat_template"
+        if wanted and "".join(pieces).count(wanted) > 1:
+            return f"the template shows its text more than once; {remedy}"
+        for piece in pieces:
+            begin = wanted.find(piece, place)
+            if begin < 0:
+                return ""  # rewritten
+            if begin > place:
+                break
+            place = begin + len(piece)
+        else:
+            begin = len(wanted)
+        return f"the template leaves out {shortened(repr(wanted[place:begin]))}; {remedy}" if begin > place else ""
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """The end of the turn's header, which the template wrote around this message's role.

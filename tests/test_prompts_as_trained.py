@@ -1,0 +1,144 @@
+"""What a row teaches: nothing of it is lost in its rendering, and it begins with the tokens of the prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ASSETS
+from test_chat_template import SMALL, chatml, folder_with, say
+
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.encode import Encoder
+from titan_mi100.data.formats import BadRecord, Example, choose_format
+from titan_mi100.text.chat_template import ChatTemplate
+from titan_mi100.text.load import load_tokenizer
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+REAL = sorted((SHARED / "templates").glob("*.jinja"))
+# Our own words for two kinds of templates: one tells the model whether to think, one always opens a think block.
+TELLING = "{{ '<|im_start|>system\\nThink.<|im_end|>\\n' if enable_thinking is undefined or enable_thinking }}" + SMALL
+OPENING = SMALL.split("{%- if add_generation_prompt %}")[0] + (
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+TEMPLATES = {"small": SMALL, "telling": TELLING, **{file.stem: file for file in REAL}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+ROWS = {
+    "an answer": ([say("user", "q"), say("assistant", "a")], None),
+    "an answer with reasoning": ([say("user", "q"), say("assistant", "a", reasoning_content="why")], None),
+    "reasoning in the content": ([say("user", "q"), say("assistant", "<think>\nwhy\n</think>\n\na")], None),
+    "a system message, two rounds": (
+        [say("system", "s"), say("user", "q"), say("assistant", "a"), say("user", "r"), say("assistant", "b")],
+        None,
+    ),
+    "reasoning, then none": (
+        [say("user", "q"), say("assistant", "a", reasoning_content="why"), say("user", "r"), say("assistant", "b")],
+        None,
+    ),
+    "a call": ([say("user", "q"), say("assistant", "", tool_calls=[CALL])], [TOOL]),
+    "an answer to a call": (
+        [say("user", "q"), say("assistant", "", tool_calls=[CALL]), say("tool", "r"), say("assistant", "a")],
+        [TOOL],
+    ),
+}
+
+
+def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
+    real = isinstance(template, Path)
+    folder = SHARED / "qwen3_tokenizer" if real else folder_with(tmp_path, template)
+    if not real:
+        (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
+    tokenizer = load_tokenizer(folder)
+    return Encoder(tokenizer, ChatTemplate.of(tokenizer, folder, str(template) if real else ""), DataConfig(), 1 << 20)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_row_begins_with_the_tokens_of_the_prompt_that_generation_uses(name: str, tmp_path: Path) -> None:
+    encoder = encoder_for(tmp_path, TEMPLATES[name])
+    assert encoder._template is not None
+    for kind, (messages, tools) in ROWS.items():
+        if (name, kind) == ("qwen3_8", "reasoning in the content"):  # this template leaves it there
+            with pytest.raises(BadRecord, match="an empty think block before the content's"):
+                encoder.encode(Example(messages=messages))
+            continue
+        encoded = encoder.encode(Example(messages=messages, tools=tools))
+        mode = {"enable_thinking": encoded.thinking > 0} if encoded.thinking else {}
+        asked = encoder._template.render(messages[:-1], add_generation_prompt=True, tools=tools, **mode)
+        prompt, row = encoder.tokenizer.encode(asked), encoded.documents[-1]
+        assert (row[: len(prompt)] >> 1).tolist() == prompt, kind
+        learned = (row & 1).nonzero()[0]
+        assert learned[-1] == len(row) - 2 and (learned >= len(prompt)).any(), kind
+        if len([message for message in messages if message["role"] == "assistant"]) == 1:
+            assert learned[0] == len(prompt), kind  # the answer, from its first token to its end, and nothing else
+
+
+def test_a_row_without_reasoning_is_refused_where_every_prompt_opens_a_think_block(tmp_path: Path) -> None:
+    encoder = encoder_for(tmp_path, OPENING)
+    messages, _ = ROWS["an answer"]
+    with pytest.raises(BadRecord, match="no reasoning, but the template's prompts open a think block"):
+        encoder.encode(Example(messages=messages))
+    assert encoder.encode(Example(messages=ROWS["an answer with reasoning"][0])).thinking == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("<think>one</think>first<think>two</think>second", "leaves out 'firsttwo'"),
+        ("Well, <think>why</think>a", "leaves out 'Well,'"),
+        ("The tags <think> and </think> mark it", "leaves out 'Thetags'"),
+        ("Close it by </think> then", "inside a line"),
+        ("<think>why</think>", "only thinks"),
+        ("<think>why</think>\n", "only thinks"),
+    ],
+)
+def test_thinking_in_odd_places_is_refused(content: str, reason: str, tmp_path: Path) -> None:
+    encoder = encoder_for(tmp_path, SMALL)
+    row = {"messages": [say("user", "q"), say("assistant", content)]}
+    with pytest.raises(BadRecord, match=reason):
+        encoder.encode(choose_format("", DataConfig(format="messages")).read(row))
+
+
+def test_the_remedies_for_thinking_in_odd_places_work(tmp_path: Path) -> None:
+    # As Qwen3's own template, a field of reasoning counts even if it is empty.
+    as_qwen3 = SMALL.replace("if not thought and", "if m.reasoning_content is not string and")
+    encoder, form = encoder_for(tmp_path, as_qwen3), choose_format("", DataConfig(format="messages"))
+    for answer, shown in (
+        (
+            say("assistant", "Close it by </think> then", reasoning_content=""),
+            "\n\nClose it by </think> then<|im_end|>",
+        ),
+        (say("assistant", "<think>why</think>", tool_calls=[CALL]), "why"),
+        (say("assistant", "why\n</think>\n\na"), "why\n</think>\n\na<|im_end|>"),
+        (say("assistant", "<think>why</think>a"), "why\n</think>\n\na<|im_end|>"),
+    ):
+        encoded = encoder.encode(form.read({"messages": [say("user", "q"), answer]}))
+        assert shown in encoder.tokenizer.decode(encoded.documents[0] >> 1)
+
+
+def test_a_template_that_takes_a_tag_out_of_the_answer_is_refused(tmp_path: Path) -> None:
+    answer = say("assistant", "Close it by </think> then", reasoning_content="")
+    with pytest.raises(BadRecord, match="leaves out '</think>'"):
+        encoder_for(tmp_path, SMALL).encode(Example(messages=[say("user", "q"), answer]))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{{ m.content if m.role != 'system' }}", "message 1: the template leaves out 's'"),
+        ("{{ m.content }}{{ m.content if m.role == 'user' }}", "message 2: the template shows its text more than once"),
+        ("{{ m.content[:3] if m.role == 'user' else m.content }}", "leaves out 'stion'"),
+    ],
+)
+def test_a_template_that_drops_or_repeats_a_message_is_refused(body: str, reason: str, tmp_path: Path) -> None:
+    encoder = encoder_for(tmp_path, chatml(body))
+    messages: list[dict[str, Any]] = [say("system", "s"), say("user", "question"), say("assistant", "answer")]
+    with pytest.raises(BadRecord, match=reason):
+        encoder.encode(Example(messages=messages))
+
+
+def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:
+    marks = "{% generation %}{{ m.content }}{% endgeneration %}"
+    body = "{% if m.role == 'assistant' %}" + marks + "{% else %}{{ m.content }}{% endif %}"
+    encoder = encoder_for(tmp_path, chatml(body))
+    with pytest.raises(BadRecord, match=r"leaves out '<\|im_end\|>', so stopping would not be learned"):
+        encoder.encode(Example(messages=ROWS["an answer"][0]))
