@@ -40,6 +40,46 @@ def test_of_changes_that_suffice_it_names_the_mildest(capsys: pytest.CaptureFixt
     assert "what helps most: take one row at a time (training.local_batch_size = 1" in capsys.readouterr().out
 
 
+ONE_ROW = ["--training.local_batch_size", "1", "--activation_checkpoint.mode", "full"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "helps"),
+    [
+        # replicas on each card, where shards are enough
+        (["--model.flavor", "1.7B", *ONE_ROW, "--parallelism.zero_stage", "0", "--memory", "20"],
+         "(ZeRO-3) (parallelism.zero_stage = 3): "),
+        (["--model.flavor", "1.7B", *ONE_ROW, "--parallelism.data_parallel_replicate_degree", "2", "--memory", "20"],
+         "(ZeRO-3) (parallelism.zero_stage = 3, parallelism.data_parallel_replicate_degree = 1): "),
+        # a single row of 32,768 tokens: its activations are what is large
+        (["--model.flavor", "0.6B", *ONE_ROW, "--training.seq_len", "32768", "--memory", "9"],
+         "split each matrix over 2 cards (parallelism.tensor_parallel_degree = 2, "
+         "training.gradient_accumulation_steps = 4, training.target_tokens_per_step = 0): "),
+        (["--model.flavor", "14B", *ONE_ROW, "--lora.rank", "8", "--gpus", "1", "--memory", "24"],
+         "base weights in 4 bits (QLoRA) (lora.base = nf4): "),
+        (["--model.flavor", "8B", *ONE_ROW, "--parallelism.pipeline_parallel_degree", "2", "--memory", "10"],
+         "(QLoRA) (lora.rank = 16, lora.base = nf4): "),
+    ],
+)  # fmt: skip
+def test_the_changes_that_other_trainers_call_by_name_are_proposed(
+    settings: list[str], helps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planner.main([*SFT, *settings]) == 1
+    said = capsys.readouterr().out
+    assert helps in said and "still too much" not in said, said
+
+
+def test_a_memory_without_a_device_has_no_name_and_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner.main([*SFT, "--memory", "32GB"]) == 0
+    said = capsys.readouterr().out
+    assert "2 x card, 32.0 GiB each" in said and "no time: it needs the speed of the card" in said
+    assert "MI100" not in said and "tokens/s" not in said
+    assert planner.main([*SFT, "--memory", "32GB", "--device", "mi100"]) == 0 and "tokens/s" in capsys.readouterr().out
+    for needs_speed in (["--search"], ["--tokens", "1e6"]):
+        assert planner.main([*SFT, "--memory", "32GB", *needs_speed]) == 2
+        assert "need the speed of the card, too; add --device: mi100, " in capsys.readouterr().err
+
+
 def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = ["--parallelism.pipeline_parallel_degree", "2"]
     assert planner.main([*BIG, *LEAN, *pipeline, "--json"]) == 0
@@ -61,9 +101,10 @@ def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.Captu
         assert planner.main([*BIG, *wrong]) == 2
     config = load_config(["--job.config_file", str(best)], 2, with_files=False)
     assert config.batch(2).global_batch_size == 96 and config.optimizer.master == "bf16_sr"
-    assert planner.main([*BIG, "--search", "--memory", "8"]) == 0
+    named = [*BIG, "--search", "--device", "mi100"]
+    assert planner.main([*named, "--memory", "8"]) == 0
     assert "weights on the host" in capsys.readouterr().out
-    assert planner.main([*BIG, "--search", "--memory", "3"]) == 2
+    assert planner.main([*named, "--memory", "3"]) == 2
     assert "no layout fits 3.0 GiB; the smallest needs" in capsys.readouterr().err
 
 

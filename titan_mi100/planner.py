@@ -11,8 +11,8 @@ from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text, to_toml
-from titan_mi100.config.device import find_device, positive, positive_float, size_gib
-from titan_mi100.config.hardware import DEVICES, Gpu
+from titan_mi100.config.device import NAMES, find_card, positive, positive_float, size_gib
+from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
@@ -38,8 +38,9 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     ignored = [name for name in ("count", "tokens") if options.search and getattr(options, name)]
     if ignored:
         raise UserError(f"--{ignored[0]} is for one config, not for --search; leave it out")
-    gpu = find_device(options.device)
-    card = round((options.memory or gpu.memory_gib) * GIB)
+    gpu, card = find_card(options.device, options.memory, "mi100")
+    if (options.search or options.tokens) and not gpu.tflops:
+        raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
     config = load_config(settings, None if options.search else options.gpus, with_files=False)
     if options.search:
         return _search(options, config, card, gpu)
@@ -102,6 +103,8 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
         )
         if tokens:
             found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
+    elif not gpu.tflops:
+        found.append("no time: it needs the speed of the card; name it with --device")
     return found
 
 
@@ -197,9 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         "tokenizer need not exist.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, known = parser.add_argument, ", ".join(DEVICES)
+    add = parser.add_argument
     add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
-    add("--device", default="mi100", metavar="NAME", help=f"{known} (default mi100), or a TOML file that describes one")
+    add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
     add("--count", action="store_true", help="also count memory with the run's own code on fake tensors (seconds)")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text
-from titan_mi100.config.device import find_device, positive, size_gib
-from titan_mi100.config.hardware import DEVICES, Gpu
+from titan_mi100.config.device import NAMES, find_card, positive, size_gib
+from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, make_plan, remedy, with_unseen
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
     log.setLevel("WARNING")  # otherwise each rehearsed rank logs the run's layout
-    started, gpu, ranks = time.perf_counter(), find_device(options.device), options.rehearse
-    card = round((options.memory or gpu.memory_gib) * GIB)
+    started, ranks = time.perf_counter(), options.rehearse
+    gpu, card = find_card(options.device, options.memory, "mi250x")
     try:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
@@ -169,9 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="./run_train.sh --rehearse --help lists the options",
     )
-    add, known = parser.add_argument, ", ".join(DEVICES)
+    add = parser.add_argument
     add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")
-    add("--device", default="mi250x", metavar="NAME", help=f"{known} (default mi250x), or a TOML file of your own")
+    add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi250x, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a device, in GiB; default: the device's")
     add("--ranks", type=_ranks, default=(), metavar="0,8", help="ranks to rehearse; default: one per pipeline stage")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")

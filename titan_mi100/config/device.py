@@ -41,6 +41,15 @@ def find_device(name: str) -> Gpu:
     return Gpu(**values)
 
 
+NAMES = f"{', '.join(DEVICES)}, or a TOML file that describes one"
+
+
+def find_card(name: str, memory: float, default: str) -> tuple[Gpu, int]:
+    """The device of --device and --memory, and bytes of its memory. --memory alone gives no name and no rates."""
+    gpu = Gpu("card", {}, memory, 0) if memory and not name else find_device(name or default)
+    return gpu, round((memory or gpu.memory_gib) * (1 << 30))
+
+
 def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 

@@ -164,26 +164,40 @@ def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float]
     return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
 
 
-# changes that save memory: words, and settings; of two that save the same, the first is proposed
-_CHANGES: Sequence[tuple[str, dict[str, dict[str, Any]]]] = (
-    ("recompute activations", {"activation_checkpoint": {"mode": "full"}}),
-    ("reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
-    ("keep optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
-    (
-        "keep optimizer state in 8 bits and weights in bf16, rounded at random",
-        {"optimizer": {"state": "8bit", "master": "bf16_sr"}},
-    ),
-    ("keep gradients and optimizer state in the host's memory", {"memory": {"offload": "optimizer"}}),
-    (
-        "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random",
-        {"optimizer": {"state": "8bit", "master": "bf16_sr"}, "memory": {"offload": "optimizer"}},
-    ),
-    (
-        "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random",
-        {"optimizer": {"state": "8bit", "master": "bf16_sr"}, "memory": {"offload": "weights"}},
-    ),
-    ("train adapters only (LoRA)", {"lora": {"rank": 16}}),
-)
+_RANDOM = {"state": "8bit", "master": "bf16_sr"}
+
+
+def _changes(config: Config, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Changes that save memory: words, and settings; those that compute the same first, then the faster."""
+    batch, layout = config.batch(ranks), config.layout(ranks)
+
+    def rows(size: int, times: int) -> dict[str, Any]:  # the same rows per step
+        forwards = batch.gradient_accumulation_steps * batch.local_batch_size // size * times
+        return {"local_batch_size": size, "gradient_accumulation_steps": forwards, "target_tokens_per_step": 0}
+
+    yield "take one row at a time", {"training": rows(1, 1)}
+    yield "recompute activations", {"activation_checkpoint": {"mode": "full"}}
+    shards = {"zero_stage": 3, "data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
+    yield "shard weights, gradients and optimizer state over the cards (ZeRO-3)", {"parallelism": shards}
+    yield "reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}
+    yield "keep optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}
+    for times in [n for n in range(2, layout.dp_degree + 1) if layout.dp_degree % n == 0]:
+        degree, shard = layout.tp * times, {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
+        change = {"parallelism": {"tensor_parallel_degree": degree, **shard}}
+        yield f"split each matrix over {degree} cards", {**change, "training": rows(batch.local_batch_size, times)}
+    lora = {"rank": config.lora.rank or 16}
+    quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
+    if config.lora.rank:
+        yield quantised
+    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": _RANDOM}
+    host = {"memory": {"offload": "optimizer"}}
+    yield "keep gradients and optimizer state in the host's memory", host
+    words = "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random"
+    yield words, {"optimizer": _RANDOM, **host}
+    words = "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random"
+    yield words, {"optimizer": _RANDOM, "memory": {"offload": "weights"}}
+    yield "train adapters only (LoRA)", {"lora": lora}
+    yield quantised
 
 
 def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
@@ -193,28 +207,21 @@ def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
 
 def remedy(plan: Plan) -> str:
     """The change to propose, in words: the first after which the run fits; else the one that saves most memory."""
-    config, size = plan.config, plan.config.training.local_batch_size
-    changes = list(_CHANGES)
-    if size > 1:
-        rows = plan.config.batch(plan.ranks)
-        accumulation = rows.gradient_accumulation_steps * size
-        fewer = {"local_batch_size": 1, "gradient_accumulation_steps": accumulation, "target_tokens_per_step": 0}
-        changes.insert(0, ("take one row at a time", {"training": fewer}))
-    best: tuple[bool, float, str] | None = None
-    for words, change in changes:
+    config, least, best = plan.config, plan.most, "more cards, or a smaller model"
+    for words, change in _changes(config, plan.ranks):
         changed = with_settings(config, change)
         if changed == config or check(changed, plan.ranks, with_files=False):
             continue
         found = make_plan(changed, plan.ranks, plan.card)
-        if found.most >= plan.most:
+        if found.most >= least:
             continue
-        keys = ", ".join(f"{section}.{key} = {value}" for section, v in change.items() for key, value in v.items())
-        said = f"{words} ({keys}): {found.most / GIB:.1f} GiB" + ("" if found.fits else ", still too much")
+        settings = [(getattr(config, name), name, key, value) for name, v in change.items() for key, value in v.items()]
+        keys = ", ".join(f"{name}.{key} = {value}" for old, name, key, value in settings if getattr(old, key) != value)
+        least, best = found.most, f"{words} ({keys}): {found.most / GIB:.1f} GiB"
         if found.fits:
-            return said
-        if best is None or found.most < best[1]:
-            best = (found.fits, found.most, said)
-    return best[2] if best else "more cards, or a smaller model"
+            return best
+        best += ", still too much"
+    return best
 
 
 _KINDS = (  # optimizer.state, optimizer.master, memory.offload
