@@ -11,7 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config import assets
 from titan_mi100.config.model_spec import PRESETS
-from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig
+from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig, OptimizerConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.generation import engine as inference
 from titan_mi100.logging import log
@@ -300,6 +301,50 @@ def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) 
         found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     expected = {name: tensor.float() for name, tensor in tensors(source).items()}
     assert all(same(expected, held) for held in found)
+
+
+def test_24_bits_of_an_fp32_folder_are_trained_on_and_come_back_where_fp32_is_asked_for(
+    world: World, tmp_path: Path
+) -> None:
+    source = with_tokenizer(folder_of(tmp_path / "hf", dtype=torch.float32))
+    exact = tensors(source)
+
+    def opened(path: Path, master: str) -> Any:
+        config = Config(
+            model=ModelConfig(attention_backend="eager"),
+            checkpoint=CheckpointConfig(initial_load_path=str(path)),
+            optimizer=OptimizerConfig(master=master),
+        )
+        return open_run(config, world, data=made_up(random_rows(1, 1024, 10, supervised_share=0.5)))
+
+    def weights(run: Any) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in run.model.named_parameters()}
+
+    run = opened(source, "24bit")
+    assets_of_run = assets.run_assets(run.config.spec(), str(source), str(source), "")
+    saved = Checkpointer(
+        tmp_path / "run", 0, run.model, run.optimizer, world, run.config.layout(1), assets=assets_of_run
+    )
+    saved.save(1, run.progress.trainer_state(), run.about)
+    checkpoint = open_source(tmp_path / "run" / "step-1")
+    for dtype in ("keep", "float32"):
+        convert.to_hf(checkpoint, tmp_path / dtype, dtype, verify="bytes")
+        convert.to_dcp(checkpoint, tmp_path / f"dcp {dtype}", dtype, verify="bytes")
+        convert.to_hf(open_source(tmp_path / f"dcp {dtype}"), tmp_path / f"{dtype} again", "keep", verify="bytes")
+        assert same(tensors(tmp_path / dtype), tensors(tmp_path / f"{dtype} again"))
+    assert same(tensors(tmp_path / "keep"), weights(run))
+    wide = tensors(tmp_path / "float32")
+    assert all(((wide[name] - exact[name]).abs() <= exact[name].abs() * 2.0**-16).all() for name in exact)
+    assert not all(torch.equal(wide[name].bfloat16().float(), wide[name]) for name in exact)
+    step = tmp_path / "run" / "step-1"
+    assert same(weights(opened(step, "fp32")), wide)
+    assert same(weights(opened(step, "bf16_sr")), weights(run))
+    again = opened(step, "24bit")
+    assert same(weights(again), weights(run))
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(again.optimizer.named_state(), run.optimizer.named_state(), strict=True)
+    )
 
 
 def test_inspect_lists_and_compares(tmp_path: Path) -> None:

@@ -259,9 +259,9 @@ def open_run(
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
-    load_weights(model, config, spec, found.path if found else None)
     trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
+    load_weights(model, config, spec, found.path if found else None, optimizer.keep_residuals)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         checkpointer.load(found.path)

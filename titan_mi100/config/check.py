@@ -37,6 +37,10 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
+# The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
+SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
+
+
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
     """One message for each problem. Args: world_size: processes; None: not known, so layouts are not checked."""
     errors = _check_paths(config, world_size is not None) if with_files else []
@@ -51,6 +55,12 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
         )
     if config.optimizer.eps == 0:
         errors.append("[optimizer] eps = 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8")
+    for key in ("beta1", "beta2"):
+        if 1 > getattr(config.optimizer, key) > (most := SLOWEST.get(config.optimizer.state, 1.0)):
+            errors.append(
+                f"[optimizer] {key} = {getattr(config.optimizer, key)} is too slow a mean for state = "
+                f'"{config.optimizer.state}", which would not follow it; use at most {most}, or state = "fp32"'
+            )
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):

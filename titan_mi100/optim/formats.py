@@ -159,3 +159,22 @@ def draw_noise(numbers: Tensor, key: int, scratch: Tensor) -> Tensor:
         if factor != 1:
             numbers.mul_(factor)
     return numbers
+
+
+def split_24_bits(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 values, rounded to their upper 24 bits, into (bf16, int8).
+
+    The bf16 value is the nearest one, so forward can use it. The residual is the difference between the 24 bits and
+    these 16, as integers: -128 to 127.
+    """
+    bits = (values.view(torch.int32) + 0x80) >> 8
+    upper = (bits + 0x80) >> 8
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 8)).to(torch.int8)
+
+
+def join_24_bits(weight: Tensor, residual: Tensor, out: Tensor) -> Tensor:
+    """The reverse of split_24_bits, into `out`, fp32."""
+    bits = out.view(torch.int32).copy_(weight.view(torch.int16))
+    # weight << 16 + residual << 8: the residual is signed, so adding it can borrow from the upper bits
+    bits.bitwise_left_shift_(8).add_(residual).bitwise_left_shift_(8)
+    return out

@@ -10,19 +10,19 @@ from torch import Tensor
 from titan_mi100.optim import kernels
 
 _ELEMENTS, _WARPS = 1024, 4  # per program
-# No fused multiply-add: it rounds once instead of twice, and the result would differ from lean.update_with_torch.
+# No fused multiply-add: it rounds once instead of twice, and the result would differ from plain.update_with_torch.
 LAUNCH = {"num_warps": _WARPS, "enable_fp_fusion": False}
 _AS_BITS = {torch.bfloat16: torch.int16}  # the kernel converts bf16 itself, by integer operations
 
 
 def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, master: str) -> None:
-    """Do what lean.update_with_torch does, for all rows in one launch.
+    """Do what plain.update_with_torch does, for all rows in one launch.
 
     Args:
         tensors: the weight, its gradient and its state by lean.py's names, (rows, columns) each.
         number: number of the first element within the full parameter.
         whole: columns of the full parameter.
-        values: a lean._Numbers.
+        values: a plain.Numbers.
         master: `optimizer.master`.
     """
     bits = {name: x.view(_AS_BITS.get(x.dtype, x.dtype)) for name, x in tensors.items()}
@@ -40,7 +40,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
     )  # fmt: skip
     scalars = (
         values.factor, values.beta1, 1 - values.beta1, values.beta2, 1 - values.beta2,
-        values.correction, values.eps, values.rate, values.kept,
+        values.correction, values.eps, values.rate, values.kept, values.decay,
     )  # fmt: skip
     fixed = {"MASTER": master, "CODED": exponents is not None, "BLOCK": block, "BLOCKS": blocks}
     with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():

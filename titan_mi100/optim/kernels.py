@@ -1,8 +1,8 @@
-"""lean.py's update as one Triton kernel: each number is read and written once. The same bits as lean.py's.
+"""plain.py's update as one Triton kernel: each number is read and written once. The same bits as plain.py's.
 
 It is to be compiled without fusing sums and products (`enable_fp_fusion=False`): fp32 operations are then those that
-IEEE 754 rounds in one way, as in lean.py. bf16 tensors come as int16, whose bits are moved by hand; what is rounded at
-random, is so by integer arithmetic. The steps and their names are those of lean.py and formats.py, which say why.
+IEEE 754 rounds in one way, as in plain.py. bf16 tensors come as int16, whose bits are moved by hand; what is rounded at
+random, is so by integer arithmetic. The steps and their names are those of plain.py and formats.py, which say why.
 
 This file needs Triton and knows nothing of torch; `fused.py` calls it.
 """
@@ -63,7 +63,7 @@ def _encode(value, noise, SIGNED: tl.constexpr, SHIFT: tl.constexpr):
 def update_kernel(
     weight, gradient, first, second, first_exponent, second_exponent, residual,
     rows, columns, number, whole, key,
-    factor, beta1, new1, beta2, new2, correction, eps, rate, kept,
+    factor, beta1, new1, beta2, new2, correction, eps, rate, kept, decay,
     MASTER: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Args: number: of the first element; whole: columns of the whole parameter. CODED: moments are in 8 bits. BLOCK
@@ -97,15 +97,19 @@ def update_kernel(
     if MASTER == "24bit":
         low = tl.load(residual + place, mask, 0).to(tl.int32)
         wide = (((stored.to(tl.int32) << 8) + low) << 8).to(tl.float32, bitcast=True)
+        change = change + wide * decay
+        power = (wide.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        unit = (((noise >> 8) & 0xFF).to(tl.float32) - 127.5) * 4.656612873077393e-10  # 2 ** -31
+        wide = wide - (change + unit * power)
     else:
         wide = _float(stored)
-    wide = wide * kept - change
+        wide = wide * kept - change
 
     bits = wide.to(tl.int32, bitcast=True)
     if MASTER == "bf16_sr":
         tl.store(weight + place, ((bits + (noise & 0xFFFF)) >> 16).to(tl.int16), mask)
     elif MASTER == "24bit":
-        bits = (bits + 0x80) >> 8
+        bits = (bits + (noise & 0xFF)) >> 8
         upper = (bits + 0x80) >> 8
         tl.store(weight + place, upper.to(tl.int16), mask)
         tl.store(residual + place, (bits - (upper << 8)).to(tl.int8), mask)

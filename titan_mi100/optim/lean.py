@@ -11,11 +11,10 @@ layout.
 """
 
 import itertools
-import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,15 @@ from titan_mi100.config.hardware import cannot_compile
 from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.logging import log
 from titan_mi100.optim import host
-from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, block_size, decode, draw_noise, encode, part_of_noise
-from titan_mi100.optim.state import NamedState
+from titan_mi100.optim.formats import block_size, split_24_bits
+from titan_mi100.optim.plain import Numbers, Scratch, update_with_torch
+from titan_mi100.optim.state import NamedState, Read
 from titan_mi100.wording import shortened
 
 # Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
 ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 
-Kernel = Callable[[dict[str, Tensor], int, int, "_Numbers", str], None]  # see fused.update
+Kernel = Callable[[dict[str, Tensor], int, int, Numbers, str], None]  # see fused.update
 
 
 class LeanAdamW(NamedState):
@@ -45,7 +45,8 @@ class LeanAdamW(NamedState):
             With 8-bit codes exp_avg_sq holds the root of the second moment. Vectors, and matrices whose rows are too
             short for blocks, have fp32 moments instead of codes.
         exp_avg_exponent, exp_avg_sq_exponent: the blocks' exponents of the 8-bit codes.
-        residual: int8, with `master = "24bit"`: the parameter holds the upper 16 bits of a weight, this the next 8.
+        residual: int8, with `master = "24bit"`: the parameter holds the upper 16 bits of a weight, this the next 8. The
+            24 bits are rounded stochastically, because an update is often smaller than half of the last one.
     """
 
     def __init__(
@@ -90,6 +91,22 @@ class LeanAdamW(NamedState):
         if self._config.master == "24bit":
             state["residual"] = _like(parameter, torch.int8, stays)
 
+    def keep_residuals(self, read: Read) -> Read:
+        """See NamedState. Of a weight with a residual, the result returns the upper 16 bits; the next 8 become the
+        residual. So training starts from 24 bits of an fp32 folder.
+        """
+        kept = {name.rpartition(".")[0]: x for name, x in self.named_state() if name.endswith(".residual")}
+
+        def upper(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+            values = read(name, shape, offset, size)
+            if name not in kept:
+                return values
+            weight, residual = split_24_bits(values.float())
+            _local(kept[name]).copy_(residual)
+            return weight
+
+        return upper
+
     @torch.no_grad()
     def update(self, factor: float) -> None:
         """Do one step; see NamedState.update."""
@@ -104,12 +121,12 @@ class LeanAdamW(NamedState):
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 # crc32 is unsigned; the int32 arithmetic of the noise needs the same bits as a signed number
-                numbers = _Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
+                numbers = Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
                 self._update(parameter, numbers)
         if beside:
             self._device.synchronize()  # the host may read its memory next, for a checkpoint
 
-    def _update(self, parameter: nn.Parameter, numbers: "_Numbers") -> None:
+    def _update(self, parameter: nn.Parameter, numbers: Numbers) -> None:
         local, (row, column), whole = self._rows_of(parameter), _offset(parameter), parameter.shape[-1]
         if local["weight"].numel():
             self._update_local(local, row * whole + column, whole, numbers, parameter in self._on_host)
@@ -123,7 +140,7 @@ class LeanAdamW(NamedState):
         return {name: _as_rows(tensor) for name, tensor in tensors.items()}
 
     def _update_local(
-        self, local: dict[str, Tensor], first: int, whole: int, numbers: "_Numbers", is_on_host: bool
+        self, local: dict[str, Tensor], first: int, whole: int, numbers: Numbers, is_on_host: bool
     ) -> None:
         """Update this rank's shard of a parameter, some rows at a time.
 
@@ -148,9 +165,7 @@ class LeanAdamW(NamedState):
                 for name in part.keys() - {"weight", "gradient"}:
                     part[name].copy_(here[name], non_blocking=True)
 
-    def _update_rows(
-        self, part: dict[str, Tensor], number: int, whole: int, numbers: "_Numbers", lane: "_Lane"
-    ) -> None:
+    def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: Numbers, lane: "_Lane") -> None:
         if self._kernel is not None:
             self._kernel(part, number, whole, numbers, self._config.master)
         else:
@@ -219,7 +234,7 @@ class _Lane:
         self._size = 0
         self._copies: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def scratch(self, weight: Tensor) -> "_Scratch":
+    def scratch(self, weight: Tensor) -> Scratch:
         """Buffers of the weight's shape."""
         count = weight.numel()
         if self._size < count:
@@ -228,7 +243,7 @@ class _Lane:
             self._integers = torch.empty(3, count, dtype=torch.int32, device=weight.device)
             self._double = torch.empty(count, dtype=torch.float64, device=weight.device)
         buffers = (*self._floats, *self._integers, self._double)
-        return _Scratch(*(x[:count].view(weight.shape) for x in buffers))
+        return Scratch(*(x[:count].view(weight.shape) for x in buffers))
 
     def bring(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors to the device, except the weight, which is there already."""
@@ -240,142 +255,6 @@ class _Lane:
                 self._copies[kind] = torch.empty(count, dtype=there.dtype, device=part["weight"].device)
             here[name] = self._copies[kind][:count].view(there.shape).copy_(there, non_blocking=True)
         return here
-
-
-class _Scratch(NamedTuple):
-    """Buffers of (rows, columns): five fp32, three int32, one fp64."""
-
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    weight: Tensor
-    other: Tensor
-    noise: Tensor
-    integers: Tensor
-    more_integers: Tensor
-    double: Tensor
-
-
-class _Numbers:
-    """The scalars of an update, equal for all elements of a parameter in a step."""
-
-    def __init__(self, group: dict[str, Any], step: int, factor: float, key: int) -> None:
-        self.beta1, self.beta2 = group["betas"]
-        self.eps, self.factor, self.key = group["eps"], factor, key
-        self.kept = 1 - group["lr"] * group["weight_decay"]  # decoupled weight decay multiplies the weight by this
-        self.rate = group["lr"] / (1 - self.beta1**step)  # learning rate with the bias correction of exp_avg
-        self.correction = 1 / math.sqrt(1 - self.beta2**step)  # bias correction of the root of exp_avg_sq
-
-
-def update_with_torch(
-    tensors: dict[str, Tensor], first_number: int, whole: int, numbers: _Numbers, config: OptimizerConfig, s: _Scratch
-) -> None:
-    """Update some rows of a parameter by plain torch operations.
-
-    Args:
-        tensors: `weight`, `gradient` and the state by its names, (rows, columns) each; exponents have fewer columns.
-        first_number: number of the first element within the full parameter.
-        whole: columns of the full parameter.
-        s: buffers of the weight's shape.
-    """
-    weight = tensors["weight"]
-    # Stochastic rounding uses 32 random bits per element: 0-15 for the weight, 16-23 and 24-31 for the moments.
-    if config.state != "fp32" or config.master == "bf16_sr":
-        rows, columns = weight.shape
-        lines = torch.arange(first_number, first_number + rows * whole, whole, device=weight.device)
-        torch.add(
-            lines.to(torch.int32)[:, None],
-            torch.arange(columns, dtype=torch.int32, device=weight.device),
-            out=s.noise,
-        )
-        draw_noise(s.noise, numbers.key, s.integers)
-
-    gradient = s.gradient.copy_(tensors["gradient"])  # fp32 from here on
-    if numbers.factor != 1:
-        gradient.mul_(numbers.factor)
-    second = _load(tensors, "exp_avg_sq", UNSIGNED, s.second, s.integers)
-    if "exp_avg_sq_exponent" in tensors:  # codes hold the root: squared, it needs half as many powers of two
-        second.mul_(second)
-    second.mul_(numbers.beta2)
-    second.add_(torch.mul(gradient, gradient, out=s.other).mul_(1 - numbers.beta2))
-    # The root is taken in fp64: MKL's fp32 root is sometimes off by one bit, and bits must agree between devices.
-    root = s.other.copy_(s.double.copy_(second).sqrt_())
-    first = _load(tensors, "exp_avg", SIGNED, s.first, s.integers)
-    first.mul_(numbers.beta1).add_(gradient.mul_(1 - numbers.beta1))
-
-    # s.gradient and s.other are free from here on, and are reused.
-    divisor = torch.mul(root, numbers.correction, out=s.gradient).add_(numbers.eps)
-    change = torch.div(first, divisor, out=divisor).mul_(numbers.rate)
-    wide = _load_weight(tensors, s)
-    # decoupled weight decay first, then the update, as in torch's AdamW
-    wide.mul_(numbers.kept).sub_(change)
-    _store_weight(tensors, wide, s, config.master)
-
-    _store(tensors, "exp_avg", first, SIGNED, 16, s)
-    is_coded = "exp_avg_sq_exponent" in tensors
-    # The root's noise comes from other bits than the first moment's, so their rounding errors are independent.
-    _store(tensors, "exp_avg_sq", root if is_coded else second, UNSIGNED, 24, s)
-
-
-def _load(tensors: dict[str, Tensor], name: str, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
-    """Read a moment into `out` as fp32."""
-    exponents = tensors.get(f"{name}_exponent")
-    return out.copy_(tensors[name]) if exponents is None else decode(tensors[name], exponents, kind, out, scratch)
-
-
-def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, bit: int, s: _Scratch) -> None:
-    """Write a moment in its stored format.
-
-    Args:
-        value: fp32; overwritten.
-        bit: the first of the eight bits of noise to use.
-    """
-    kept, exponents = tensors[name], tensors.get(f"{name}_exponent")
-    if exponents is not None:
-        encode(value, kept, exponents, kind, part_of_noise(s.noise, bit, kind.shift, s.integers), s.more_integers)
-    elif kept.dtype == torch.bfloat16:
-        _round_to_bf16(value, kept, part_of_noise(s.noise, bit, 16, s.integers))
-    else:
-        kept.copy_(value)
-
-
-def _load_weight(tensors: dict[str, Tensor], s: _Scratch) -> Tensor:
-    """Read the weight as fp32: 16 + 8 bits with a residual, else a cast."""
-    if "residual" not in tensors:
-        return s.weight.copy_(tensors["weight"])
-    bits = s.weight.view(torch.int32).copy_(tensors["weight"].view(torch.int16))
-    # weight << 16 + residual << 8: the residual is signed, so adding it can borrow from the upper bits
-    bits.bitwise_left_shift_(8).add_(tensors["residual"]).bitwise_left_shift_(8)
-    return s.weight
-
-
-def _store_weight(tensors: dict[str, Tensor], value: Tensor, s: _Scratch, master: str) -> None:
-    """Write the weight in its stored format.
-
-    Args:
-        value: fp32; overwritten.
-    """
-    weight = tensors["weight"]
-    if master == "bf16_sr":
-        _round_to_bf16(value, weight, torch.bitwise_and(s.noise, 0xFFFF, out=s.integers))
-    elif master == "24bit":
-        # bits: the upper 24 bits, rounded, as an integer. upper: its upper 16 bits, rounded. The difference between
-        # them, -128 to 127, is the residual. Rounding makes the 16-bit weight the nearest bf16, so forward can use it.
-        bits = value.view(torch.int32).add_(0x80).bitwise_right_shift_(8)
-        upper = torch.add(bits, 0x80, out=s.integers).bitwise_right_shift_(8)
-        weight.view(torch.int16).copy_(upper)
-        tensors["residual"].copy_(bits.sub_(upper.bitwise_left_shift_(8)))
-    else:
-        weight.copy_(value)
-
-
-def _round_to_bf16(value: Tensor, out: Tensor, noise: Tensor) -> None:
-    """Round stochastically: add noise below the upper 16 bits, then truncate.
-
-    Args:
-        value: fp32; overwritten. noise: int32, from 0 to 2 ** 16.
-    """
-    out.view(torch.int16).copy_(value.view(torch.int32).add_(noise).bitwise_right_shift_(16))
 
 
 def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int = 1) -> Tensor:

@@ -1,10 +1,13 @@
 """The optimizer interface that the trainer and the checkpoints use."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+
+# reads a slice of a parameter: (name, full shape, offset, size); see model.init.Read
+Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 class NamedState(torch.optim.Optimizer):
@@ -17,6 +20,10 @@ class NamedState(torch.optim.Optimizer):
         Args:
             factor: gradients are multiplied by it first (clipping, loss scale). Their values may be overwritten.
         """
+
+    def keep_residuals(self, read: Read) -> Read:
+        """Wrap a function that reads the initial weights, to keep what the parameters cannot hold of them."""
+        return read
 
     @abstractmethod
     def _start(self, parameter: nn.Parameter) -> None:

@@ -56,6 +56,10 @@ class Weights(ABC):
             A tensor of shape `size`.
         """
 
+    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """As `read`, but in fp32 if a run has kept more bits of the weight than its tensor has (24-bit masters)."""
+        return self.read(name, shape, offset, size)
+
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a whole tensor. Args: dtype: to cast to; None: as returned by `read`."""
         shape = self.kinds[name].shape

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.checkpoint.keys import is_weight
+from titan_mi100.checkpoint.keys import OPTIMIZER, is_weight
 from titan_mi100.files.stored import open_dcp, open_torch
+from titan_mi100.optim.formats import join_24_bits
 from titan_mi100.weights.base import EMBEDDING, StoredWeights, raw_bytes
 
 MODEL_FILE = "model.pt"
@@ -53,6 +54,25 @@ class DCPWeights(StoredWeights):
         names = {name: own for name, own in names.items() if own in stored.kinds}
         kept = {name: own for name, own in names.items() if is_weight(name) or not only_weights}
         super().__init__(Path(folder), stored, kept)
+        self._residuals = {
+            name: own
+            for name, (shape, dtype) in self.kinds.items()
+            if stored.kinds.get(own := f"{OPTIMIZER}{name}.residual") == (shape, torch.int8) and dtype is torch.bfloat16
+        }
+
+    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        weight = self.read(name, shape, offset, size)
+        if name not in self._residuals:
+            return weight
+        residual = self._stored.read(self._residuals[name], offset, size)
+        return join_24_bits(weight, residual, torch.empty(size))
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """As in StoredWeights; in a wider dtype than the stored one, with all 24 bits of a run's weight."""
+        if name in self._residuals and dtype in (torch.float32, torch.float64):
+            shape = self.kinds[name].shape
+            return self.read_exactly(name, torch.Size(shape), (0,) * len(shape), shape).to(dtype)
+        return super().tensor(name, dtype)
 
 
 def read_torch_weights(path: Path) -> StoredWeights:

@@ -1,6 +1,7 @@
 """Fills a run's model with weights: from files, at random, or from a LoRA adapter."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +24,19 @@ from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.source import open_weights, verify_files
 
 
-def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+def load_weights(
+    model: ParallelModel,
+    config: Config,
+    spec: model_spec.ModelSpec,
+    checkpoint: Path | None,
+    keep_residuals: Callable[[Read], Read] = lambda read: read,
+) -> None:
     """Fill the model, each rank its own shards, with the weights that the config names, or at random.
 
     Args:
         checkpoint: the checkpoint that the run resumes from. Nothing is filled then, because the checkpoint will do it.
             Except in a LoRA run: its checkpoints hold the adapter only, so the base is filled here.
+        keep_residuals: the optimizer's, see NamedState.
 
     Raises:
         UserError: on all ranks; the weights cannot be read, or belong to another model.
@@ -40,14 +48,17 @@ def load_weights(model: ParallelModel, config: Config, spec: model_spec.ModelSpe
         origin = f"random weights, seed {config.training.seed}"
         if source:
             with raise_together():
-                read, origin = _open_base(source, spec).read, f"weights from {source}"
+                base = _open_base(source, spec)
+                # A frozen base is identified by its 16 bits, and masters of 16 bits start from the same ones.
+                is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
+                read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-        fill_base(model, read)
+        fill_base(model, keep_residuals(read))
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
-        _load_adapter(model, config, spec, checkpoint)
+        _load_adapter(model, config, spec, checkpoint, keep_residuals)
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:
@@ -83,7 +94,13 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
             tensor.copy_(value)
 
 
-def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None) -> None:
+def _load_adapter(
+    model: ParallelModel,
+    config: Config,
+    spec: model_spec.ModelSpec,
+    checkpoint: Path | None,
+    keep_residuals: Callable[[Read], Read],
+) -> None:
     """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
     lora = config.lora
     shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
@@ -93,8 +110,8 @@ def _load_adapter(model: ParallelModel, config: Config, spec: model_spec.ModelSp
         origin = f"fresh, seed {config.training.seed}"
         if lora.initial_load_path:
             with raise_together():
-                read, origin = open_adapter(lora, shapes).read, f"from {lora.initial_load_path}"
-        distributed.fill_parameters(model.trained_parameters(), read)
+                read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
+        distributed.fill_parameters(model.trained_parameters(), keep_residuals(read))
     trained = sum(map(math.prod, shapes.values()))
     everything = model_spec.parameter_count(spec) + trained
     log.info(
