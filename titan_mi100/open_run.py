@@ -261,7 +261,7 @@ def open_run(
     model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
     trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
-    load_weights(model, config, spec, found.path if found else None, optimizer.keep_residuals)
+    load_weights(model, optimizer, config, spec, found.path if found else None)
     checkpointer = _open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         checkpointer.load(found.path)

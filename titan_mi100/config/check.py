@@ -56,11 +56,9 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     if config.optimizer.eps == 0:
         errors.append("[optimizer] eps = 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8")
     for key in ("beta1", "beta2"):
-        if 1 > getattr(config.optimizer, key) > (most := SLOWEST.get(config.optimizer.state, 1.0)):
-            errors.append(
-                f"[optimizer] {key} = {getattr(config.optimizer, key)} is too slow a mean for state = "
-                f'"{config.optimizer.state}", which would not follow it; use at most {most}, or state = "fp32"'
-            )
+        if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
+            wrong = f'{key} = {value}: moments with state = "{state}" would freeze'
+            errors.append(f'[optimizer] {wrong}; use at most {most}, or state = "fp32"')
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.settings import OptimizerConfig
-from titan_mi100.optim.formats import (
-    SIGNED,
-    UNSIGNED,
-    Format,
-    decode,
-    draw_noise,
-    encode,
-    join_24_bits,
-    part_of_noise,
-)
+from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, decode, draw_noise, encode, join_24_bits, part_of_noise
 
 
 class Scratch(NamedTuple):

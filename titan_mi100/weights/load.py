@@ -1,7 +1,6 @@
 """Fills a run's model with weights: from files, at random, or from a LoRA adapter."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from titan_mi100.logging import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
 from titan_mi100.model.nf4 import NF4Linear, codes_per_value, quantize
+from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
@@ -25,18 +25,14 @@ from titan_mi100.weights.source import open_weights, verify_files
 
 
 def load_weights(
-    model: ParallelModel,
-    config: Config,
-    spec: model_spec.ModelSpec,
-    checkpoint: Path | None,
-    keep_residuals: Callable[[Read], Read] = lambda read: read,
+    model: ParallelModel, optimizer: NamedState, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None
 ) -> None:
     """Fill the model, each rank its own shards, with the weights that the config names, or at random.
 
     Args:
+        optimizer: keeps what the parameters cannot hold of the values.
         checkpoint: the checkpoint that the run resumes from. Nothing is filled then, because the checkpoint will do it.
             Except in a LoRA run: its checkpoints hold the adapter only, so the base is filled here.
-        keep_residuals: the optimizer's, see NamedState.
 
     Raises:
         UserError: on all ranks; the weights cannot be read, or belong to another model.
@@ -54,11 +50,11 @@ def load_weights(
                 read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-        fill_base(model, keep_residuals(read))
+        fill_base(model, optimizer.keep_residuals(read))
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
-        _load_adapter(model, config, spec, checkpoint, keep_residuals)
+        _load_adapter(model, optimizer, config, spec, checkpoint)
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:
@@ -95,11 +91,7 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
 
 def _load_adapter(
-    model: ParallelModel,
-    config: Config,
-    spec: model_spec.ModelSpec,
-    checkpoint: Path | None,
-    keep_residuals: Callable[[Read], Read],
+    model: ParallelModel, optimizer: NamedState, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None
 ) -> None:
     """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
     lora = config.lora
@@ -111,7 +103,7 @@ def _load_adapter(
         if lora.initial_load_path:
             with raise_together():
                 read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
-        distributed.fill_parameters(model.trained_parameters(), keep_residuals(read))
+        distributed.fill_parameters(model.trained_parameters(), optimizer.keep_residuals(read))
     trained = sum(map(math.prod, shapes.values()))
     everything = model_spec.parameter_count(spec) + trained
     log.info(
