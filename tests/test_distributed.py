@@ -1,15 +1,18 @@
 """Ranks that agree: on mistakes, on what rank 0 decides, on sums; and on what hardware is refused."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, torchrun
+from conftest import REPO, job_environment, torchrun
 from torch import nn
 
 from titan_mi100.errors import UserError
+from titan_mi100.nodes import free_port
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import measure_gradients
 
@@ -30,6 +33,38 @@ def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
         "met",
         str([2.0, 2.0 * (2**53 - 1)]),
     ]
+
+
+LOST = """
+import os, signal
+from titan_mi100.parallel import distributed
+world = distributed.init_distributed()
+distributed.wait_for_all()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    distributed.wait_for_all()
+except RuntimeError as error:
+    print(distributed.is_about_a_lost_process(error), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_killed_ends_the_wait_of_the_others() -> None:
+    # without a launcher, which would end them
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST], env={**job_environment(), **place, "RANK": rank}, stdout=subprocess.PIPE
+        )
+        for rank in "01"
+    ]
+    try:
+        assert ranks[0].communicate(timeout=60)[0].endswith(b"True\n")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,11 @@
 """Rows as the ranks get them: whole documents, shifted labels, and an order that is a pure function."""
 
+import errno
+import sys
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 from conftest import random_documents
 
@@ -8,6 +13,7 @@ from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowSource, RowStream, ShuffledEpochs, validation_batches
 from titan_mi100.data.made_up import packed
 from titan_mi100.data.prepared import PackedDataset, Row
+from titan_mi100.errors import UserError
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:
@@ -125,3 +131,25 @@ def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -
     assert [len(batches) for batches in ranks] == [2, 2, 2]
     tokens = [t for batches in ranks for batch in batches for t in batch["input_ids"][:, 0].tolist()]
     assert sorted(tokens) == [*range(7), *[99] * 5]
+
+
+def test_what_fails_in_the_reading_threads_is_raised_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing.synchronize as synchronize
+
+    class Broken(SimpleNamespace):
+        def row(self, number: int) -> object:
+            raise LookupError(f"row {number} is gone")
+
+    stream = RowStream(Broken(), Batch(1, 1, 1), 0)
+    with pytest.raises(LookupError, match="row 5 is gone"):
+        stream.ahead(5, pinned=False)()
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", no_space)  # as with a full /dev/shm
+    with pytest.raises(UserError, match=r"^/dev/shm: No space left on device; .* --shm-size"):
+        stream.ahead(5, pinned=False)()
+    monkeypatch.setitem(sys.modules, "torchdata", None)
+    with pytest.raises(ImportError, match="torchdata"):
+        stream.ahead(5, pinned=False)()

@@ -40,7 +40,7 @@ from titan_mi100.data.shards import (
 )
 from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import end
+from titan_mi100.files.child import check_shared_memory, end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
@@ -287,6 +287,7 @@ def _make_shards(
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     if not numbers:
         return
+    check_shared_memory()
     context = multiprocessing.get_context("fork")  # workers share the tokenizer's tables in memory
     done, tokens = context.Value("q", 0), context.Value("q", 0)
     state = (os.getpid(), folder, plan, tokenizer, done, tokens)

@@ -164,7 +164,7 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        wait_for_all("saved")  # over the store: a collective of training would time out
+        wait_for_all()  # a collective of training would time out
         with raise_together():
             if self._error is not None:
                 raise self._error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.prepared import PADDING_ROW, Row, RowSet
+from titan_mi100.files.child import check_shared_memory
 
 # Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
 # disk.
@@ -157,12 +158,15 @@ class ReadAhead:
         """Begin to read the step that begins with row number `first_row`."""
         self._count = stream.batch.gradient_accumulation_steps
         self._microbatches: Iterator[Microbatch | Exception] | None = None
+        self._failure: Exception | None = None
         self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
         self._opening.start()  # importing torchdata takes time, so it happens in this thread, beside other set-up
 
     def step(self) -> list[Microbatch]:
-        """The next step's microbatches."""
+        """The next step's microbatches. Raises whatever failed in the threads."""
         self._opening.join()
+        if self._failure is not None:
+            raise self._failure
         assert self._microbatches is not None
         found = [next(self._microbatches) for _ in range(self._count)]
         for microbatch in found:
@@ -171,8 +175,15 @@ class ReadAhead:
         return found  # type: ignore[return-value]
 
     def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
+        try:
+            self._microbatches = self._read(stream, first_row, pinned)
+        except Exception as error:
+            self._failure = error
+
+    def _read(self, stream: RowStream, first_row: int, pinned: bool) -> Iterator[Microbatch | Exception]:
         from torchdata import nodes
 
+        check_shared_memory()  # here, and not in torchdata, whose clean-up would print a traceback
         # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
         count = self._count
 
@@ -187,7 +198,7 @@ class ReadAhead:
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
             node = nodes.PinMemory(node)
-        self._microbatches = iter(nodes.Loader(node))
+        return iter(nodes.Loader(node))
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:

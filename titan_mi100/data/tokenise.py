@@ -14,7 +14,7 @@ from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import limit, raise_limits
+from titan_mi100.files.child import check_shared_memory, limit, raise_limits
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
 _ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
@@ -40,6 +40,7 @@ def tokenise(
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
     # Forked, so that all workers share the tokenizer's tables in memory. Forking a process with threads is safe here,
     # because the workers run no torch code, only Python and the tokenizer.
+    check_shared_memory()
     context = multiprocessing.get_context("fork")
     state = (encoder, [source.format for source in sources], os.getpid())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=state)

@@ -69,6 +69,19 @@ def call_in_child(function: str, path: Path, *arguments: Any) -> Any:
     return answer["found"]
 
 
+def check_shared_memory() -> None:
+    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
+    import multiprocessing
+
+    try:
+        multiprocessing.Event()
+    except OSError as error:
+        raise UserError(
+            f"/dev/shm: {error.strerror}; semaphores are kept there: free some space (a container has 64 MiB: start it "
+            "with a larger --shm-size)"
+        ) from None
+
+
 def _started() -> subprocess.Popen[bytes]:
     """The child process; started if there is none."""
     global _process

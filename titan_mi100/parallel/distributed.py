@@ -38,8 +38,12 @@ _FULL_MESH = 64
 # Time-outs of collectives. _START: until the first step, and for the full run if run/watchdog.py watches it (the
 # watchdog's limits are shorter). _RUNNING: from the first step on without the watchdog.
 _START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
+_WAITING = timedelta(days=30)  # time-out of the group of wait_for_all; the watchdog's limits are shorter
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # another process died or is unreachable
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+
+
+_waiting: dist.ProcessGroup | None = None  # the group of wait_for_all; None: the default group
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def init_distributed() -> World:
         UserError: there are more processes than GPUs, or GPUs that this torch cannot use. Falling back to the CPU would
             make the run extremely slow without a message. Every process of a node raises the same.
     """
+    global _waiting
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     present, usable = count_gpus(), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and not usable:
@@ -79,6 +84,7 @@ def init_distributed() -> World:
     backend = "cpu:gloo,cuda:nccl" if usable else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_START)
+        _waiting = dist.new_group(backend="gloo", timeout=_WAITING)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # srun can give each task one visible GPU. If several tasks got the same one, they would run out of memory later.
@@ -284,21 +290,18 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _EXPECTED[number](message)
 
 
-def wait_for_all(what: str) -> None:
-    """A barrier without time-out: it polls the store, so the process group's time-out does not apply.
+def wait_for_all() -> None:
+    """A barrier for long waits. It fails at once if another process has ended, and handles signals while it waits.
 
-    Args:
-        what: the barrier's name; it may be used several times.
+    The time-outs of other collectives do not apply: the group is its own. Gloo notices a process that was killed by its
+    closed connections; no other rank has to tell it.
     """
-    store = dist.distributed_c10d._get_default_store()
-    key = f"titan_mi100/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
-    size = dist.get_world_size()
-    # `add` returns the incremented counter. The n-th use of this name ends when the counter reaches n x size.
-    meeting = -(-store.add(key, 1) // size)
+    work = dist.all_reduce(torch.zeros(1), group=_waiting, async_op=True)
     pause = 0.01
-    while store.add(key, 0) < meeting * size:
+    while not work.is_completed():
         time.sleep(pause)
         pause = min(2 * pause, 2.0)
+    work.wait()
 
 
 def same_on_all_ranks(value: str, otherwise: str) -> None:

@@ -44,7 +44,7 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
         try:
             data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
         finally:
-            distributed.wait_for_all("data prepared")
+            distributed.wait_for_all()
     same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
     for line in data.facts.summary:
         log.info(line)

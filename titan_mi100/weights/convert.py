@@ -197,8 +197,8 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
                 to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, dtype)
         except OSError as error:
             raise SaveError(f"{target}: could not be written: {error}") from error
-        finally:  # the other ranks wait over the store: a collective would time out during a long export
-            wait_for_all("exported")
+        finally:  # another collective would time out during a long export
+            wait_for_all()
 
 
 def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
