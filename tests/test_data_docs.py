@@ -7,6 +7,7 @@ import pytest
 from conftest import ASSETS, REPO
 from test_prepare import load, supervised_texts
 
+from titan_mi100.data.columns import PARTS, REASONING, WHOLE_PARTS
 from titan_mi100.data.formats import FORMATS
 from titan_mi100.text.load import load_tokenizer
 
@@ -27,6 +28,14 @@ def test_the_example_of_a_mask_is_learned_as_the_page_says(tmp_path: Path) -> No
     (tmp_path / "rows.jsonl").write_text(rows)
     texts = supervised_texts(load(tmp_path / "rows.jsonl").train, load_tokenizer(ASSETS / "tokenizer"))
     assert texts == [learned]
+
+
+def test_the_page_lists_the_columns_that_hold_a_part_of_the_prompt_or_answer() -> None:
+    table = PAGE.partition("**Parts of the prompt or answer.**")[2].partition("So `gold")[0]
+    found = [set(re.findall(r"`(\w+)`", line)) for line in table.splitlines() if line.startswith("| the ")]
+    for names, code in zip(found, (PARTS, REASONING, WHOLE_PARTS), strict=True):
+        ranges = {"b", "c", "d", "opb", "opc"} & code
+        assert {name.lower() for name in names} - {"messages", "conversations", "reasoning_content"} | ranges == code
 
 
 @pytest.mark.parametrize(("name", "rows", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.columns import Findings
+from titan_mi100.data.columns import MANY_WORDS, Findings
 from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose_format, example_hash, parse
 from titan_mi100.errors import UserError
 
@@ -389,7 +389,7 @@ MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
         for value in ([0, 1], [0, 1, 0, 1, 0], [0, 0.5, 0, 1], [0, 2, 0, 1], [0, None, 0, 1], ["0", "1"] * 2, "0101")
     ),
     *(({key: 1}, f"bad mask: {key} in") for key in ("weight", "sample_weight", "train", "learnable")),
-    *(({key: [0, 1, 0, 1]}, f"bad mask: {key}") for key in ("mask_history", "train_on_inputs", "masked_turns")),
+    *(({key: [0, 1, 0, 1]}, f"bad mask: {key}") for key in ("mask_history", "train_on_inputs", "unmasked")),
 ]
 
 
@@ -420,3 +420,140 @@ def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() ->
     assert [message["weight"] for message in read("messages", row).messages or ()] == [0, 0, 1, 1]
     with pytest.raises(BadRecord, match="contradiction: message 4: its weight is not what loss_mask says"):
         read("messages", row | {"loss_mask": [0, 0, 1, 0]})
+
+
+LONG = "Ein Satz, der mehr als acht Wörter hat und sonst nirgends in der Zeile steht."
+# Rows in the shape of well-known data sets, written for this test; the columns that are named. Expected: the columns
+# that are noted as unused, "!" before those long enough for a warning; or the column for which the row is refused.
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, str], set[str] | str]] = {
+    "UltraChat": ({"prompt": "2+2?", "prompt_id": "f0e1", "messages": [USER, ASSISTANT]}, {}, {"prompt", "prompt_id"}),
+    "OpenR1": (
+        {
+            "problem": "2+2?",
+            "solution": LONG,
+            "answer": "4",
+            "problem_type": "Algebra",
+            "source": "olympiads",
+            "is_reasoning_complete": [True, False],
+            "generations": ["<think>\nTwo and two.\n</think>\n4", "5"],
+            "correctness_math_verify": [True, False],
+            "finish_reasons": None,
+            "correctness_count": 1,
+            "messages": [USER, {**ASSISTANT, "content": "<think>\nTwo and two.\n</think>\n4"}],
+        },
+        {},
+        {"problem", "!solution", "answer", "problem_type", "source", "generations"},
+    ),
+    "OpenR1 by columns": (
+        {"problem": "2+2?", "solution": "4", "messages": [USER, ASSISTANT], "problem_type": "Algebra"},
+        {"prompt": "problem", "response": "solution"},
+        {"messages", "problem_type"},
+    ),
+    "Alpaca": (
+        {
+            "instruction": "Add.",
+            "input": "2, 2",
+            "output": "4",
+            "text": f"{LONG} ### Instruction: Add. ### Response: 4",
+        },
+        {},
+        {"!text"},
+    ),
+    "Alpaca with a rendered prompt": (
+        {"instruction": "Add.", "input": "2, 2", "output": "4", "prompt": "### Add.\n### Input:\n2, 2\n### Output:\n4"},
+        {},
+        {"!prompt"},
+    ),
+    "Alpaca by columns": (
+        {"instruction": "Add.", "input": "2, 2", "response": "4"},
+        {"prompt": "instruction", "response": "response"},
+        "input",
+    ),
+    "MetaMath": (
+        {"query": "2+2?", "response": "4", "type": "MATH_Rephrased", "original_question": LONG},
+        {"prompt": "query", "response": "response"},
+        {"type", "!original_question"},
+    ),
+    "Dolly": (
+        {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"},
+        {"prompt": "instruction", "response": "response"},
+        "context",
+    ),
+    "Dolly without a context": (
+        {"instruction": "Who?", "context": "", "response": "Ann", "category": "open_qa"},
+        {"prompt": "instruction", "response": "response"},
+        {"category"},
+    ),
+    "Dolly, the context as system message": (
+        {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"},
+        {"prompt": "instruction", "response": "response", "system": "context"},
+        {"category"},
+    ),
+    "Tulu": ({"id": "personahub_1", "messages": [USER, ASSISTANT], "source": "ai2-adapt-dev/x"}, {}, {"id", "source"}),
+    "SmolTalk": ({"messages": [USER, ASSISTANT], "source": "smol-magpie-ultra"}, {}, {"source"}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_well_known_shapes_are_accepted_or_refused_for_a_part_that_would_be_lost(shape: str) -> None:
+    row, columns, expected = SHAPES[shape]
+    name = "columns" if columns else "alpaca" if "instruction" in row else "messages"
+    findings, form = Findings(), choose("", name, **columns)
+    if isinstance(expected, str):
+        with pytest.raises(
+            BadRecord, match=f"part not read: {expected} in a row of format {name} holds a part of the "
+        ):
+            form.read_row(row, frozenset(), findings)
+        form.read_row(row, frozenset({expected}), findings)
+    else:
+        form.read_row(row, frozenset(), findings)
+        assert {"!" * (found.words > MANY_WORDS) + key for key, found in findings.unused.items()} == expected
+
+
+QUESTION = {"question": "Where does Ann live?", "answer": "In Rome."}
+ABOUT_THINKING = ("reasoning", "rationale", "deepseek_reasoning", "chain_of_thought", "cot")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "is_part"),
+    [
+        *(
+            (key, "Rome is far.", True)
+            for key in (*ABOUT_THINKING, "context", "gold_Passage", "CONTEXTS", "ragContext")
+        ),
+        *((key, "Bern", True) for key in ("input", "instruction", "A", "opa", "option_b", "choice2", "distractor1")),
+        ("choices", ["Rome", "Bern"], True),
+        ("choices", {"label": ["A", "B"], "text": ["Rome", "Bern"]}, True),
+        ("options", {"A": 3, "B": 4}, True),
+        ("contexts", [[{"text": "Ann moved."}]], True),
+        ("context", "安住在罗马", True),
+        ("context", "Where does\n Ann", False),  # contained
+        ("context", "where does", True),
+        ("choices", ["Ann", "In"], False),
+        ("choices", ["An", "om"], True),  # not as words
+        ("prompt", "Q: Where does Ann live?\nA: In Rome.", False),  # the whole row, rendered
+        ("prompt", "Ann moved. Where does Ann live?", True),
+        ("reasoning", True, False),
+        ("context", {"n": None}, False),
+        *((key, "Rome is far.", False) for key in ("context_id", "reasoning_effort", "choice_type", "first_question")),
+    ],
+)
+def test_a_part_of_the_prompt_or_answer_in_a_column_of_its_own_is_refused(
+    column: str, value: Any, is_part: bool
+) -> None:
+    form, row = choose("", "columns", "question", "answer"), {**QUESTION, column: value}
+    if not is_part:
+        form.read_row(row, frozenset(), Findings())
+        return
+    with pytest.raises(
+        BadRecord, match=re.escape("it is for, name it in data.system_column, or name it in data.ignored_")
+    ):
+        form.read_row(row, frozenset(), Findings())
+    form.read_row(row, frozenset({column}), Findings())
+    read("text", {"text": "a", column: value})
+    answer = {**ASSISTANT, "content": QUESTION["answer"]}
+    if column in ABOUT_THINKING:
+        with pytest.raises(BadRecord, match="put it into reasoning_content of its message, or name it in"):
+            read("messages", {"messages": [USER, answer], column: value})
+        answer["reasoning_content"] = value
+    read("messages", {"messages": [USER, answer], column: value})

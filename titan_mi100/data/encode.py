@@ -87,6 +87,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
     found, reasons, documents, findings = [], {}, [], Findings()
     for place, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
+        findings.record = place
         try:
             example = form.read_row(parse_record(record), encoder.ignored_keys, findings)
             digest = example_hash(example)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.columns import Findings, check_keys, follow_masks
+from titan_mi100.data.columns import Findings, check_keys, check_unused, follow_masks
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -63,7 +63,7 @@ class Format:
             findings: updated.
 
         Raises:
-            BadRecord: from `read`, or the row has a meaningful key that this format does not read.
+            BadRecord: from `read`, or the row has a key that this format does not read, and that matters.
         """
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
@@ -73,7 +73,10 @@ class Format:
         findings.ignored.update(unread)
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
         findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})
-        return self.read(row)
+        example = self.read(row)
+        if example.input_ids is None:
+            check_unused(self.name, row, self.keys | self.optional, unread - ignored, findings)
+        return example
 
 
 def example_hash(example: Example) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.columns import MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
@@ -49,7 +50,7 @@ class Ledger:
         self._kinds: list[str] = [""]  # kinds of reasons; index 0: no reason
         self._details: dict[int, str] = {}  # record number -> full reason
         self._added = 0  # records so far
-        self._ignored: Counter[str] = Counter()
+        self._findings = Findings()
 
     def add(self, chunk: Chunk) -> None:
         """Add the next records; chunks come in the order of the files. Fills in the chunk's "kind"."""
@@ -59,8 +60,8 @@ class Ledger:
             chunk.records["kind"][place] = self._kinds.index(kind)
             if len(self._details) < _DETAILS:
                 self._details[self._added + place] = detail
-        if len(self._ignored) < _DETAILS:
-            self._ignored.update(chunk.findings.ignored)
+        if len(self._findings.ignored) < _DETAILS:
+            self._findings.add(chunk.findings, self._added)
         self._chunks.append(chunk.records)
         self._added += len(chunk.records)
 
@@ -154,8 +155,8 @@ class Ledger:
             plural = "s" * (len(of_status) != 1)
             line = f"  {name}: {len(of_status):,} row{plural}, {int(tokens[of_status].sum()):,} tokens"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
-        if self._ignored:
-            counted = sorted(self._ignored.items(), key=lambda item: (-item[1], item[0]))
+        if self._findings.ignored:
+            counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
             lines.append(f"  keys that were ignored: {keys}")
         return lines
@@ -201,6 +202,14 @@ class Ledger:
             if found := [(file.oddities[what], file.path) for file in self._sources if what in file.oddities]:
                 [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
                 lines.append(f"{number:,} {what} were accepted, the first at {path}:{line}")
+        for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
+            if unused.words > MANY_WORDS * unused.rows:
+                mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"
+                lines.append(
+                    f"{listed([key])} is not used: {mean}, such as {unused.example} at {self.where(unused.record)}; "
+                    "name it in one of data.prompt_column, response_column, system_column and text_column, or, if it "
+                    "does not matter, in data.ignored_keys"
+                )
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
         if lost := kinds.get(LOST_REASONING, 0):
