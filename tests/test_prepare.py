@@ -536,17 +536,33 @@ def test_rows_of_a_json_array_are_told_apart_and_a_broken_one_is_never_skipped(t
         load(path, on_bad_row="skip")
 
 
-def test_nulls_that_parquet_invents_are_not_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_nulls_of_tool_calls_are_what_the_key_says_in_json_and_in_parquet(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    rows = []
-    for arguments in ({"city": "Bern"}, {"n": 1}):
-        row = say("go", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
-        rows.append(row | {"score": float("nan")})
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    texts = "".join(supervised_texts(load(tmp_path / "rows.parquet").train, tokenizer))
-    assert '{"city": "Bern"}' in texts and '{"n": 1}' in texts and "null" not in texts
+    def learned(path: Path, **options: Any) -> tuple[str, list[str]]:
+        data = load(path, **options)
+        return "".join(supervised_texts(data.train, tokenizer)), data.facts.warnings
+
+    calls = [{"city": "Bern", "n": None}, {"city": None, "n": 1.5}]
+    rows = [say("go", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": a}}]) for a in calls]
+    parquet.write_table(
+        pa.Table.from_pylist([row | {"score": float("nan")} for row in rows]), tmp_path / "rows.parquet"
+    )
+    unified, table = write(tmp_path / "rows.jsonl", *rows), tmp_path / "rows.parquet"
+    counted = 'ave nulls in their arguments (2 {}); set data.null_arguments to "keep" or "drop"'
+    kept, warnings = learned(unified)
+    assert '{"city": "Bern", "n": null}' in kept and '{"city": null, "n": 1.5}' in kept
+    assert warnings == ["2 tool calls h" + counted.format("kept")]
+    dropped, warnings = learned(table)
+    assert '{"city": "Bern"}' in dropped and '{"n": 1.5}' in dropped and "null" not in dropped
+    assert warnings == ["2 tool calls h" + counted.format("left out")]
+    for path in (unified, table):
+        assert learned(path, null_arguments="keep") == (kept, [])
+        assert learned(path, null_arguments="drop") == (dropped, [])
+    rows = [say("go", "", tool_calls=[{"name": "f", "arguments": {"n": n}}]) for n in (float("nan"), 1.5)]
+    parquet.write_table(pa.Table.from_pylist(rows), table)
+    assert '{"n": null}' in learned(table, null_arguments="keep")[0] and "null" not in learned(table)[0]
 
 
 def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:

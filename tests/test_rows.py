@@ -557,3 +557,30 @@ def test_a_part_of_the_prompt_or_answer_in_a_column_of_its_own_is_refused(
             read("messages", {"messages": [USER, answer], column: value})
         answer["reasoning_content"] = value
     read("messages", {"messages": [USER, answer], column: value})
+
+
+def test_null_arguments_are_kept_or_left_out_alike_in_objects_and_texts() -> None:
+    def arguments(nulls: str, given: Any) -> tuple[Any, dict[str, int]]:
+        call, findings = {"id": None, "function": {"name": "f", "arguments": given}}, Findings()
+        row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+        before = json.dumps(row)
+        example = choose("", "messages").read_row(row, frozenset(), findings, nulls)
+        assert json.dumps(row) == before
+        [made] = example.messages[1]["tool_calls"]  # type: ignore[index]
+        assert made["id"] is None and made["function"]["name"] == "f"
+        return made["function"]["arguments"], dict(findings.nulls)
+
+    given = {"a": None, "b": {"c": None, "d": [None, {"e": None}]}, "f": "null"}
+    without = {"b": {"d": [None, {}]}, "f": "null"}
+    text = json.dumps(given, indent=1)
+    assert arguments("kept", given) == arguments("keep", given) == (given, {"kept": 1})
+    assert arguments("drop", given) == arguments("left out", given) == (without, {"left out": 1})
+    assert arguments("kept", text) == arguments("keep", text) == arguments("left out", text) == (text, {"kept": 1})
+    assert arguments("drop", text) == (json.dumps(without), {"left out": 1})
+    for plain in ({}, {"a": [None]}, '{"a":  "null"}', '{"ä": 1}'):
+        assert all(arguments(nulls, plain) == (plain, {}) for nulls in ("kept", "keep", "drop", "left out"))
+    assert arguments("drop", '{"ä": null, "ö": "ü"}')[0] == '{"ö": "ü"}'
+    value = json.dumps({"name": "f", "arguments": {"a": None}})
+    row = {"conversations": [USER, {"from": "function_call", "value": value}]}
+    example = choose("", "sharegpt").read_row(row, frozenset(), Findings(), "drop")
+    assert example.messages[1]["tool_calls"] == [{"name": "f", "arguments": {}}]  # type: ignore[index]

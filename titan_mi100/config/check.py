@@ -307,7 +307,7 @@ def _check_effects(config: Config) -> list[str]:
     if corpora and all(corpora) and not data.validation_path:
         idle.append(("corpora only, which are plain text", "data", ("system_prompt",)))
     if data.format in ("text", "tokens"):
-        of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt")
+        of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
         idle.append((f'format = "{data.format}"', "data", of_conversations))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data", ("text_column",)))

@@ -123,6 +123,9 @@ class DataConfig:
     ignored_keys: tuple[str, ...] = _key(
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )
+    null_arguments: str = _key(
+        "", "nulls in tool calls' arguments; empty: JSON keeps and parquet drops them", choices=("", "keep", "drop")
+    )
     duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
     max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")

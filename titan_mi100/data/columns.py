@@ -22,8 +22,8 @@ _MEANINGFUL = {
 _PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
 _BESIDE_TOKENS = {"loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"}
 _LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
-# A key with "mask" or one of the first words in its name says what is learned. One of the others may reverse the meaning. Here
-# and below, plurals count, too.
+# A key with "mask" or one of the first words in its name says what is learned. One of the others may reverse it.
+# Plurals count, too, here and below.
 _MASK_WORDS = {"weight", "train", "trainable", "learn", "learnable", "loss", "supervised"}
 _REVERSING = {
     "masked",
@@ -70,6 +70,7 @@ class Findings:
 
     ignored: Counter[str] = field(default_factory=Counter)  # ignored key -> in how many rows or messages
     unused: dict[str, Unused] = field(default_factory=dict)
+    nulls: Counter[str] = field(default_factory=Counter)  # "kept" and "left out" -> tool calls with null arguments
     record: int = 0  # number of the record that is read
 
     def note_unused(self, key: str, found: Unused) -> None:
@@ -80,6 +81,7 @@ class Findings:
     def add(self, later: "Findings", first: int) -> None:
         """Add those of later records. Args: first: the number of the first of them."""
         self.ignored.update(later.ignored)
+        self.nulls.update(later.nulls)
         for key, found in later.unused.items():
             self.note_unused(key, found._replace(record=first + found.record))
 

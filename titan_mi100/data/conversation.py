@@ -1,9 +1,11 @@
 """Chat messages and tools of a record, checked and brought into the form that chat templates read (OpenAI's)."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+from titan_mi100.data.files import without_nulls
 from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse_text, shown
 
 Message = dict[str, Any]
@@ -252,6 +254,27 @@ def _tool_call(given: Any) -> Message:
     if not isinstance(arguments, dict):
         raise BadRecord("bad tool call", f"arguments must be an object, or its JSON text, not {kind_of(arguments)}")
     return given
+
+
+def settle_nulls(messages: list[Message], how: str, counts: Counter[str]) -> None:
+    """Keep or leave out, in place, the nulls in the arguments of tool calls.
+
+    Args:
+        how: "keep" or "drop" (data.null_arguments). Otherwise the file's type decides, see `files.Record.nulls`:
+            arguments that are JSON text keep them.
+        counts: "kept" and "left out" -> how many calls have nulls; updated.
+    """
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        function = call.get("function") or call
+        given = arguments = function["arguments"]
+        if isinstance(given, str):
+            arguments = parse_text(given, "bad tool call", "arguments must hold JSON") if "null" in given else {}
+        if (without := without_nulls(arguments)) == arguments:
+            continue
+        drop = how == "drop" or (how == "left out" and given is arguments)
+        counts["left out" if drop else "kept"] += 1
+        if drop:
+            function["arguments"] = without if given is arguments else json.dumps(without, ensure_ascii=False)
 
 
 def tool_list(given: Any) -> list[Any] | None:

@@ -89,7 +89,8 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
         findings.record = place
         try:
-            example = form.read_row(parse_record(record), encoder.ignored_keys, findings)
+            nulls = encoder.null_arguments or record.nulls
+            example = form.read_row(parse_record(record), encoder.ignored_keys, findings, nulls)
             digest = example_hash(example)
             made = encoder.encode(example)
         except BadRecord as bad:
@@ -124,7 +125,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, config: DataConfig, seq_len: int) -> None:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
-        self.ignored_keys = frozenset(config.ignored_keys)
+        self.ignored_keys, self.null_arguments = frozenset(config.ignored_keys), config.null_arguments
         self.end_of_turn = "" if template is None else template.end_of_turn
 
     def encode(self, example: Example) -> Encoded:

@@ -59,6 +59,7 @@ class Record(NamedTuple):
     raw: bytes  # empty if there is a problem
     problem: str  # "", or "kind: detail" for a `BadRecord`
     element: int = 0  # number in a JSON array, from 1, because several elements may share a line; else 0
+    nulls: str = "kept"  # what happens to nulls in tool calls' arguments by default: "kept", or "left out" (parquet)
 
 
 def read_records(path: str) -> Iterator[Record]:
@@ -206,7 +207,7 @@ class RecordReader:
                 if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
                     what = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
                     raise UserError(f"{self.path}: {what}; if that is right, convert it to JSONL first")
-                yield _size_checked(number, raw.encode(), problem)
+                yield _size_checked(number, raw.encode(), problem)._replace(nulls="left out")
 
 
 # State of the child process between two questions, so that it need not start the file again: path, the next row, the
@@ -288,7 +289,7 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
         for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
             number += batch.num_rows
             for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
-                text = "" if row is None else json.dumps(_without_nulls(row) | unread, ensure_ascii=False)
+                text = "" if row is None else json.dumps(without_nulls(row) | unread, ensure_ascii=False)
                 if len(text.encode()) > LONGEST_LINE:
                     yield "", _TOO_LONG.format(LONGEST_LINE)
                 else:
@@ -317,15 +318,24 @@ def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
         return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove null keys, recursively.
+def without_nulls(value: Any, in_call: bool = False, keep: bool = False) -> Any:
+    """Remove null keys, recursively, except in the arguments of tool calls, where NaN becomes null.
 
     All structs of a parquet column have the same keys; a key that was missing in the original row is null.
+
+    Args:
+        in_call: the value is a tool call, or inside one.
+        keep: it is a call's arguments, or inside them.
     """
     if isinstance(value, dict):
         # item == item is false for NaN, which pandas writes for a missing number.
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None and item == item}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        given = {key: item if item == item else None for key, item in value.items()}
+        return {
+            key: without_nulls(item, in_call or key == "tool_calls", keep or (in_call and key == "arguments"))
+            for key, item in given.items()
+            if keep or item is not None
+        }
+    return [without_nulls(item, in_call, keep) for item in value] if isinstance(value, list) else value
 
 
 class _Gunzip(gzip.GzipFile):

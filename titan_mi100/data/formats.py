@@ -19,6 +19,7 @@ from titan_mi100.data.conversation import (
     message_list,
     read_message,
     require_answer,
+    settle_nulls,
     tool_list,
 )
 from titan_mi100.data.files import Record, read_records
@@ -55,12 +56,15 @@ class Format:
     keys: frozenset[str]  # required keys; `auto` recognises the format by them
     optional: frozenset[str] = frozenset()  # further keys that `read` uses
 
-    def read_row(self, row: dict[str, Any], ignored: frozenset[str], findings: Findings) -> Example:
+    def read_row(
+        self, row: dict[str, Any], ignored: frozenset[str], findings: Findings, nulls: str = "kept"
+    ) -> Example:
         """Drop the ignored keys of a row, follow its masks, then `read` it.
 
         Args:
             ignored: keys that the user ignores (data.ignored_keys); harmless keys are ignored as well.
             findings: updated.
+            nulls: see `conversation.settle_nulls`.
 
         Raises:
             BadRecord: from `read`, or the row has a key that this format does not read, and that matters.
@@ -74,6 +78,7 @@ class Format:
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
         findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})
         example = self.read(row)
+        settle_nulls(example.messages or [], nulls, findings.nulls)
         if example.input_ids is None:
             check_unused(self.name, row, self.keys | self.optional, unread - ignored, findings)
         return example

@@ -187,7 +187,7 @@ class Ledger:
         counts = np.bincount(self.records["kind"][chosen], minlength=len(self._kinds)).tolist()
         return Counter({kind: number for kind, number in zip(self._kinds, counts, strict=True) if number})
 
-    def warnings(self) -> list[str]:
+    def warnings(self, config: DataConfig) -> list[str]:
         """Facts that may be intended, but often are mistakes of the user."""
         lines = []
         # validation_fraction puts duplicates into the same set, so only separate validation files can cause this.
@@ -210,6 +210,10 @@ class Ledger:
                     "name it in one of data.prompt_column, response_column, system_column and text_column, or, if it "
                     "does not matter, in data.ignored_keys"
                 )
+        if (nulls := self._findings.nulls) and not config.null_arguments:
+            counted = some(f"{number:,} {what}" for what, number in sorted(nulls.items()))
+            remedy = 'set data.null_arguments to "keep" or "drop"'
+            lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
         if lost := kinds.get(LOST_REASONING, 0):

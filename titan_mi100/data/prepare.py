@@ -239,7 +239,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             made_of=inputs.made_of,
             sets=counts,
             summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
-            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings()],
+            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config)],
             enable_thinking=enable_thinking,
             system_prompt=None if template is None else config.system_prompt,
             end_of_turn=encoder.end_of_turn,
