@@ -374,6 +374,44 @@ def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: 
         prepare_data(config, str(file), "", 256)
 
 
+@pytest.mark.parametrize("base", [False, True])
+def test_a_text_is_learned_with_one_end_token_or_refused(base: bool, tmp_path: Path) -> None:
+    """A chat model's tokenizer ends with <|im_end|>; a base model's with <|endoftext|>, and has <|im_end|>, too."""
+    folder = shutil.copytree(ASSETS / "tokenizer", tmp_path / "tokenizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    end, text_end = ("<|endoftext|>" if base else "<|im_end|>"), "<|endoftext|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": end}))
+    tokenizer = load_tokenizer(folder)
+    rendered = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    for text, learned in (
+        ("a b", f"a b{end}"),
+        ("a b \n", f"a b \n{end}"),
+        (f"a b{end}", f"a b{end}"),
+        (f"a b\n{end}", f"a b\n{end}"),
+        (f"a b{end}\n", f"a b{end}"),
+        (f"a b{end}{end}", f"a b{end}"),
+        (f"a b{end} \n{end}\n\n", f"a b{end}"),
+        (f"a b{text_end}", f"a b{text_end}"),
+        (f"a{text_end}b", f"a{text_end}b{end}"),
+        (f"a b{text_end}\n{text_end}", f"a b{text_end}"),
+        (f"{rendered}<|im_end|>", "" if base else f"{rendered}<|im_end|>"),
+        (f"{rendered}<|im_end|>\n", "" if base else f"{rendered}<|im_end|>"),
+        (f"{rendered}<|im_end|>\n<|endoftext|>", "" if base else f"{rendered}<|im_end|>"),
+        ("a<|endoftext|><|im_end|>", "" if base else "a<|endoftext|>"),
+        ("a b<|eot_id|>", ""),
+        (f"a b<|eot_id|>\n{end}", ""),
+    ):
+        path = write(tmp_path / "rows.jsonl", {"text": text})
+        if learned:
+            [(ids, _)] = documents(load(path, tokenizer=folder).train)
+            assert tokenizer.decode(ids) == learned and ids == tokenizer.encode(learned), text
+        else:
+            with pytest.raises(
+                RefusedData, match=r"other end token: the text ends with <\|\w+\|>, but the end token is"
+            ):
+                load(path, tokenizer=folder)
+
+
 def test_globs_and_several_formats_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write(tmp_path / "b.jsonl", qa("a", "columns"))
     write(tmp_path / "a.jsonl", say("a", "messages"))

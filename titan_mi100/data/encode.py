@@ -12,6 +12,7 @@ Two settings decide which characters of a conversation are supervised. `loss` se
 turn would teach the model to answer without the reasoning that produced the answer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
 OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
 LOST_REASONING = "earlier reasoning left out"
+# What ends a turn or a document in the forms of well-known models, whatever the tokenizer's end token is.
+_OTHER_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>")
 
 Span = tuple[int, int]  # characters [start, stop)
 Messages = Sequence[Mapping[str, Any]]
@@ -140,9 +143,7 @@ class Encoder:
             documents, lost, thinking = self._conversation(example.messages, example.tools)
             why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
-            ids = self.tokenizer.encode(example.text)
-            if not ids or ids[-1] != self.tokenizer.eos_token_id:  # the text may contain the end token already
-                ids.append(self.tokenizer.eos_token_id)
+            ids = with_one_end(self.tokenizer, example.text)
             documents = [document_values(ids, np.ones(len(ids), dtype=bool))]
         else:
             assert example.input_ids is not None
@@ -239,6 +240,25 @@ def _thinking_mode(rendered: Rendered, spans: list[Span]) -> int:
             if any(start <= turn.answer < stop for start, stop in spans):
                 return -1
     return 0
+
+
+def with_one_end(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a plain text and one end token: of those that the text ends with the first, else the tokenizer's own.
+
+    Raises:
+        BadRecord: the text ends with the end token of another form, which nothing stops at here.
+    """
+    ends = {end: token for token in tokenizer.end_ids() if (end := tokenizer.decode([token]))}
+    if not text.rstrip().endswith((*ends, *_OTHER_ENDS)):
+        return [*tokenizer.encode(text), tokenizer.eos_token_id]
+    one = "|".join(map(re.escape, (*ends, *_OTHER_ENDS)))
+    run = re.search(rf"(?:{one})(?:\s*(?:{one}))*\s*\Z", text)
+    assert run is not None
+    found = re.findall(one, run[0])
+    if other := [end for end in found if end not in ends]:
+        what = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
+        raise BadRecord("other end token", f"{what}; write the row as messages, or end it with {tokenizer.eos_token}")
+    return [*tokenizer.encode(text[: run.start()]), ends[found[0]]]
 
 
 def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
