@@ -4,7 +4,7 @@ import json
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +169,27 @@ def test_more_epochs_go_on_where_a_source_had_dropped_out() -> None:
     rows = Counter(row for row in before + read(two, one.end, two.end) if row[0])
     assert rows == {**{("a", i): 2 for i in range(10)}, **{("b", i): 2 for i in range(40)}}
     assert consumed_at(two.segments[-1], 1, two.end) == {"a a's content": 20, "b b's content": 80}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "factor", "rows"), [(0.29, 1, 29), (0.57, 1, 57), (1.1, 3, 330), (0.001, 1, 1), (1e-05, 1, 1)]
+)
+def test_decimal_epochs_are_exact(epochs: float, factor: int, rows: int) -> None:
+    for weight in (0.0, 0.5):
+        sources = [replace(source("a", 100, weight), epochs=epochs), source("b", 7, weight)]
+        mixture = Mixture(sources, 1, "drop", epochs=factor)
+        assert mixture.segments[0].rows["a a's content"] == rows
+        assert sum(name == "a" for name, _ in read(mixture, 0, mixture.end)) == rows
+
+
+def test_a_run_of_a_version_that_rounded_epochs_goes_on_with_its_rows() -> None:
+    sources = [replace(source("a", 100), epochs=0.29), source("b", 72)]
+    first = Mixture([replace(sources[0], epochs=0.28), sources[1]], 1, "drop")  # what 0.29 was until then
+    again = Mixture(sources, 1, "drop", segments=first.segments, first_row=10)
+    assert again.segments == first.segments and again.end == 100 and again.fingerprint == first.fingerprint
+    assert read(again, 10, 100) == read(first, 10, 100)
+    more = Mixture([replace(sources[0], epochs=0.3), sources[1]], 1, "drop", segments=first.segments, first_row=10)
+    assert len(more.segments) == 2 and more.segments[-1].rows["a a's content"] == 30
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

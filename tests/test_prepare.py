@@ -25,6 +25,7 @@ import pytest
 from conftest import ASSETS, REPO, SHARED_DATA
 from test_malformed import ALL_LINES, GOOD, mutated
 
+from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
@@ -601,6 +602,17 @@ def test_nulls_of_tool_calls_are_what_the_key_says_in_json_and_in_parquet(tmp_pa
     rows = [say("go", "", tool_calls=[{"name": "f", "arguments": {"n": n}}]) for n in (float("nan"), 1.5)]
     parquet.write_table(pa.Table.from_pylist(rows), table)
     assert '{"n": null}' in learned(table, null_arguments="keep")[0] and "null" not in learned(table)[0]
+
+
+def test_a_run_of_an_earlier_version_is_told_why_its_rows_differ(tmp_path: Path) -> None:
+    """Such a run's checkpoints know neither the version of the reader nor data.null_arguments."""
+    path = write(tmp_path / "rows.jsonl", {"text": "a b"})
+    now = load(path).facts.made_of
+    before = {name: value for name, value in now.items() if name != "version of the row reader"}
+    assert "null_arguments" not in before
+    assert list(differing(before, now).values()) == ["version of the row reader (None, now 2)"]
+    chosen = load(path, null_arguments="drop").facts.made_of
+    assert list(differing(now, chosen).values()) == ["null_arguments (None, now drop)"]
 
 
 def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:

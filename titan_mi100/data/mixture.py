@@ -8,8 +8,9 @@ segment stores how many rows of each source were read before it, so no row is re
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from titan_mi100.data.prepared import PADDING_ROW, Row, SourceRows
@@ -85,13 +86,18 @@ class Mixture:
         # Sorted, so that the order of the sources in the config does not change the rows.
         sources = sorted(sources, key=lambda source: source.identity)
         self.sources, self._seed = {source.identity: source for source in sources}, seed
-        rows = {key: max(1, int(source.epochs * epochs * len(source.rows))) for key, source in self.sources.items()}
-        shares = dict(zip(rows, shares_of(_weights(sources, rows, in_documents)), strict=True))
-        now = Segment(first_row, dict.fromkeys(rows, 0), shares, rows, on_exhausted)
+
+        def segment(number: Callable[[float], Fraction | float]) -> Segment:
+            rows = {s.identity: max(1, int(number(s.epochs) * epochs * len(s.rows))) for s in sources}
+            shares = dict(zip(rows, shares_of(_weights(sources, rows, in_documents)), strict=True))
+            return Segment(first_row, dict.fromkeys(rows, 0), shares, rows, on_exhausted)
+
+        now = segment(lambda epochs: Fraction(repr(epochs)))  # repr: 0.29 becomes 29/100, not its binary value
         self.segments = [*segments]
         if not segments:
             self.segments.append(now)
-        elif not segments[-1].is_same(now):
+        # float: a run of an earlier version, which took the binary value, goes on with its rows.
+        elif not segments[-1].is_same(now) and not segments[-1].is_same(segment(float)):
             before = consumed_at(segments[-1], seed, first_row)
             self.segments.append(replace(now, consumed={**now.consumed, **before}))
         self._phases, self._end = _phases(self.segments[-1], seed)
