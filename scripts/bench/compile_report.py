@@ -119,11 +119,12 @@ def compile_update(arch: str, state: str, master: str) -> UpdateReport:
     compiled = _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
     registers, spilled, shared, _ = _read(compiled, arch)
     threads = fused.LAUNCH["num_warps"] * (64 if arch.startswith("gfx") else 32)
-    alone = _SUMS * 4 * 256 // threads - _count_sums(compiled.asm)
+    alone = _SUMS[master == "24bit"] * 4 * 256 // threads - _count_sums(compiled.asm)
     return UpdateReport(arch, state, master, registers, spilled, shared, alone)
 
 
-_SUMS = 4  # of an element: both moments, the divisor, the weight
+# Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.
+_SUMS = (4, 7)
 
 
 def _count_sums(code: Mapping[str, str]) -> int:
