@@ -1,15 +1,19 @@
 """What a row teaches: nothing of it is lost in its rendering, and it begins with the tokens of the prompt."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ASSETS
-from test_chat_template import SMALL, chatml, folder_with, say
+from test_chat_template import SMALL, chatml, folder_with, say, transformers_tokenizer
 
+from titan_mi100.config.assets import run_assets
+from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import Encoder
 from titan_mi100.data.formats import BadRecord, Example, choose_format
+from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 
@@ -21,6 +25,7 @@ OPENING = SMALL.split("{%- if add_generation_prompt %}")[0] + (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )
 TEMPLATES = {"small": SMALL, "telling": TELLING, **{file.stem: file for file in REAL}}
+PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 ROWS = {
@@ -45,7 +50,7 @@ ROWS = {
 
 def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
     real = isinstance(template, Path)
-    folder = SHARED / "qwen3_tokenizer" if real else folder_with(tmp_path, template)
+    folder = SHARED / "qwen3_tokenizer" if real else folder_with(tmp_path, template, **PLAIN)
     if not real:
         (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
     tokenizer = load_tokenizer(folder)
@@ -142,3 +147,46 @@ def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:
     encoder = encoder_for(tmp_path, chatml(body))
     with pytest.raises(BadRecord, match=r"leaves out '<\|im_end\|>', so stopping would not be learned"):
         encoder.encode(Example(messages=ROWS["an answer"][0]))
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("small", TEMPLATE), *((name, "tokenizer_config.json") for name in TEMPLATES if name != "qwen3_instruct_2507")],
+)  # the last one never thinks
+def test_an_export_prompts_as_in_training_and_can_be_trained_again(
+    name: str, thinks: bool, where: str, tmp_path: Path
+) -> None:
+    source = TEMPLATES[name] if isinstance(TEMPLATES[name], str) else Path(TEMPLATES[name]).read_text()
+    base, export = tmp_path / "base", tmp_path / "export"
+    base.mkdir(), export.mkdir()
+    first = encoder_for(base, source)
+    if where == TEMPLATE:
+        folder_with(base, None, **PLAIN)
+        (base / TEMPLATE).write_text(source)
+    spec = PRESETS["debug"]
+    assets = run_assets(spec, "", str(base), "", thinks)
+    for file, content in assets.items():
+        (export / file).write_bytes(content)
+    assert run_assets(spec, str(export), str(export), "", thinks) == assets  # trained once more: the same files
+    theirs = transformers_tokenizer(export)
+    ask = [say("user", "q")]
+    for given, means in (({}, thinks), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)):
+        text = theirs.apply_chat_template(ask, tokenize=False, add_generation_prompt=True, **given)
+        assert first._template is not None
+        assert text == first._template.render(ask, add_generation_prompt=True, enable_thinking=means)
+    for empty_think, earlier in itertools.product(("masked", "supervised"), ("template", "mask", "unroll")):
+        config = DataConfig(empty_think=empty_think, earlier_thinking=earlier)
+        learned = []
+        for folder in (base, export):
+            tokenizer = load_tokenizer(folder)
+            encoder = Encoder(tokenizer, ChatTemplate.of(tokenizer, folder), config, 1 << 20)
+            learned.append([documents_or_reason(encoder, *row) for row in ROWS.values()])
+        assert learned[0] == learned[1]
+
+
+def documents_or_reason(encoder: Encoder, messages: list[Any], tools: Any) -> Any:
+    try:
+        return [document.tolist() for document in encoder.encode(Example(messages=messages, tools=tools)).documents]
+    except BadRecord as bad:
+        return bad.kind

@@ -28,6 +28,7 @@ _TOKENIZER = (
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 _REMEDY = "correct it, or remove it"
+_DEFAULT = "{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {} %}}{{%- endif %}}"
 
 Assets = dict[str, bytes]  # file name -> content
 
@@ -120,7 +121,30 @@ def run_assets(
     prompts |= {key: value for key, value in in_data.items() if value is not None}
     prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
     assets.pop(PROMPTS, None)
+    if enable_thinking is not None:
+        assets = _thinking_by_default(assets, enable_thinking)
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
+
+
+def _thinking_by_default(assets: Assets, enable_thinking: bool) -> Assets:
+    """The files with chat templates whose prompts are those of training, also in programs that do not know our file.
+
+    Such programs can still set the variable. Templates that do not read it stay as they are.
+    """
+
+    def changed(template: Any) -> Any:
+        if isinstance(template, list):
+            return [{**entry, "template": changed(entry.get("template"))} for entry in template]
+        own = template.removeprefix(_DEFAULT.format("true")).removeprefix(_DEFAULT.format("false"))
+        return _DEFAULT.format(str(enable_thinking).lower()) + own if "enable_thinking" in own else template
+
+    if TEMPLATE in assets:
+        return {**assets, TEMPLATE: changed(assets[TEMPLATE].decode()).encode()}
+    config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
+    template = config.get("chat_template")
+    if not template or changed(template) == template:
+        return assets
+    return {**assets, _TOKENIZER_CONFIG: _json({**config, "chat_template": changed(template)})}
 
 
 def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:

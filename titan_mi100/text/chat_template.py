@@ -284,9 +284,10 @@ class ChatTemplate:
         pairs = list(zip(opened, without, strict=True))
         if any(not longer.startswith(shorter) or len(longer) == len(shorter) for longer, shorter in pairs):
             raise UserError(f"{self._file}: add_generation_prompt does not append a header; use Qwen3's template")
-        header, thinking, unthinking = (longer.removeprefix(shorter) for longer, shorter in pairs)
-        empty_think = unthinking.removeprefix(header) if unthinking.startswith(header) else ""
-        return Prompt(header, empty_think, (header, thinking, unthinking), len({*without}) > 1)
+        prompts = default, thinking, unthinking = [longer.removeprefix(shorter) for longer, shorter in pairs]
+        # Not the default, which our exports change: rows must mean the same to a base model and to its export.
+        header = thinking if unthinking.startswith(thinking) else default
+        return Prompt(header, unthinking.removeprefix(header), tuple(prompts), len({*without}) > 1)
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `transformers` passes them to a template: no null keys, reasoning under its usual names."""
