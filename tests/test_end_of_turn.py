@@ -83,6 +83,15 @@ def test_a_template_without_an_end_is_refused(tmp_path: Path) -> None:
         template_of(folder).render_turns(ROWS[0]["messages"])
 
 
+def test_a_base_without_a_template_is_answered_with_a_file_that_works(tmp_path: Path) -> None:
+    folder = base_folder(tmp_path / "base", chat_template=None)
+    config = DataConfig(path=(written(tmp_path / "a.jsonl", ROWS),))
+    with pytest.raises(UserError, match=r"no \(default\) chat_template") as refused:
+        prepare_data(config, str(folder), "", 64)
+    facts = prepare_data(config, str(folder), str(refused.value).rpartition(" e.g. ")[2], 64).facts
+    assert facts.end_of_turn == TURN_END and facts.sets["train"].documents == len(ROWS)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base model's folder, made by a run on text; and a run that has learned conversations from it by heart."""

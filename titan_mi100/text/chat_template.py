@@ -28,6 +28,7 @@ from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untracea
 from titan_mi100.wording import shortened
 
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")  # names that `transformers` accepts, by priority
+_CHATML = Path(__file__).parents[1] / "train_configs" / "chatml.jinja"  # ours, for base models without a template
 _PROBE = ({"role": "user", "content": "Hello"},)
 _MOST_TRIED = 1 << 20  # characters that a template may render from _TRIED
 _TRIED = ({"role": "system", "content": "Be brief."}, *_PROBE, {"role": "assistant", "content": "Hello!"}, *_PROBE)
@@ -128,8 +129,8 @@ class ChatTemplate:
         used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
         if "default" not in used or not all(isinstance(source, str) for source in used.values()):
             raise UserError(
-                f"{config_file}: no (default) chat_template, and no chat_template.jinja; add one of them, or name a "
-                "Jinja file in model.chat_template"
+                f"{config_file}: no (default) chat_template, and no chat_template.jinja; copy that file from "
+                f"the family's chat model, or name a Jinja file in model.chat_template, e.g. {_CHATML}"
             )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
