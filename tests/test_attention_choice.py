@@ -246,10 +246,10 @@ def test_without_a_compiler_the_remedy_is_named_and_the_refusal_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict("RuntimeError: Failed to find C compiler."))
-    monkeypatch.setattr(trial, "cannot_compile", lambda _: ("no gcc or clang in PATH", "sudo apt install gcc"))
+    monkeypatch.setattr(trial, "cannot_compile", lambda: ("no gcc or clang in PATH", "sudo apt install gcc"))
     for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("flex", "C compiler.")):
         assert try_backend(name, SHAPE, CPU, "cpu", tmp_path).refused.endswith(remedy)
     monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict())
     assert try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # remembered
-    monkeypatch.setattr(trial, "cannot_compile", lambda _: ("", ""))
+    monkeypatch.setattr(trial, "cannot_compile", lambda: ("", ""))
     assert not try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # gcc is there now: tried again

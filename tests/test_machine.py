@@ -15,7 +15,8 @@ import pytest
 from conftest import REPO
 from machines import build, facts_of, load
 
-from titan_mi100.config.hardware import GPUS, cannot_compile, count_gpus
+from titan_mi100.compiler import cannot_compile
+from titan_mi100.config.hardware import GPUS, count_gpus
 from titan_mi100.machine import checks, torch_build
 from titan_mi100.machine.checks import FAIL, PASS, WARN
 from titan_mi100.machine.facts import UNLIMITED, Facts, System, read
@@ -512,7 +513,7 @@ def test_what_triton_needs_to_build_a_kernel_is_found_as_triton_finds_it(
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
     assert cannot_compile(path) == cannot_compile({**path, "CC": "my-cc"}) == ("", "")
     assert cannot_compile(nowhere) == ("no gcc or clang in PATH", "sudo apt install gcc")
-    assert cannot_compile({**path, "CC": "ccache gcc"}) == ("no C compiler: CC=ccache gcc is no program", "unset CC")
+    assert cannot_compile({**path, "CC": "ccache gcc"}) == ("CC=ccache gcc is no program", "unset CC")
     (tmp_path / "Python.h").unlink()
     header, package = f"{tmp_path / 'Python.h'} is missing", f"python3.{sys.version_info.minor}-dev"
     assert cannot_compile(path) == (header, f"sudo apt install {package}")

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from titan_mi100.attention.backends import TRITON, make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
-from titan_mi100.config.hardware import cannot_compile
+from titan_mi100.compiler import cannot_compile
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.files.plain import read_checked
@@ -87,8 +86,8 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
-    if name == TRITON and verdict.refused and any(cannot_compile(os.environ)):
-        verdict = replace(verdict, refused=": ".join((verdict.refused, *cannot_compile(os.environ))))
+    if name == TRITON and verdict.refused and any(cannot_compile()):
+        verdict = replace(verdict, refused=": ".join((verdict.refused, *cannot_compile())))
     if verdict.passed_over:
         log.warning(f"attention: {name} does not use these launch settings: {verdict.passed_over}")
     if torch.OutOfMemoryError.__name__ in verdict.refused:  # not cached: another process may use the memory now
@@ -111,7 +110,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
             found[driver] = Path(driver).read_text()
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-    found["compiler"] = cannot_compile(os.environ)
+    found["compiler"] = cannot_compile()
     sources = sorted(Path(__file__).parent.glob("*.py"))
     found["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return found

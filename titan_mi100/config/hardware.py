@@ -1,11 +1,6 @@
-"""What the hardware can do: peak rates by architecture, how many GPUs there are, and whether kernels can be built for
-them. Imports no torch.
-"""
+"""What the hardware can do: peak rates by architecture, and how many GPUs there are. Imports no torch."""
 
 import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,27 +129,3 @@ def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
 def default_process_count() -> int:
     """One process per GPU, or two on CPU, so that a trial on a laptop runs the same code as two cards."""
     return count_gpus() or 2
-
-
-def cannot_compile(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Why Triton cannot build its kernels on this machine, and the remedy; two empty texts if it can.
-
-    At a kernel's first launch Triton compiles a C file that includes Python.h, by the compiler that CC names, else by
-    gcc or clang (triton/runtime/build.py).
-    """
-    missing, remedies, packages = [], [], []
-    named = environ.get("CC")
-    if not any(shutil.which(name, path=environ.get("PATH")) for name in ([named] if named is not None else _COMPILERS)):
-        missing.append(f"no C compiler: CC={named} is no program" if named is not None else "no gcc or clang in PATH")
-        remedies += ["unset CC"] if named is not None else []
-        packages += ["gcc"] if named is None else []
-    scheme = sysconfig.get_default_scheme()  # Debian's own scheme posix_local names a folder without the headers
-    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
-    if not header.exists():
-        missing.append(f"{header} is missing")
-        packages.append("python{}.{}-dev".format(*sys.version_info))
-    remedies += [f"sudo apt install {' '.join(packages)}"] if packages else []
-    return "; ".join(missing), "; ".join(remedies)
-
-
-_COMPILERS = ("gcc", "clang")

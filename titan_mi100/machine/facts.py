@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_mi100.config.hardware import cannot_compile, find_gpu
+from titan_mi100.compiler import cannot_compile
+from titan_mi100.config.hardware import find_gpu
 from titan_mi100.machine.torch_build import Torch, installed
 
 # PCI device ids of AMD Instinct cards
@@ -131,7 +132,7 @@ class Facts:
     rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
     numa_nodes: int
     numa_balancing: int | None  # 0: off
-    cannot_compile: tuple[str, str]  # see hardware.cannot_compile
+    cannot_compile: tuple[str, str]  # see compiler.py
     torch: Torch
 
     def vendor(self) -> str:

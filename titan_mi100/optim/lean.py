@@ -11,7 +11,6 @@ layout.
 """
 
 import itertools
-import os
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.hardware import cannot_compile
+from titan_mi100.compiler import cannot_compile
 from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.logging import log
 from titan_mi100.optim import host
@@ -212,7 +211,7 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
                 optimizer.update(0.5)
             except Exception as error:  # Triton builds its launcher with the C compiler at the first call
                 reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
-                reason = ": ".join(filter(None, (reason, *cannot_compile(os.environ))))
+                reason = ": ".join(filter(None, (reason, *cannot_compile())))
                 log.warning(f"the optimizer's Triton kernel cannot be used, slower operations replace it: {reason}")
                 return None, "plain torch operations"
         results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])

@@ -1,0 +1,27 @@
+"""Whether Triton can build its kernels on this machine."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+
+
+def cannot_compile(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Why Triton cannot build its kernels, and the remedy; two empty texts if it can.
+
+    At a kernel's first launch Triton compiles a C file that includes Python.h, by the compiler that CC names, else by
+    gcc or clang (triton/runtime/build.py).
+    """
+    compilers, missing, packages = ([environ["CC"]] if "CC" in environ else ["gcc", "clang"]), [], []
+    if not any(shutil.which(name, path=environ.get("PATH")) for name in compilers):
+        missing.append(f"CC={environ['CC']} is no program" if "CC" in environ else "no gcc or clang in PATH")
+        packages += [] if "CC" in environ else ["gcc"]
+    remedies = ["unset CC"] if missing and "CC" in environ else []
+    scheme = sysconfig.get_default_scheme()  # Debian's own scheme posix_local names a folder without the headers
+    header = f"{sysconfig.get_path('include', 'posix_prefix' if scheme == 'posix_local' else scheme)}/Python.h"
+    if not os.path.exists(header):
+        missing.append(f"{header} is missing")
+        packages.append("python{}.{}-dev".format(*sys.version_info))
+    remedies += [f"sudo apt install {' '.join(packages)}"] if packages else []
+    return "; ".join(missing), "; ".join(remedies)
