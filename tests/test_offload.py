@@ -14,17 +14,21 @@ from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import host
 from titan_mi100.parallel import offload
-from titan_mi100.parallel.distributed import measure_gradients
+from titan_mi100.parallel.distributed import measure_gradients, sum_of_squares
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 
 CPU = torch.device("cpu")
 
 
-def cell(layout: str, offload: str, **options: Any) -> Cell:
-    """In fp32 with AdamW's 8 bits and weights in bf16; full recomputation, and inputs on the host, where untied."""
-    processes, parallelism = LAYOUTS[layout]
-    kind = {"state": "8bit", "master": "bf16_sr"}
-    return Cell(layout, processes, parallelism, False, 2, "float32", steps=4, offload=offload, **kind, **options)
+LEAN = ("8bit", "bf16_sr")
+
+
+def cell(
+    layout: str, offload: str, tied: bool = False, precision: str = "float32", kind: tuple[str, str] = LEAN, **more: Any
+) -> Cell:
+    """Full recomputation, and inputs on the host, where untied."""
+    options = {"steps": 4, "state": kind[0], "master": kind[1], **more}
+    return Cell(layout, *LAYOUTS[layout], tied, 2, precision, offload=offload, **options)
 
 
 def weights(records: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -50,6 +54,19 @@ def test_a_run_has_the_same_bits_wherever_things_are_and_goes_on_elsewhere(layou
         assert other.keys() == whole[0].keys()
         for name, tensor in other.items():
             assert torch.equal(tensor, whole[0][name]), (what, name)
+
+
+@pytest.mark.parametrize("layout", ["one process", "FSDP2 x2"])
+def test_so_it_is_with_tied_weights_in_bf16_with_clipping_and_every_optimizer(layout: str, tmp_path: Path) -> None:
+    kinds = ["nothing", "optimizer", "weights"][: 2 if layout == "one process" else 3]
+    default = ("fp32", "fp32")
+    models = [(True, "float32", default), (False, "bfloat16", default), (True, "bfloat16", LEAN)]
+    jobs = [cell(layout, kind, *model, steps=2, layers=2, max_norm=0.05) for model in models for kind in kinds]
+    found = [weights(records) for records in launch(jobs, tmp_path)]
+    for number, model in enumerate(models):
+        here, *there = found[number * len(kinds) : (number + 1) * len(kinds)]
+        for kind, other in zip(kinds[1:], there, strict=True):
+            assert [name for name in here if not torch.equal(here[name], other[name])] == [], (model, kind)
 
 
 class Model(nn.Module):
@@ -87,6 +104,7 @@ def test_sums_are_autograds_and_no_gradient_stays(monkeypatch: pytest.MonkeyPatc
             there(x).backward()
         for mine, theirs in zip(here.matrices, there.matrices, strict=True):
             assert theirs.grad is None and torch.equal(mine.grad, sums[theirs])  # type: ignore[arg-type]
+            assert torch.equal(sum_of_squares(mine.grad), sums._sums[theirs].squares)  # type: ignore[arg-type]
         assert there.vector not in sums and torch.equal(here.vector.grad, there.vector.grad)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,9 @@ Two rules make it so:
 
 So equal gradients give equal updates on replicas, on both copies of a tied weight, and after a resume in another
 layout.
+
+If nothing is smaller than fp32 and only the state is on the host, the update is that of torch's fused AdamW: such a run
+has the same bits with its state on the device.
 """
 
 import itertools
@@ -26,7 +29,7 @@ from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.logging import log
 from titan_mi100.optim import host
 from titan_mi100.optim.formats import block_size, split_24_bits
-from titan_mi100.optim.plain import Numbers, Scratch, update_with_torch
+from titan_mi100.optim.plain import Numbers, Scratch, update_with_fused, update_with_torch
 from titan_mi100.optim.state import NamedState, Read
 from titan_mi100.wording import shortened
 
@@ -72,7 +75,7 @@ class LeanAdamW(NamedState):
         self._lanes = [_Lane(), *(_Lane(self._device.Stream()) for _ in range(2 if self._on_host else 0))]
         self._turns = itertools.cycle(self._lanes[1:])
         self._kernel: Kernel | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and config.is_lean:
             self._kernel, how = choose_kernel(config, device)
             log.info(f"optimizer: AdamW, state {config.state}, weights {config.master}, {how}")
 
@@ -85,7 +88,8 @@ class LeanAdamW(NamedState):
                 state[name] = _like(parameter, torch.uint8, stays)
                 state[f"{name}_exponent"] = _like(parameter, torch.uint8, stays, block)
             else:
-                dtype = torch.bfloat16 if self._config.state == "bf16" else torch.float32
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                dtype = torch.bfloat16 if self._config.state == "bf16" else wide
                 state[name] = _like(parameter, dtype, stays)
         if self._config.master == "24bit":
             state["residual"] = _like(parameter, torch.int8, stays)
@@ -165,7 +169,9 @@ class LeanAdamW(NamedState):
                     part[name].copy_(here[name], non_blocking=True)
 
     def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: Numbers, lane: "_Lane") -> None:
-        if self._kernel is not None:
+        if not self._config.is_lean:
+            update_with_fused(part, numbers)
+        elif self._kernel is not None:
             self._kernel(part, number, whole, numbers, self._config.master)
         else:
             update_with_torch(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))

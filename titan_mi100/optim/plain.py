@@ -28,12 +28,28 @@ class Numbers:
     """The scalars of an update, equal for all elements of a parameter in a step."""
 
     def __init__(self, group: dict[str, Any], step: int, factor: float, key: int) -> None:
+        self.group, self.step = group, step
         self.beta1, self.beta2 = group["betas"]
         self.eps, self.factor, self.key = group["eps"], factor, key
         self.decay = group["lr"] * group["weight_decay"]
         self.kept = 1 - self.decay  # decoupled weight decay multiplies the weight by this
         self.rate = group["lr"] / (1 - self.beta1**step)  # learning rate with the bias correction of exp_avg
         self.correction = 1 / math.sqrt(1 - self.beta2**step)  # bias correction of the root of exp_avg_sq
+
+
+def update_with_fused(tensors: dict[str, Tensor], numbers: Numbers) -> None:
+    """Update some rows of a parameter by the kernel of torch.optim.AdamW, with which a run has its state on the device.
+
+    Args: see update_with_torch.
+    """
+    if numbers.factor != 1:
+        tensors["gradient"].mul_(numbers.factor)
+    lists = [[tensors[name]] for name in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
+    step = torch.full((), numbers.step, dtype=torch.float32, device=tensors["weight"].device)
+    options: dict[str, Any] = {name: numbers.group[name] for name in ("lr", "weight_decay", "eps")}
+    options |= {"beta1": numbers.beta1, "beta2": numbers.beta2, "amsgrad": False, "maximize": False}
+    update: Any = torch._fused_adamw_
+    update(*lists, [], [step], **options)
 
 
 def update_with_torch(
@@ -49,15 +65,11 @@ def update_with_torch(
     """
     weight = tensors["weight"]
     # Stochastic rounding uses 32 random bits per element: 0-15 for the weight, 16-23 and 24-31 for the moments.
-    if config.is_lean:
-        rows, columns = weight.shape
-        lines = torch.arange(first_number, first_number + rows * whole, whole, device=weight.device)
-        torch.add(
-            lines.to(torch.int32)[:, None],
-            torch.arange(columns, dtype=torch.int32, device=weight.device),
-            out=s.noise,
-        )
-        draw_noise(s.noise, numbers.key, s.integers)
+    rows, columns = weight.shape
+    lines = torch.arange(first_number, first_number + rows * whole, whole, device=weight.device)
+    columns_of = torch.arange(columns, dtype=torch.int32, device=weight.device)
+    torch.add(lines.to(torch.int32)[:, None], columns_of, out=s.noise)
+    draw_noise(s.noise, numbers.key, s.integers)
 
     gradient = s.gradient.copy_(tensors["gradient"])  # fp32 from here on
     if numbers.factor != 1:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
@@ -39,7 +41,7 @@ class AloneModel(ParallelModel):
             loss = self.parts[0](**self._on_device(microbatch))
             (loss * weight).sum().backward()
             if self._tied:
-                self._tied.add()
+                self._tied.add(self.host_gradients)
             losses.append(loss.detach().double())
         sum_replicated_gradients(self.parts, self._tp)
         return self._counted_once(torch.cat(losses))
@@ -54,14 +56,17 @@ class TiedRows:
 
     def __init__(self, embedding: nn.Embedding) -> None:
         """Make the embedding read a second autograd leaf that shares the weight's memory."""
-        self._weight = embedding.weight
+        self._weight: Any = embedding.weight
         self._rows = embedding.weight.detach().requires_grad_()
         embedding.forward = functools.partial(  # type: ignore[method-assign]
             F.embedding, weight=self._rows, padding_idx=embedding.padding_idx, sparse=True
         )
 
-    def add(self) -> None:
-        """Add the sparse gradient to the head's. Call it after each backward."""
-        assert self._weight.grad is not None and self._rows.grad is not None
-        self._weight.grad += self._rows.grad
+    def add(self, on_host: HostGradients | None) -> None:
+        """Add the sparse gradient to the head's, which may be in `on_host`. Call it after each backward."""
+        assert self._rows.grad is not None
+        if on_host is not None:
+            on_host.add_rows(self._weight, self._rows.grad)
+        else:
+            self._weight.grad += self._rows.grad
         self._rows.grad = None

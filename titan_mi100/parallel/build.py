@@ -87,7 +87,7 @@ def build_model(
     if is_sharded(config, layout):
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
-        model = AloneModel(part(), mesh, device, is_gpu or config.memory.offload != "nothing")
+        model = AloneModel(part(), mesh, device, is_gpu)
     if config.memory.offload == "optimizer":  # pipelines and DDP, which have returned above, do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model

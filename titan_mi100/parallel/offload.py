@@ -85,6 +85,12 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         # Keep a reference until the event: otherwise torch would reuse the memory while the second stream reads it.
         self._waiting.append((event, gradient))
 
+    def add_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
+        """Add a sparse gradient to a sum that has a value. Only on a CPU, see alone.TiedRows."""
+        entry = self._sums[parameter]
+        entry.values += rows
+        entry.squares = sum_of_squares(entry.values)
+
     def _wait(self, left: int) -> None:
         """Block until at most `left` bytes of gradients wait for their copy. The device still has queued work."""
         while self._waiting and sum(gradient.nbytes for _, gradient in self._waiting) > left:
@@ -94,14 +100,13 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     def _add(self, gradient: Tensor, entry: _Sum) -> None:
         """Add a gradient, (rows, columns) on the device, to the host's sum, some rows at a time."""
         rows = max(1, _PIECE // max(1, gradient.shape[1]))
-        squares = []
         for here, there in zip(gradient.split(rows), entry.values.split(rows), strict=True):
             if entry.has_value:
                 before = torch.empty_like(here)
                 here.add_(before.copy_(there, non_blocking=True))
             there.copy_(here, non_blocking=True)
-            squares.append(sum_of_squares(here))
-        entry.has_value, entry.squares = True, torch.stack(squares).sum()
+        # `gradient` is the sum now. Its norm is taken as without offload: clipping must have the same factor.
+        entry.has_value, entry.squares = True, sum_of_squares(gradient)
 
     def measure(self, others: Gradients, copies: Collection[nn.Parameter]) -> Gradients:
         """Combine these gradients with those on the device. Later operations of the device wait for the sums.
