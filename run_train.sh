@@ -12,6 +12,7 @@
 # This comes first: it handles a stop signal that arrives before the launcher listens.
 trap 'echo "run_train: stopped before the run began; nothing was trained; exit code 3" >&2 || :; exit 3' \
   INT TERM HUP USR1
+trap : USR2 # asks for stacks; there are none yet
 set -euo pipefail
 
 REPO=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
@@ -24,7 +25,7 @@ main() {
   set -- "$PYTHON" -m titan_mi100.launch "$@"
   # Block signals until the launcher reads them. An `env` without this option leaves a gap while Python starts.
   if env --block-signal=TERM true 2>/dev/null; then
-    set -- env --block-signal=INT,TERM,HUP,USR1 "$@"
+    set -- env --block-signal=INT,TERM,HUP,USR1,USR2 "$@"
   fi
   exec "$@"
 }

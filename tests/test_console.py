@@ -75,7 +75,7 @@ def test_train_is_the_launcher_with_signals_blocked_before_it_is_imported(tmp_pa
         "sys.exit(console.console())\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    blocked = sorted(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)))
+    blocked = sorted(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)))
     assert (found.returncode, found.stdout) == (7, f"{blocked} ['--a.b', 'c'] titan-mi100 train\n"), found.stderr
     assert run("train", "--help").stdout.startswith("usage: ./run_train.sh")
     refused = run("train", "--job.dump_folder", str(tmp_path), "--training.stepps", "1", code=2)

@@ -31,6 +31,19 @@ def test_a_ranks_errors_go_to_a_file_that_is_made_for_the_first_of_them(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("place", ["file/rank-00017.log", "logs/full.log"])
+def test_a_ranks_errors_are_printed_where_its_file_cannot_be_written(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # its folder cannot be made, as on a disk that has become read-only
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "full.log").symlink_to("/dev/full")
+    setup_logging(17)
+    log_errors_to_file(tmp_path / place)
+    log.error("the cause")  # without a traceback of logging's own
+    assert capsys.readouterr().err.rstrip().endswith("ERROR the cause")
+
+
 @pytest.mark.parametrize(("rank", "prefix"), [(0, ""), (1, "rank 1 ")])
 def test_the_log(rank: int, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(rank)

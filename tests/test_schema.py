@@ -1,8 +1,10 @@
 """What is read back is what was written, key by key; of something else the file and the key are named."""
 
 import base64
+import gzip
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,18 @@ from titan_mi100.checkpoint import random_state, sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
 from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
+from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
 from titan_mi100.files.schema import validated
+from titan_mi100.outcome import Outcome, note_restart, read_outcome, restarts_of
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run import trace_summary
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.metrics import _drop_after
 from titan_mi100.run.progress import Progress
+from titan_mi100.run.record import _write_explanation
+from titan_mi100.run.sinks import _run_id
 
 
 class Place(TypedDict, total=False):
@@ -267,6 +274,34 @@ def test_what_takes_a_files_place_is_not_waited_for(tmp_path: Path, monkeypatch:
     (tmp_path / "b").symlink_to("/etc/passwd")
     with pytest.raises(OSError, match=r"Too many levels|symbolic"):
         open_plain(tmp_path / "b")
+
+
+def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = 1100 << 20  # sparse: it takes no space on the disk
+    with (tmp_path / "run_state.json").open("wb") as file:
+        file.truncate(huge)
+    tracemalloc.start()
+    assert read_outcome(tmp_path / "run_state.json") is None and restarts_of(tmp_path / "run_state.json") == []
+    note_restart(tmp_path, Outcome(1))
+    readers: dict[str, Callable[[], object]] = {
+        "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3),
+        "wandb_id": lambda: _run_id(tmp_path),
+        "config.toml": lambda: _write_explanation(tmp_path, Config(), 0, {}),
+    }
+    for name, read in readers.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(huge)
+        with pytest.raises(UserError, match=name):
+            read()
+        (tmp_path / name).unlink()
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    (tmp_path / "trace.json").write_bytes(gzip.compress(b" " * 5000))
+    monkeypatch.setattr(trace_summary, "_LARGEST", 4000)
+    with pytest.raises(UserError, match="more than 4,000 bytes"):
+        trace_summary.read_trace(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("named", [-1, 2**70, True, 7.0, "</s>", [[7]], ["x" * 10**7]])

@@ -502,6 +502,37 @@ def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Che
     assert json.loads((checkout.run_folder / "run_state.json").read_text())["state"] == "interrupted"
 
 
+def test_a_request_for_stacks_goes_to_the_training_processes(checkout: Checkout) -> None:
+    waiting = '            log("waiting", [])\n            time.sleep(0.5)\n'
+    listens = '            signal.signal(signal.SIGUSR2, lambda *_: log("signal", ["stacks"]))\n'
+    assert STUB.count(waiting) == 1
+    write_executable(checkout.folder.parent / "bin" / "python3", STUB.replace(waiting, listens + waiting))
+    code, errors = send_while(checkout, "torchrun", signal.SIGUSR2, signal.SIGTERM)
+    assert code == 3, errors
+    assert [arguments for arguments, _ in checkout.calls("signal")] == [["stacks"], [signal.SIGUSR1]]
+    assert "the training processes write their stacks: " in errors and "/watch/rank-*.stacks" in errors
+    checkout.log_file.unlink()
+    assert send_while(checkout, "config", signal.SIGUSR2, signal.SIGTERM)[0] == 3  # no process writes any
+
+
+def test_a_run_whose_launchers_folder_was_removed_ends_as_its_state_says(checkout: Checkout) -> None:
+    write_executable(
+        checkout.folder.parent / "bin" / "python3",
+        STUB.replace(
+            '    log("trainer", argv[2:])\n',
+            """    import shutil
+    shutil.rmtree(os.path.dirname(os.environ["TITAN_OUTCOME"]))
+    with open(os.path.join(os.environ["STUB_FOLDER"], "run_state.json"), "w") as file:
+        json.dump({"state": "stub", "exit_code": int(os.environ["STUB_STATE_CODE"])}, file)
+    os._exit(int(os.environ["STUB_STATE_CODE"]))
+""",
+        ),
+    )
+    for code in ("0", "3"):
+        result = checkout.train("--nproc_per_node", "1", STUB_STATE_CODE=code)
+        assert result.returncode == int(code), result.stderr
+
+
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.data import cache
 from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
+from titan_mi100.run import heartbeat as heartbeats
 from titan_mi100.run import watchdog
-from titan_mi100.run.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, read_beats
+from titan_mi100.run.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
 from titan_mi100.run.watchdog import Seen, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
@@ -57,7 +59,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(watchdog, "_examine", lambda folder, beats: [Seen(beat, "S", "", "") for beat in beats])
+    monkeypatch.setattr(watchdog, "_examine", lambda folder, beats, files: [Seen(beat, "S", "", "") for beat in beats])
     return Clock(monkeypatch)
 
 
@@ -202,22 +204,27 @@ def test_the_rank_that_the_others_wait_for_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "does"),
+    ("how", "does", "is_removed"),
     [
-        ("time.sleep(100)", "reading_a_row()"),
-        (HOLDS_THE_GIL, "reading_a_row()"),
-        (HOLDS_THE_GIL, "threading.Thread(target=reading_a_row).start(); time.sleep(100)"),
+        ("time.sleep(100)", "reading_a_row()", True),  # the records, as by a cleaner of /tmp
+        (HOLDS_THE_GIL, "reading_a_row()", False),
+        (HOLDS_THE_GIL, "threading.Thread(target=reading_a_row).start(); time.sleep(100)", False),
     ],
 )
-def test_a_process_writes_its_stacks_also_while_the_gil_is_held(tmp_path: Path, how: str, does: str) -> None:
-    code = PROCESS.format(how=how, does=does)
-    command = [sys.executable, "-c", code, str(tmp_path), "0"]
+def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
+    tmp_path: Path, how: str, does: str, is_removed: bool
+) -> None:
+    code, records = PROCESS.format(how=how, does=does), tmp_path / "records"
+    records.mkdir()
+    command = [sys.executable, "-c", code, str(records), "0"]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        watch, began = Watch(tmp_path, 1, str(tmp_path)), time.monotonic()
+        watch, began = Watch(records, 1, str(tmp_path)), time.monotonic()
         try:
             while not watch.look():
+                if is_removed:
+                    shutil.rmtree(records, ignore_errors=True)
                 time.sleep(0.1)
                 assert time.monotonic() < began + 20
         finally:
@@ -235,9 +242,29 @@ def test_of_a_stopped_process_its_state_is_told(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        [found] = watchdog._examine(tmp_path, read_beats(tmp_path))
+        [found] = watchdog._examine(tmp_path, read_beats(tmp_path), OpenFiles())
         process.kill()
     assert found.where() == "in step 3, forward and backward: stopped by a signal (state T)" and not found.stacks
+
+
+def test_records_are_not_written_where_others_could_have_put_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heartbeats.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(heartbeats, "_exit_on_signal", lambda: None)
+    folder = heartbeats._shared_folder("2")
+    assert folder.stat().st_mode & 0o777 == 0o700 and heartbeats._shared_folder("2") == folder
+    folder.chmod(0o777)
+    Heartbeat.of_process(CONFIG)
+    assert "rank 1 is not watched for hangs: " in capsys.readouterr().err and not list(folder.iterdir())
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    Heartbeat.of_process(CONFIG)
+    assert "rank 1 is not watched for hangs: " in capsys.readouterr().err and not list(folder.iterdir())
+    assert heartbeats._shared_folder("1") != heartbeats._shared_folder("1")  # alone: nobody can guess it
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])

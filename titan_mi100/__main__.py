@@ -9,7 +9,8 @@ import signal
 import sys
 from importlib import import_module
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as run_train.sh blocks them
+# as run_train.sh blocks them
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 COMMANDS = {  # word or words: module, and what it does
     "train": ("launch", "check the config, prepare the data, start the processes and supervise them"),
     "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),

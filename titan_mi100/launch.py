@@ -33,6 +33,7 @@ from titan_mi100.outcome import (
     INTERRUPTED,
     LOST,
     RUNNING,
+    STATE,
     Outcome,
     Restarts,
     RunState,
@@ -41,7 +42,7 @@ from titan_mi100.outcome import (
     read_outcome,
     write_run_state,
 )
-from titan_mi100.run.heartbeat import FOLDER_FILE, WATCHED
+from titan_mi100.run.heartbeat import FOLDER_FILE, WATCHED, WRITE_STACKS
 from titan_mi100.run.watchdog import LOOK, Idle, Watch, how_to_start_again
 from titan_mi100.streams import open_streams
 from titan_mi100.wording import command_name, printable
@@ -186,7 +187,7 @@ class Launcher:
         self._outcome, self._under_torchrun = Path(), True
         # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
         heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
-        self._signals = heard | {signal.SIGCHLD, signal.SIGALRM}
+        self._signals = heard | {signal.SIGCHLD, signal.SIGALRM, WRITE_STACKS}
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         # Some parents leave SIGCHLD ignored; the kernel would then discard the children's exit codes.
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -259,6 +260,8 @@ class Launcher:
             self._outcome = Path(temporary, "outcome")  # the trainer creates the file
             records = Path(temporary, _RECORDS)
             records.mkdir()
+            state_file = Path(os.environ[RUN_FOLDER], STATE)
+            state_before = _stamp(state_file)
             watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
             environment = {
                 "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
@@ -279,7 +282,10 @@ class Launcher:
             for _ in range(3 if status else 0):
                 self._signal_workers(signal.SIGKILL)
                 time.sleep(0.1)
-            outcome = read_outcome(self._outcome) or Outcome(0)
+            outcome = read_outcome(self._outcome)
+            if not records.is_dir() and _stamp(state_file) != state_before:  # a cleaner of /tmp has removed it
+                outcome = read_outcome(state_file)
+            outcome = outcome or Outcome(0)
             last_step, vanished = watch.last_step(), vanished if is_ended else watch.vanished()
         folder = Path(os.environ[RUN_FOLDER])
         if watch.outcome is not None:
@@ -364,6 +370,9 @@ class Launcher:
                 process.kill()
             elif number == signal.SIGALRM:
                 pass_on(process)
+            elif number == WRITE_STACKS and pass_on == self._tell_workers:
+                self._signal_ranks(process, number)
+                say(f"the training processes write their stacks: {self._outcome.with_name(_RECORDS)}/rank-*.stacks")
         signal.setitimer(signal.ITIMER_REAL, 0)
         if status is None:
             status = -signal.SIGKILL
@@ -386,15 +395,20 @@ class Launcher:
             False: Ctrl-C came before a run was opened, and the process was killed.
         """
         records = self._outcome.with_name(_RECORDS)
-        if self._stop_signal == signal.SIGINT and not (self._outcome.exists() or (records / FOLDER_FILE).exists()):
+        has_begun = self._outcome.exists() or (records / FOLDER_FILE).exists() or not records.is_dir()
+        if self._stop_signal == signal.SIGINT and not has_begun:
             process.kill()
             return False
-        if self._under_torchrun:
-            self._signal_workers(signal.SIGUSR1, process.pid)
-        else:
-            process.send_signal(signal.SIGUSR1)
+        self._signal_ranks(process, signal.SIGUSR1)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         return True
+
+    def _signal_ranks(self, process: Process, number: int) -> None:
+        """Signal the training processes: the process itself, or torchrun's children."""
+        if self._under_torchrun:
+            self._signal_workers(number, process.pid)
+        else:
+            process.send_signal(number)
 
     def _signal_workers(self, number: int, parent: int | None = None) -> None:
         """Signal this launch's processes. They are found by their environment, which names the outcome file.
@@ -416,9 +430,16 @@ class Launcher:
             sys.exit(3)
 
 
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Changes with each write of a file; None: there is no file."""
+    with suppress(OSError):
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    return None
+
+
 def _before_exec() -> None:
     """Runs in the child before Python starts: ignore SIGUSR1 and SIGUSR2, and unblock all signals."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGUSR1, WRITE_STACKS):
         signal.signal(number, signal.SIG_IGN)  # a worker that does not listen yet would die of them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 

@@ -108,7 +108,17 @@ def log_errors_to_file(path: Path) -> None:
 
 
 class _FileOnDemand(logging.FileHandler):
-    """Creates the file's folder when the file is opened."""
+    """Creates the file's folder when the file is opened. What it cannot write goes to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot be opened: a disk that has become read-only
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name; called after a failed write
+        with suppress(OSError):
+            print(self.format(record), file=sys.stderr, flush=True)
 
     def _open(self):  # type: ignore[no-untyped-def]  # logging gives it no public type
         Path(self.baseFilename).parent.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100.files.durable import replace
+from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log
 from titan_mi100.wording import printable
 
@@ -54,14 +55,14 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
         start: value of TITAN_START; "": any start.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_plain(path, LARGEST_CONFIG))
         if start and found.get("start") != start:
             return None
         state, step = str(found["state"]), found.get("step")
         # A run that still says "running" although it has ended could not write its last state.
         message = "killed, or ended without a message" if state == RUNNING else found.get("message", "")
         return Outcome(int(found["exit_code"]), str(message), step if step is None else int(step), state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -90,8 +91,10 @@ class RunState:
 
 
 def launcher_is_told() -> bool:
-    """Whether the launcher named a file to read the outcome from."""
-    return bool(os.environ.get("TITAN_OUTCOME"))
+    """Whether the launcher named a file to read the outcome from. A cleaner of /tmp may have removed its folder; then
+    the launcher reads run_state.json.
+    """
+    return os.path.isdir(os.path.dirname(os.environ.get("TITAN_OUTCOME", "")))
 
 
 def write_run_state(folder: Path | None, state: RunState) -> None:
@@ -135,9 +138,9 @@ def _as_json(state: RunState, restarts: list[Any]) -> str:
 def restarts_of(path: Path) -> list[Any]:
     """The list of restarts in a run_state.json; [] if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["restarts"]
+        found = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
         return found if isinstance(found, list) else []
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
@@ -184,9 +187,9 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
     found = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
     entry = {"time": now, "attempt": len(restarts) + 1, **found, "message": printable(outcome.message)}
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_plain(path, LARGEST_CONFIG))
         replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         log.warning(f"{path}: the restart could not be recorded: {error}")
 
 

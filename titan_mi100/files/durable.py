@@ -273,7 +273,7 @@ class FolderLock:
     def _holder(self) -> str:
         try:
             self._file.seek(0)
-            record = json.load(self._file)
+            record = json.loads(self._file.read(_BLOCK))
             return f"process {record['pid']} on {record['host']}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "process unknown"

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from titan_mi100.data.loader import RowStream
@@ -17,6 +18,7 @@ from titan_mi100.wording import some
 
 FILE, SPIKES = "nonfinite_rows.csv", "loss_spikes.csv"
 _SHOWN = 10  # rows in a message
+_LONGEST_LINE = 1 << 16  # characters; ours are a step and a file's name
 
 
 class FaultWatch:
@@ -90,7 +92,8 @@ def _drop_after(path: Path, last_step: int) -> None:
     """Remove the rows of steps that will be repeated. Raises UserError: the file was not written by a run."""
     try:
         with io.TextIOWrapper(open_plain(path), encoding="utf-8", newline="") as file:
-            kept = [row for row in csv.reader(file) if row and int(row[0]) <= last_step]
+            lines = iter(partial(file.readline, _LONGEST_LINE), "")
+            kept = [row for row in csv.reader(lines) if row and int(row[0]) <= last_step]
         csv.writer(text := io.StringIO(newline="")).writerows(kept)
         durable.replace(path, text.getvalue())
     except (ValueError, csv.Error) as error:

@@ -11,6 +11,7 @@ from titan_mi100.config.load import make_run_folder
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
+from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log, log_errors_to_file, log_to_file
 from titan_mi100.outcome import RUNNING, STATE, RunState, write_run_state
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
@@ -68,8 +69,8 @@ class RunFolder:
     def _is_running(self) -> bool:
         """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
         try:
-            return json.loads((self.path / STATE).read_text(encoding="utf-8"))["state"] == RUNNING
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return json.loads(read_plain(self.path / STATE, LARGEST_CONFIG))["state"] == RUNNING
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.error(f"{self.path}: {error}")
             return True
 
@@ -105,7 +106,7 @@ def _check_shared(path: Path, nonce: str, rank: int) -> None:
     """Check that this node sees the folder that rank 0 has locked, and can write to it. Raises UserError: it cannot."""
     is_same = False
     with suppress(OSError):
-        is_same = nonce in (path / LOCK).read_text(encoding="utf-8")
+        is_same = nonce.encode() in read_plain(path / LOCK)
     if not is_same:
         raise UserError(
             f"{path}: rank {rank} on {socket.gethostname()} does not see what rank 0 wrote there; job.run_folder "

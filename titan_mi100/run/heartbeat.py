@@ -11,6 +11,7 @@ import faulthandler
 import mmap
 import os
 import signal
+import stat
 import statistics
 import struct
 import subprocess
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.wording import with_level
@@ -98,6 +99,7 @@ class Heartbeat:
         which ends with the processes. If no record can be made, the run continues unwatched, with a warning.
         """
         rank = int(os.environ.get("RANK", "0"))
+        faulthandler.register(WRITE_STACKS, 2, all_threads=True)  # a watched process writes them to a file
         try:
             return cls._watched(config, rank) if config.seconds or os.environ.get(WATCHED) else cls(config)
         except OSError as error:
@@ -162,13 +164,34 @@ class Heartbeat:
                 (self._folder / FOLDER_FILE).write_text(str(folder), encoding="utf-8", errors="surrogateescape")
 
 
-def read_beats(folder: Path) -> list[Beat]:
-    """All records in the folder, sorted by rank."""
-    found = []
-    for path in sorted(folder.glob("*.beat")):
+class OpenFiles:
+    """Opens files and keeps them open, so that they can be read after a cleaner of /tmp has removed them."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+
+    def matching(self, folder: Path, pattern: str) -> list[Path]:
+        """The folder's files that match, with those that were removed."""
+        return sorted({*folder.glob(pattern), *(path for path in self._files if path.match(pattern))})
+
+    def open(self, path: Path) -> BinaryIO:
+        """The file, at its beginning. Raises OSError: it was removed before it was opened for the first time."""
+        try:
+            self._files[path] = path.open("rb", buffering=0)  # again each time: another process may have replaced it
+        except OSError:
+            if path not in self._files:
+                raise
+        self._files[path].seek(0)
+        return self._files[path]
+
+
+def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
+    """All records in the folder, sorted by rank. Args: files: from earlier calls; with them, removed records count."""
+    found, files = [], files or OpenFiles()
+    for path in files.matching(folder, "*.beat"):
         with suppress(OSError, struct.error):  # the file is being created
             content = b""
-            while content != (content := path.read_bytes()):  # read until equal twice: it may be written meanwhile
+            while content != (content := files.open(path).read()):  # until equal twice: it may be written meanwhile
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
             if numbers[0]:
@@ -192,12 +215,15 @@ def _path(folder: Path, rank: int, kind: str) -> Path:
 def _shared_folder(processes: str) -> Path:
     """A folder on this node that all processes of one job derive from their environment, without communication."""
     of_slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    if processes == "1":
+        return Path(tempfile.mkdtemp(prefix=f"titan-watch-{os.getuid()}-"))
     names = (*of_slurm, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    job = "-".join(os.environ.get(name, "") for name in names).replace("/", "_") if processes != "1" else os.getpid()
+    job = "-".join(os.environ.get(name, "") for name in names).replace("/", "_")
     folder = Path(tempfile.gettempdir(), f"titan-watch-{os.getuid()}-{job}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(0, "belongs to another user", str(folder))
+    found = folder.lstat()  # others can guess the name, and may have made a folder or a link before
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(0, "is a link, or others can write to it", str(folder))
     return folder
 
 

@@ -20,6 +20,7 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
 from titan_mi100.files import durable
+from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
@@ -99,10 +100,10 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     path, environment = folder / "config.toml", folder / "environment.json"
     text = to_toml(replace(config, checkpoint=of_every_start))
     aside = folder / f"config-until-step-{last_step}.toml"
-    before = [file.read_bytes() for file in (path, environment) if file.exists()]
+    before = [read_plain(file, LARGEST_CONFIG) for file in (path, environment) if file.exists()]
     made = folder / ".config.toml.new"
     durable.replace(made, text)  # first: a full disk must not cost the file that a restart reads
-    if path.exists() and path.read_bytes() != text.encode() and not aside.exists():
+    if before and path.exists() and before[0] != text.encode() and not aside.exists():
         path.rename(aside)
     made.replace(path)
     record = {

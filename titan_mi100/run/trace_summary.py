@@ -6,6 +6,7 @@ ROCm too, with HIP's names) are the host's calls of the driver, "cpu_op" torch's
 """
 
 import gzip
+import io
 import json
 import re
 import zlib
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import open_plain
+from titan_mi100.files.plain import read_plain
 from titan_mi100.run.intervals import Interval, subtract, union
 from titan_mi100.wording import shortened
 
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
 _LONGEST = 1e18  # microseconds: no real time is as large, and sums stay finite
+_LARGEST = 1 << 30  # bytes of a trace; parsed, it takes some ten times as much
 _TOP = 10  # lines of each list
 _NAME = 90  # characters of a kernel's name
 
@@ -110,9 +112,12 @@ class Summary:
 def read_trace(path: Path) -> list[Any]:
     """The events of a trace file, .json or .json.gz. Raises UserError: it is no such file, or cannot be read."""
     try:
-        with open_plain(path.resolve()) as file:
-            data = file.read()
-        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        data = read_plain(path.resolve(), _LARGEST)
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_LARGEST + 1)
+            if len(data) > _LARGEST:
+                raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        content = json.loads(data)
         events = content["traceEvents"] if isinstance(content, dict) else content
         if not isinstance(events, list):
             raise ValueError("traceEvents is no list")

@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
 from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, KILLED, STATE, Outcome, RunState, read_outcome, write_run_state
-from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, stacks_file
+from titan_mi100.run.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, stacks_file
 
 LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
@@ -125,12 +125,22 @@ class Watch:
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats, seconds since they have changed
         self._missing, self._looked = 0.0, time.monotonic()
         self._vanished = list[Beat]()  # the first ones, in one look
+        self._files = OpenFiles()
+
+    def beats(self) -> list[Beat]:
+        """The processes' records."""
+        beats = read_beats(self._folder, self._files)
+        for beat in beats:
+            with suppress(OSError):  # not made yet
+                self._files.open(stacks_file(self._folder, beat.rank))
+        self._run_folder = self._run_folder or str(self.run_folder() or "")
+        return beats
 
     def look(self) -> bool:
         """Check all processes; whether the run hangs. If so, `outcome` is set and the stacks are written."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
-        beats = read_beats(self._folder)
+        beats = self.beats()
         self._missing = self._missing + passed if len(beats) < self._processes else float("-inf")  # all have begun
         late = []
         self._look_for_vanished(beats)
@@ -159,7 +169,7 @@ class Watch:
 
     def vanished(self) -> list[str]:
         """A line for each process that was the first to end without an error message."""
-        self._look_for_vanished(read_beats(self._folder))
+        self._look_for_vanished(self.beats())
         host = socket.gethostname()
         return [
             f"rank {beat.rank} on {host} {KILLED}, {Seen(beat, 'S', '', '').doing()}; where "
@@ -169,7 +179,7 @@ class Watch:
 
     def last_step(self) -> int | None:
         """The last step that any process has finished, by the records; None: none."""
-        return max((beat.step for beat in read_beats(self._folder) if beat.step >= 0), default=None)
+        return max((beat.step for beat in self.beats() if beat.step >= 0), default=None)
 
     def run_folder(self) -> Path | None:
         with suppress(OSError):
@@ -177,7 +187,7 @@ class Watch:
         return None
 
     def _describe(self, what: str, beats: Sequence[Beat]) -> Outcome:
-        processes, host = _examine(self._folder, beats), socket.gethostname()
+        processes, host = _examine(self._folder, beats, self._files), socket.gethostname()
         late = behind(processes) if processes else []
         lines = [f"rank {seen.beat.rank} on {host} is behind: {seen.where()}" for seen in late]
         if not late and processes:
@@ -199,25 +209,29 @@ class Watch:
         return Outcome(5, said, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
 
 
-def _examine(folder: Path, beats: Sequence[Beat]) -> list[Seen]:
+def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Seen]:
     """Make each process write its stacks, and read its state from /proc."""
-    sizes, files = {}, {beat.rank: stacks_file(folder, beat.rank) for beat in beats}
+    sizes = dict[int, int]()
+
+    def stacks(rank: int) -> BinaryIO:
+        return files.open(stacks_file(folder, rank))
+
     for beat in beats:
         with suppress(OSError):  # it is gone
-            sizes[beat.rank] = files[beat.rank].stat().st_size
+            sizes[beat.rank] = stacks(beat.rank).seek(0, os.SEEK_END)
             os.kill(beat.pid, WRITE_STACKS)
     began, switches = time.monotonic(), [_switches(beat.pid) for beat in beats]
     until, before = began + _DUMP, dict[int, int]()
     while time.monotonic() < until:
         time.sleep(0.3)
-        now = {rank: files[rank].stat().st_size for rank in sizes}
+        now = {rank: stacks(rank).seek(0, os.SEEK_END) for rank in sizes}
         if now == before and all(now[rank] > sizes[rank] for rank in sizes):
             break
         before = now
     found, seconds = list[Seen](), time.monotonic() - began
     for beat, at_first in zip(beats, switches, strict=True):
         wants_gil = (_switches(beat.pid) - at_first) / seconds > _OF_GIL
-        content = files[beat.rank].read_bytes()[sizes.get(beat.rank, 0) :] if files[beat.rank].exists() else b""
+        content = stacks(beat.rank).read()[sizes[beat.rank] :] if beat.rank in sizes else b""
         found.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
     return found
 
@@ -315,7 +329,7 @@ def main(folder: Path, processes: int) -> None:
     try:
         while not watch.look():
             if first_has_ended:
-                if not any(_state(beat.pid)[0] for beat in read_beats(folder)):
+                if not any(_state(beat.pid)[0] for beat in watch.beats()):
                     return
                 time.sleep(LOOK)
             else:  # the pipe is readable once the first process, which holds its other end, has ended
@@ -345,7 +359,7 @@ def _end_all(watch: Watch) -> None:
     if outcome.state == HUNG or said is None or said.state != HUNG:  # else another node has named the rank at fault
         write_run_state(folder, RunState(HUNG, 5, outcome.message, how_to_start_again(folder), outcome.step))
     for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
-        for beat in read_beats(watch._folder):
+        for beat in watch.beats():
             with suppress(OSError):
                 os.kill(beat.pid, number)
         time.sleep(1.0 if number == signal.SIGTRAP else 0)
