@@ -688,29 +688,6 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
     assert found["config"]["optimizer.lr"] == "0.004" and found["plan"]["worst"]["moment"] == "backward"
 
 
-def test_pictures_need_matplotlib_and_the_page_does_not(
-    run: Path, tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails
-    said = report(run, "--png", tmp_path / "png", code=2)
-    assert "--png needs matplotlib" in said and "pip install" in said
-    assert not (tmp_path / "png").exists() and not (run / "report.html").exists()
-    report(run)
-
-
-def test_each_chart_becomes_a_picture(tmp_path: Path, report: Report) -> None:
-    pytest.importorskip("matplotlib")
-    run, other = write_run(tmp_path / "_$\\frac$ <b>", steps=20), tmp_path / "other"
-    other.mkdir()
-    source = json.dumps("validation_loss/$\\frac$ \ud800 😀")  # no formula, half a character, one that the font lacks
-    (other / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2, {source}: 1}}\n')
-    said = report(run, other, "--png", tmp_path / "png").splitlines()
-    written = sorted((tmp_path / "png").iterdir())
-    assert said[-len(written) :] == [str(path) for path in written]
-    assert len(written) == len(charts([collect(run), collect(other)])) > 8
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
-
-
 def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
     code = (
         "import sys; from titan_mi100.report import main; assert main(sys.argv[1:]) == 0; "

@@ -1,6 +1,6 @@
 """Write a page about one run or several: did it go well, curves, plan, data, checkpoints, restarts.
 
-    python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--png FOLDER] [--json]
+    python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--json]
 
 The page is one file that needs no network and no other file. Without JavaScript only the values at the mouse pointer
 are missing. The run may still be running. Imports no torch.
@@ -19,10 +19,9 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_page
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import setup_logging
-from titan_mi100.pages.charts import MOST_CURVES, charts
+from titan_mi100.pages.charts import MOST_CURVES
 from titan_mi100.pages.collect import collect
 from titan_mi100.pages.page import page
-from titan_mi100.pages.pictures import check_matplotlib, write_pictures
 
 _PAGE, _TITLE = b"<!DOCTYPE html>", b"<title>Report: "  # how a report begins
 
@@ -35,8 +34,6 @@ def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
     if len(options.runs) > MOST_CURVES:
         raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {MOST_CURVES}")
-    if options.png:
-        check_matplotlib()  # report a missing package before the runs are read
     if options.json and options.output:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
     output = Path(options.output or Path(options.runs[0]) / "report.html")
@@ -50,9 +47,6 @@ def _report(options: argparse.Namespace) -> None:
         content = page(runs).encode("utf-8", "backslashreplace").decode("utf-8")
         write_page(output, content, "--output")
         print(f"{output}: {len(content.encode()):,} bytes")
-    if options.png:
-        for path in write_pictures(charts(runs), Path(options.png)):
-            print(path, file=sys.stderr if options.json else sys.stdout)
 
 
 def _check_output(path: Path) -> None:
@@ -97,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         help="run folder, as training printed it; the curves of several are drawn together",
     )
     add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the first run's folder)")
-    add("--png", metavar="FOLDER", default="", help="also write each chart as a picture; needs matplotlib")
     add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
     return parser
 

@@ -18,7 +18,6 @@ from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, with_settings
 from titan_mi100.config.settings import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.memory.counter import Count, count, ranks_of_stages
-from titan_mi100.pages.pictures import check_matplotlib
 
 CARD = 32 * GIB
 COLORS = ("#2f6db5", "#e08a2e", "#3f9b5c", "#c4453c", "#8b6bb1", "#8d8d8d")  # one per category
@@ -57,7 +56,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="write the picture to this file")
     options = parser.parse_args()
     if options.png:
-        check_matplotlib()  # before the minutes of counting
+        import matplotlib  # noqa: F401 (before the minutes of counting)
     rows = []
     if not options.json:
         print(f"| Qwen3-{options.flavor}, 2 cards | {' | '.join(CATEGORIES)} | peak, GiB | host |")

@@ -1,4 +1,4 @@
-"""The charts of a report: curves, values and scales. figures.py and pictures.py draw them. Imports no torch."""
+"""The charts of a report: curves, values and scales. figures.py draws them. Imports no torch."""
 
 import math
 from collections.abc import Sequence
