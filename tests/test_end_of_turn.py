@@ -16,6 +16,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.generation.engine import Model
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.convert import to_dcp, to_hf
 from titan_mi100.weights.source import open_source
 
@@ -108,6 +109,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     chat = ("--checkpoint.initial_load_path", str(base), "--data.path", written(path / "a.jsonl", ROWS))
     quick = ("--training.steps", "40", "--optimizer.lr", "3e-3", "--lr_scheduler.warmup_steps", "5")
     run(path / "run", *chat, *common, *quick)
+    run(path / "lora", *chat, *common, "--training.steps", "1", "--lora.rank", "4")
     return base, path / "run"
 
 
@@ -149,6 +151,18 @@ def test_an_untrained_base_and_one_with_an_adapter_stop_at_the_end_of_a_turn(tra
     model = Model(str(base), "", "", torch.device("cpu"), torch.float32)
     ends = {model.tokenizer.id_of(token) for token in (TURN_END, TEXT_END)}
     assert model.stop_ids == ends
+    adapter = base.parents[1] / "lora" / "hf-step-1"
+    assert Model(str(base), str(adapter), "", torch.device("cpu"), torch.float32).stop_ids == ends
+
+
+def test_a_merge_stops_and_prompts_as_its_adapter_was_trained(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    base, folder = trained
+    for number, name in enumerate(("checkpoint/step-1", "hf-step-1")):
+        adapter = base.parents[1] / "lora" / name
+        to_hf(merged_source(open_source(str(base)), adapter), tmp_path / str(number), verify="bytes")
+        merged, full = read_assets(tmp_path / str(number)), read_assets(folder / "hf-step-40")
+        assert named_ends(tmp_path / str(number)) == named_ends(folder / "hf-step-40")
+        assert {n: c for n, c in merged.items() if "token" in n} == {n: c for n, c in full.items() if "token" in n}
 
 
 def test_training_from_the_export_reads_the_rows_as_from_the_base(trained: tuple[Path, Path], tmp_path: Path) -> None:

@@ -122,11 +122,11 @@ def run_assets(
     prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
     assets.pop(PROMPTS, None)
     if enable_thinking is not None:
-        assets = _thinking_by_default(assets, enable_thinking)
+        assets = thinking_by_default(assets, enable_thinking)
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
 
 
-def _thinking_by_default(assets: Assets, enable_thinking: bool) -> Assets:
+def thinking_by_default(assets: Assets, enable_thinking: bool) -> Assets:
     """The files with chat templates whose prompts are those of training, also in programs that do not know our file.
 
     Such programs can still set the variable. Templates that do not read it stay as they are.
@@ -156,11 +156,10 @@ def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:
     Args:
         token, token_id: the end of a turn, see `ChatTemplate.end_of_turn`.
     """
-    tokenizer = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
-    before = _text_of(tokenizer.get("eos_token"))
+    before = eos_token(assets)
     if before in (token, ""):  # "": the class or the file of the tokenizer decides
         return assets
-    made = dict(assets)
+    made, tokenizer = dict(assets), parse_object(assets[_TOKENIZER_CONFIG], _TOKENIZER_CONFIG, _REMEDY)
     pad = tokenizer.get("pad_token") or before  # without a pad token, the eos token is used for it
     made[_TOKENIZER_CONFIG] = _json({**tokenizer, "eos_token": token, "pad_token": pad})
     if _SPECIAL_TOKENS in assets:
@@ -173,8 +172,9 @@ def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:
     return made | {CONFIG: _json({**config, "eos_token_id": token_id}), GENERATION: _json(generation)}
 
 
-def _text_of(token: Any) -> str:
-    """The text of a token in a config, where it is a text or an object with flags."""
+def eos_token(assets: Assets) -> str:
+    """The end token that tokenizer_config.json names, as a text or as an object with flags; "": none."""
+    token = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY).get("eos_token")
     return str((token.get("content") if isinstance(token, dict) else token) or "")
 
 

@@ -19,6 +19,7 @@ from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import open_plain
 
 CONFIG = "config.toml"  # in the run folder: the resolved settings
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 _GOLD = "####"  # before the correct number, in the rows that exact_match reads
 
 
@@ -35,7 +36,9 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         found.append(("chat", _command("titan_mi100.generate", *model)))
     if model and (rows := _rows_with_gold(config.data.validation_path)):
         found.append(("evaluate", _command("titan_mi100.exact_match", *model, "--data", shown_path(rows))))
-    if not export.exists():
+    if export.exists():
+        found.append(("serve", _serve(config, shown_path(export))))
+    else:
         folders = ("--input_dir", shown_path(checkpoint), "--output_dir", shown_path(export))
         found.append(("export", _command("titan_mi100.convert.dcp_to_hf", *folders)))
     found.append(("report", _command("titan_mi100.report", shown_path(folder))))
@@ -96,6 +99,16 @@ def _model_options(config: Config, checkpoint: Path, export: Path) -> Sequence[s
         return ("--model", trained)
     base = config.checkpoint.initial_load_path
     return ("--model", shown_path(base), "--adapter", trained) if base else ()
+
+
+def _serve(config: Config, export: str) -> str:
+    """vLLM's command. An adapter's folder is the tokenizer, too: so stop token and prompts are its own."""
+    if not config.lora.rank:
+        return shlex.join(["vllm", "serve", export])
+    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= config.lora.rank or allowed == _VLLM_RANKS[-1])
+    base = shown_path(config.checkpoint.initial_load_path)
+    adapter = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"tuned={export}")
+    return shlex.join(["vllm", "serve", base, "--tokenizer", export, *adapter])
 
 
 def _rows_with_gold(patterns: Sequence[str]) -> str:

@@ -7,12 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_mi100.config.assets import PROMPTS, read_assets
+from titan_mi100.config.assets import (
+    PROMPTS,
+    Assets,
+    ending_turns,
+    eos_token,
+    prompt_settings,
+    read_assets,
+    thinking_by_default,
+)
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.model.lora import base_fingerprint
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Weights, box
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
@@ -35,9 +44,21 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
     weights = MergedWeights(base.weights, matrices, lora.alpha / max(lora.rank, 1))
-    # The adapter was trained with certain prompts (thinking or not); its prompt settings replace the base's.
-    trained = {name: content for name, content in read_assets(Path(adapter)).items() if name == PROMPTS}
-    return replace(base, weights=weights, assets=base.assets | trained)
+    return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)))
+
+
+def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
+    """The base's files with what the adapter's run has learned: how to prompt, and which token ends a turn."""
+    assets, trained = base.assets, read_assets(adapter)
+    if PROMPTS in trained:
+        assets = assets | {PROMPTS: trained[PROMPTS]}
+        if (thinks := prompt_settings(trained, adapter).enable_thinking) is not None:
+            assets = thinking_by_default(assets, thinks)
+    token, before = eos_token(trained), eos_token(assets)
+    if token == before or not (token and before):
+        return assets
+    end = load_tokenizer(base.assets_folder).id_of(token)
+    return ending_turns(assets, token, end) if end >= 0 else assets
 
 
 def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights]:
