@@ -87,11 +87,11 @@ def update_with_torch(
     # s.gradient and s.other are free from here on, and are reused.
     divisor = torch.mul(root, numbers.correction, out=s.gradient).add_(numbers.eps)
     change = torch.div(first, divisor, out=divisor).mul_(numbers.rate)
-    wide = _load_weight(tensors, s)
     if config.master == "24bit":
+        wide = join_24_bits(weight, tensors["residual"], s.weight)
         wide.sub_(_dithered(change, wide, numbers.decay, s))
     else:  # decoupled weight decay first, then the update, as in torch's AdamW
-        wide.mul_(numbers.kept).sub_(change)
+        wide = s.weight.copy_(weight).mul_(numbers.kept).sub_(change)
     _store_weight(tensors, wide, s, config.master)
 
     _store(tensors, "exp_avg", first, SIGNED, 16, s)
@@ -136,13 +136,6 @@ def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, b
         _round_to_bf16(value, kept, part_of_noise(s.noise, bit, 16, s.integers))
     else:
         kept.copy_(value)
-
-
-def _load_weight(tensors: dict[str, Tensor], s: Scratch) -> Tensor:
-    """Read the weight as fp32: 16 + 8 bits with a residual, else a cast."""
-    if "residual" not in tensors:
-        return s.weight.copy_(tensors["weight"])
-    return join_24_bits(tensors["weight"], tensors["residual"], s.weight)
 
 
 def _store_weight(tensors: dict[str, Tensor], value: Tensor, s: Scratch, master: str) -> None:

@@ -15,6 +15,7 @@ from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
+from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
 from titan_mi100.run.heartbeat import START, WATCHED, Heartbeat
@@ -104,3 +105,21 @@ def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
 def log_if_done(progress: Progress, steps: int) -> None:
     if progress.step and progress.step >= steps:
         log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
+
+
+def warn_of_higher_rate(config: Config, last: dict[str, Any], step: int, steps: int) -> None:
+    """Warn if the schedule gives a step that was taken a higher learning rate than it had: with more steps than until
+    now, a run goes back up its schedule.
+
+    Args:
+        last: a step of an earlier start in metrics.jsonl; empty: there is none.
+        step: the last step that was taken. steps: of the run, as it is configured now.
+    """
+    if step < steps and 0 < last.get("step", 0) <= steps:
+        would, now = (config.optimizer.lr * lr_factor(config.lr_scheduler, n, steps) for n in (last["step"], step + 1))
+        if min(would, now) > 1.01 * last["lr"]:
+            what = (
+                f"the learning rate rises from {last['lr']:.3g} to {now:.3g}, as the schedule's length or keys changed"
+            )
+            flat = " --lr_scheduler.min_lr_factor 1" if config.lr_scheduler.decay_type != "constant" else ""
+            log.warning(f"{what}; to keep it: --optimizer.lr {last['lr']:.3g}{flat}")

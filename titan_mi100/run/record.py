@@ -28,6 +28,7 @@ from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.metrics import SAMPLES, Reporter
 from titan_mi100.run.next_commands import after_run, shown_path
+from titan_mi100.run.opening import warn_of_higher_rate
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 
@@ -74,7 +75,7 @@ def open_record(
             about = replace(about, settings=_flat(config, world.size), chosen=_chosen(config, world.size))
             flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
             sinks = open_sinks(folder, *flags, about, progress.step)
-            return Reporter(
+            reporter = Reporter(
                 folder,
                 config.metrics,
                 steps,
@@ -86,6 +87,8 @@ def open_record(
                 progress.validation_due,
                 sinks,
             )
+            warn_of_higher_rate(config, reporter.last_entry, progress.step, steps)
+            return reporter
     return None
 
 
