@@ -198,6 +198,22 @@ def test_a_runis_exported_in_the_dtype_of_its_base_and_anything_else_as_it_is(tm
         assert {tensor.dtype for tensor in tensors(tmp_path / str(dtype)).values()} == {dtype}
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "neither"])
+def test_a_converted_folder_names_its_own_dtype_so_a_later_export_has_it(key: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    config = {n: v for n, v in json.loads((folder / "config.json").read_text()).items() if n != "dtype"}
+    (folder / "config.json").write_text(json.dumps(config | ({} if key == "neither" else {key: "float32"})))
+    convert.to_dcp(open_source(folder), tmp_path / "same", verify="off")
+    assert (tmp_path / "same" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    convert.to_dcp(open_source(folder), tmp_path / "dcp", "bfloat16", verify="off")
+    source = open_source(tmp_path / "dcp")
+    assert assets.config_dtype(source.assets) == "bfloat16"
+    convert.to_torch(source, tmp_path / "torch", "float16", verify="off")
+    assert assets.config_dtype(assets.read_assets(tmp_path / "torch")) == "float16"
+    convert.to_hf(dataclasses.replace(source, manifest={"fingerprints": {}}), tmp_path / "export", verify="off")
+    assert {tensor.dtype for tensor in tensors(tmp_path / "export").values()} == {torch.bfloat16}
+
+
 def test_a_torch_file_comes_and_goes(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "hf", "untied")
     convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")

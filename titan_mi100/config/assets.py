@@ -209,6 +209,15 @@ def config_dtype(assets: Assets) -> str | None:
     return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
+def naming_dtype(assets: Assets, dtype: str) -> Assets:
+    """The files with a config.json that names this dtype of the weights. "keep", or no config.json: unchanged."""
+    if CONFIG not in assets or dtype in ("keep", config_dtype(assets)):
+        return assets
+    config = parse_object(assets[CONFIG], CONFIG, _REMEDY)
+    known = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
+    return assets | {CONFIG: _json(config | dict.fromkeys(known, dtype))}
+
+
 def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
     """The stop tokens that generation_config.json names. Raises UserError, about `file`: they are no token ids."""
     named = parse_object(assets.get(GENERATION, b"{}"), file, _REMEDY).get("eos_token_id")
@@ -228,9 +237,6 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     """
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)
     config["architectures"] = to_hf_config(spec)["architectures"]
-    if dtype is not None:
-        known = [key for key in _DTYPE_KEYS if key in config]
-        config |= dict.fromkeys(known or ["torch_dtype"], dtype)
     generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
     stops = stop_ids(assets, folder / GENERATION)
     if ends:
@@ -239,7 +245,8 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
     kept = {name: content for name, content in assets.items() if name != GENERATION}
-    return kept | {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
+    kept |= {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
+    return naming_dtype(kept, dtype or "keep")
 
 
 def _json(value: dict[str, Any]) -> bytes:

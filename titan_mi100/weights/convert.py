@@ -27,6 +27,7 @@ from titan_mi100.config.assets import (
     Assets,
     config_dtype,
     export_assets,
+    naming_dtype,
     read_assets,
 )
 from titan_mi100.config.model_spec import ModelSpec, parameter_count
@@ -94,7 +95,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, _tensors_to_write(source, kinds, digests))
-        for name, content in source.assets.items():
+        for name, content in naming_dtype(source.assets, dtype).items():
             files.write(aside / name, content)
         written = DCPWeights(aside)
         _compare(written, digests, verify)
@@ -149,7 +150,7 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         digests = Digests()
         write_torch(aside, _tensors_to_write(source, kinds, digests))
         _compare(read_torch_weights(aside / MODEL_FILE), digests, verify)
-        _write_assets(aside, source.assets)
+        _write_assets(aside, naming_dtype(source.assets, dtype))
 
 
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
