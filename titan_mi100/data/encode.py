@@ -143,7 +143,7 @@ class Encoder:
             documents, lost, thinking = self._conversation(example.messages, example.tools)
             why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
-            ids = with_one_end(self.tokenizer, example.text)
+            ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
             documents = [document_values(ids, np.ones(len(ids), dtype=bool))]
         else:
             assert example.input_ids is not None
@@ -242,13 +242,13 @@ def _thinking_mode(rendered: Rendered, spans: list[Span]) -> int:
     return 0
 
 
-def with_one_end(tokenizer: Tokenizer, text: str) -> list[int]:
+def with_one_end(tokenizer: Tokenizer, text: str, end_of_turn: str) -> list[int]:
     """The ids of a plain text and one end token: of those that the text ends with the first, else the tokenizer's own.
 
     Raises:
         BadRecord: the text ends with the end token of another form, which nothing stops at here.
     """
-    ends = {end: token for token in tokenizer.end_ids() if (end := tokenizer.decode([token]))}
+    ends = {end: token for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))}
     if not text.rstrip().endswith((*ends, *_OTHER_ENDS)):
         return [*tokenizer.encode(text), tokenizer.eos_token_id]
     one = "|".join(map(re.escape, (*ends, *_OTHER_ENDS)))
