@@ -2,7 +2,6 @@
 
 import errno
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def one_token_rows(rows: int) -> PackedDataset:
 
 
 def stream_of(dataset: PackedDataset, batch: Batch, rank: int, seed: int) -> RowStream:
-    return RowStream(ShuffledEpochs(dataset, seed, batch.global_batch_size), batch, rank)
+    return RowStream(ShuffledEpochs(dataset, seed, batch.global_batch_size), batch, rank, with_padding=True)
 
 
 def stream_rows(dataset: PackedDataset, batch: Batch, steps: int, seed: int, start: int = 0) -> list[list[int]]:
@@ -113,6 +112,9 @@ class Counting:
     def row(self, number: int) -> Row:
         return one_token_rows(1).row(0)._replace(input_ids=np.array([number, 0]))
 
+    def is_padding(self, number: int) -> bool:
+        return False
+
     def where(self, number: int) -> list[str]:
         return [f"numbers:{number}"]
 
@@ -122,6 +124,25 @@ def test_a_stream_without_epochs_is_a_row_source() -> None:
     streams = [RowStream(source, Batch(1, 2, 2), rank) for rank in range(2)]
     tokens = [[m["input_ids"][:, 0].tolist() for m in stream.step(400)] for stream in streams]
     assert tokens == [[[400], [402]], [[401], [403]]]
+
+
+def test_microbatches_that_are_padding_on_all_ranks_are_left_out_by_all() -> None:
+    dataset, batch = one_token_rows(11), Batch(1, 4, 2)  # 2 steps an epoch, the last with 3 rows and 5 of padding
+    source = ShuffledEpochs(dataset, 1, batch.global_batch_size)
+    streams = [RowStream(source, batch, rank) for rank in range(2)]
+    assert [[stream.numbers(first) for stream in streams] for first in (0, 8, 16, 24)] == [
+        *([[0, 1, 2, 3]] * 2, [[0, 1]] * 2, [[0, 1, 2, 3]] * 2, [[0, 1]] * 2)
+    ]
+    for stream in streams:
+        every = RowStream(source, batch, stream.dp_rank, with_padding=True)
+        next_step, all_steps = stream.ahead(8, pinned=False), every.ahead(8, pinned=False)
+        for first, count in ((8, 2), (16, 4), (24, 2), (32, 4)):
+            ids = [m["input_ids"].tolist() for m in next_step()]
+            assert ids == [m["input_ids"].tolist() for m in stream.step(first)] and len(ids) == count
+            whole = [m["input_ids"].tolist() for m in all_steps()]
+            assert whole[:count] == ids and len(whole) == 4
+    # A batch size that changed in an epoch: its padding is at the beginning of a step, in front of the next epoch.
+    assert RowStream(source, batch, 0).numbers(11) == [2, 3]
 
 
 def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -> None:
@@ -136,7 +157,7 @@ def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -
 def test_what_fails_in_the_reading_threads_is_raised_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     import multiprocessing.synchronize as synchronize
 
-    class Broken(SimpleNamespace):
+    class Broken(Counting):
         def row(self, number: int) -> object:
             raise LookupError(f"row {number} is gone")
 

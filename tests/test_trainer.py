@@ -66,6 +66,27 @@ def test_much_padding_is_warned_of(world: World, caplog: pytest.LogCaptureFixtur
         assert [line.split(";")[0] for line in warned] == told
 
 
+def test_microbatches_of_padding_change_nothing_and_are_not_computed(world: World) -> None:
+    """Also the rows that are named for a step that is not finite are the right ones."""
+    training = TrainingConfig(seq_len=16, gradient_accumulation_steps=4, steps=8)
+    config = Config(training=training, lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_type="constant"))
+    data = made_up(random_rows(5, 16, SPEC.vocab_size, supervised_share=0.5))
+    runs = [open_run(config, world, spec=SPEC, data=data) for _ in range(2)]
+    runs[1].stream._with_padding = True
+    counts = []
+    for run in runs:
+        forward = run.model.forward_backward
+        run.model.forward_backward = lambda m, w, forward=forward: (counts.append(len(m)), forward(m, w))[1]  # type: ignore[method-assign]
+    results = [[run.step() for _ in range(4)] for run in runs]
+    assert counts == [4, 1, 4, 1, 4, 4, 4, 4]
+    for short, whole in zip(*results, strict=True):
+        assert (short.loss, short.grad_norm, short.tokens, short.next_row) == (
+            *(whole.loss, whole.grad_norm, whole.tokens, whole.next_row),
+        )
+    for one, other in zip(*(run.model.trained_parameters() for run in runs), strict=True):
+        assert torch.equal(one[1], other[1])
+
+
 def test_a_flag_that_a_rank_raises_is_in_the_steps_result(world: World) -> None:
     told = [False]
     run = opened(world, lambda: told[0])
@@ -119,7 +140,7 @@ def test_what_goes_wrong_in_a_thread_that_reads_ahead_is_raised_by_the_step(worl
             raise OSError("shards/000/000001.bin: cannot be read")
         return source.row(number)
 
-    run.stream.source = SimpleNamespace(row=row)
+    run.stream.source = SimpleNamespace(row=row, is_padding=source.is_padding)
     run.step()
     with pytest.raises(OSError, match=r"^shards/000/000001.bin: cannot be read$"):
         run.step()

@@ -268,7 +268,7 @@ def open_run(
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, found.path))
     log_if_done(progress, steps)
-    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh))
+    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh), with_padding=layout.pp > 1)
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     if folder is not None:

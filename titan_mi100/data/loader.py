@@ -46,6 +46,9 @@ class RowSource(Protocol):
     def row(self, number: int) -> Row:
         """The tokens of row `number`."""
 
+    def is_padding(self, number: int) -> bool:
+        """Whether row `number` is a padding row."""
+
     def where(self, number: int) -> list[str]:
         """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
 
@@ -83,11 +86,13 @@ class ShuffledEpochs:
     def where(self, number: int) -> list[str]:
         return self.dataset.where(self.index(number))
 
+    def is_padding(self, number: int) -> bool:
+        return number % self.rows_per_epoch >= len(self.dataset)
+
     def index(self, number: int) -> int:
         """The index in the set of row `number` of the run; PADDING_ROW at the end of an epoch."""
         epoch, place = divmod(number, self.rows_per_epoch)
-        rows = len(self.dataset)
-        return self.dataset.shuffled((self.seed,), epoch, place) if place < rows else PADDING_ROW
+        return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, place)
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
         """The row number to resume from, after the data or the batch size has changed.
@@ -117,12 +122,20 @@ Microbatch = dict[str, Tensor]
 class RowStream:
     """The microbatches of one data-parallel rank. It has no state: a step's first row number determines its rows."""
 
-    def __init__(self, source: RowSource, batch: Batch, dp_rank: int) -> None:
-        self.source, self.batch, self.dp_rank = source, batch, dp_rank
+    def __init__(self, source: RowSource, batch: Batch, dp_rank: int, with_padding: bool = False) -> None:
+        """Args: with_padding: give microbatches of padding, too, because every step must have as many (pipelines)."""
+        self.source, self.batch, self.dp_rank, self._with_padding = source, batch, dp_rank, with_padding
 
     def step(self, first_row: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins with row number `first_row`."""
-        return [self.microbatch(first_row, number) for number in range(self.batch.gradient_accumulation_steps)]
+        return [self.microbatch(first_row, number) for number in self.numbers(first_row)]
+
+    def numbers(self, first_row: int) -> list[int]:
+        """The numbers of a step's microbatches, without those that are padding on all ranks; the same on all ranks."""
+        every, rows = range(self.batch.gradient_accumulation_steps), self.batch.local_batch_size * self.batch.dp_degree
+        starts = range(first_row, first_row + self.batch.global_batch_size, rows)
+        held = [not all(map(self.source.is_padding, range(start, start + rows))) for start in starts]
+        return [number for number in every if self._with_padding or held[number]] or [0]
 
     def microbatch(self, first_row: int, number: int) -> Microbatch:
         """Microbatch `number` of this rank in the step that begins with row number `first_row`."""
@@ -156,7 +169,7 @@ class ReadAhead:
 
     def __init__(self, stream: RowStream, first_row: int, pinned: bool) -> None:
         """Begin to read the step that begins with row number `first_row`."""
-        self._count = stream.batch.gradient_accumulation_steps
+        self._stream, self._row = stream, first_row
         self._microbatches: Iterator[Microbatch | Exception] | None = None
         self._failure: Exception | None = None
         self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
@@ -168,7 +181,8 @@ class ReadAhead:
         if self._failure is not None:
             raise self._failure
         assert self._microbatches is not None
-        found = [next(self._microbatches) for _ in range(self._count)]
+        found = [next(self._microbatches) for _ in self._stream.numbers(self._row)]
+        self._row += self._stream.batch.global_batch_size
         for microbatch in found:
             if isinstance(microbatch, Exception):
                 raise microbatch
@@ -184,17 +198,16 @@ class ReadAhead:
         from torchdata import nodes
 
         check_shared_memory()  # here, and not in torchdata, whose clean-up would print a traceback
-        # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
-        count = self._count
 
-        def read(place: int) -> Microbatch | Exception:
-            step, number = divmod(place, count)
+        # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
+        def read(place: tuple[int, int]) -> Microbatch | Exception:
             try:
-                return stream.microbatch(first_row + step * stream.batch.global_batch_size, number)
+                return stream.microbatch(*place)
             except Exception as error:  # returned, not raised: torchdata would wrap it in an exception of its own
                 return error
 
-        places = nodes.IterableWrapper(itertools.count())
+        firsts = itertools.count(first_row, stream.batch.global_batch_size)
+        places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
             node = nodes.PinMemory(node)

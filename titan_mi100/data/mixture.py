@@ -123,13 +123,16 @@ class Mixture:
         source, index = self.find(number)
         return source.rows.row(index)
 
+    def is_padding(self, number: int) -> bool:
+        return self._end is not None and number >= self._end
+
     def where(self, number: int) -> list[str]:
         source, index = self.find(number)
         return source.rows.where(index)
 
     def find(self, number: int) -> tuple[SourceRows, int]:
         """The source of row `number` of the run, and the index of its row; PADDING_ROW after the end."""
-        if self._end is not None and number >= self._end:
+        if self.is_padding(number):
             return next(iter(self.sources.values())), PADDING_ROW
         assert number >= self._starts[0], "rows of earlier segments are not read again"
         phase = self._phases[bisect_right(self._starts, number) - 1]

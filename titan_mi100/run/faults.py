@@ -51,7 +51,7 @@ class FaultWatch:
             return
         places = self._places(result.first_row, result.nonfinite_microbatches)
         if not places:  # the losses are finite, the gradients are not: any row may be the cause
-            places = self._places(result.first_row, range(self._stream.batch.gradient_accumulation_steps))
+            places = self._places(result.first_row, range(len(self._stream.numbers(result.first_row))))
         self._rows += places
         if self._world.rank == 0:
             self._note(FILE, step, places)
@@ -75,8 +75,9 @@ class FaultWatch:
             log.warning(f"step {step}: {what}; rows of the highest loss: {some(places, _SHOWN)}")
 
     def _places(self, first_row: int, microbatches: Iterable[int]) -> list[str]:
-        """The input rows (file:line) in these microbatches, of all ranks. A collective."""
-        found = gather(self._stream.row_numbers(first_row, microbatches))
+        """The input rows (file:line) in these microbatches of a step, of all ranks. A collective."""
+        held = self._stream.numbers(first_row)
+        found = gather(self._stream.row_numbers(first_row, [held[place] for place in microbatches]))
         numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
         return list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
 
