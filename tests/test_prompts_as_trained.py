@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from conftest import ASSETS
-from test_chat_template import SMALL, chatml, folder_with, say, transformers_tokenizer
+from test_chat_template import SMALL, chatml, folder_with, needs_qwen3, say, transformers_tokenizer
 
 from titan_mi100.config.assets import run_assets
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.encode import Encoder
+from titan_mi100.data.encode import JOINED, Encoder
 from titan_mi100.data.formats import BadRecord, Example, choose_format
 from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.text.chat_template import ChatTemplate
@@ -124,6 +124,14 @@ def test_a_template_that_takes_a_tag_out_of_the_answer_is_refused(tmp_path: Path
     answer = say("assistant", "Close it by </think> then", reasoning_content="")
     with pytest.raises(BadRecord, match="leaves out '</think>'"):
         encoder_for(tmp_path, SMALL).encode(Example(messages=[say("user", "q"), answer]))
+
+
+@needs_qwen3  # our small tokenizer has no token of two line breaks
+def test_an_answer_that_joins_the_last_token_of_the_prompt_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "plain.jinja").write_text(chatml("{{ m.content }}"))
+    encoder = encoder_for(tmp_path, tmp_path / "plain.jinja")
+    kinds = [encoder.encode(Example(messages=[say("user", "q"), say("assistant", a)])).kind for a in ("a", "\n\na")]
+    assert kinds == ["", JOINED]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
 OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
 LOST_REASONING = "earlier reasoning left out"
+JOINED = "an answer begins inside a token of the prompt"
 # What ends a turn or a document in the forms of well-known models, whatever the tokenizer's end token is.
 _OTHER_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>")
 
@@ -138,9 +139,9 @@ class Encoder:
             BadRecord: the template refuses the conversation, nothing in the record is supervised, or the record is
                 longer than seq_len under data.overlong = "error".
         """
-        lost, thinking, why_nothing = 0, 0, "a row needs at least one supervised token after its first"
+        lost, thinking, joined, why_nothing = 0, 0, False, "a row needs at least one supervised token after its first"
         if example.messages is not None:
-            documents, lost, thinking = self._conversation(example.messages, example.tools)
+            documents, lost, thinking, joined = self._conversation(example.messages, example.tools)
             why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
             ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
@@ -153,15 +154,18 @@ class Encoder:
         encoded = self._fit_to_rows(documents)._replace(thinking=thinking)
         if lost and not encoded.kind:
             return encoded._replace(kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
+        if joined and not encoded.kind:
+            return encoded._replace(kind=JOINED, detail="its first line breaks or spaces join those before it")
         return encoded
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None
-    ) -> tuple[list[np.ndarray], int, int]:
+    ) -> tuple[list[np.ndarray], int, int, bool]:
         """Render, supervise and tokenise a conversation.
 
         Returns:
-            Its documents, the number of turns that lack their reasoning in the last document, and `Encoded.thinking`.
+            Its documents, the number of turns that lack their reasoning in the last document, `Encoded.thinking`, and
+            whether an answer begins inside a token.
         """
         assert self._template is not None
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
@@ -177,17 +181,23 @@ class Encoder:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
         lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
         thinking = _thinking_mode(*supervised[-1]) if supervised else 0
-        return [self._rendered(rendered.text, spans) for rendered, spans in supervised], lost, thinking
+        made = [self._rendered(rendered.text, spans) for rendered, spans in supervised]
+        return [values for values, _ in made], lost, thinking, any(joined for _, joined in made)
 
-    def _rendered(self, text: str, spans: list[Span]) -> np.ndarray:
-        """Tokenise a rendered text and mark every token that overlaps a supervised span (characters)."""
+    def _rendered(self, text: str, spans: list[Span]) -> tuple[np.ndarray, bool]:
+        """Tokenise a rendered text and mark every token that overlaps a supervised span (characters).
+
+        Returns:
+            The document, and whether a span begins inside a token: generation would get that token in two.
+        """
         ids, ends = self.tokenizer.encode_with_offsets(text)  # ends: (tokens,) in bytes
         starts = np.append(0, ends)[:-1]
         edges = np.array(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
-        return document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
+        values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
+        return values, not np.isin(edges[::2], starts).all()
 
     def _pretokenised(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
         """A document of a record that is tokenised already. Raises BadRecord: the tokenizer lacks one of the ids."""

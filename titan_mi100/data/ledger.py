@@ -12,6 +12,7 @@ from titan_mi100.data.columns import MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
+    JOINED,
     KEPT,
     LOST_REASONING,
     OVERLONG,
@@ -31,6 +32,16 @@ _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and 
 _DETAILS = 100_000  # records whose full reason is kept; for later ones only the kind of reason, to bound memory
 _MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes a warning
 _IGNORED_SHOWN = 12  # ignored keys listed in the summary
+_WARNED = {  # kinds of reasons that cause a warning: what the rows have, and what to do
+    LOST_REASONING: (
+        "reasoning in earlier turns that the template leaves out",
+        "data.earlier_thinking decides whether such turns are still learned",
+    ),
+    JOINED: (
+        "an answer whose first token also holds the end of the prompt, so a prompt has other tokens",
+        "remove line breaks and spaces at the beginning of answers",
+    ),
+}
 _SETS = ("", "train", "validation")
 NO_SET, TRAIN, VALIDATION = range(len(_SETS))
 _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", "documents", "kind"]
@@ -216,12 +227,10 @@ class Ledger:
             lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
-        if lost := kinds.get(LOST_REASONING, 0):
-            first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(LOST_REASONING))[0])
-            lines.append(
-                f"{lost:,} rows have reasoning in earlier turns that the template leaves out, the first at {first}; "
-                "data.earlier_thinking decides whether such turns are still learned"
-            )
+        for kind, (what, remedy) in _WARNED.items():
+            if count := kinds.get(kind, 0):
+                first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0])
+                lines.append(f"{count:,} rows have {what}, the first at {first}; {remedy}")
         return lines
 
     def write(self, path: Path) -> None:
