@@ -177,7 +177,11 @@ def own_code(folder: Path) -> None:
         (lambda f: (f / hf_io.INDEX).write_text("{}"), hf_io.INDEX, "programs differ in which they read"),
         (lose_a_shard, "model-00002-of-00002.safetensors", "no such file"),
         (reshape, "model.norm.weight", "has shape (63,), but the model needs (64,)"),
-        (pickle_instead, "pytorch_model.bin", "whose pickle may run code"),
+        (
+            pickle_instead,
+            "pytorch_model.bin",
+            "name that file itself instead of its folder",
+        ),
         (pickle_under_its_name, hf_io.SINGLE, "claims a header of"),
         (other_family, "config.json", "model_type = 'qwen2'; only 'qwen3'"),
         (own_code, "config.json", "asks to run Python code"),

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
+from titan_mi100.files.library import try_library
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
 from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Generated, Sampling
@@ -120,6 +121,7 @@ def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBat
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    try_library(Path(path), ("AutoConfig", "GenerationConfig"))
     network: Any = AutoModelForCausalLM.from_pretrained(Path(path))
     network = network.to(model.device, model.dtype).eval()
     network.generation_config = GenerationConfig()  # drop the folder's sampling settings; both engines are greedy

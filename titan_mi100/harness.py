@@ -26,6 +26,7 @@ from typing import NamedTuple
 from titan_mi100 import cli
 from titan_mi100.config.assets import PromptSettings, prompt_settings, read_assets
 from titan_mi100.errors import UserError
+from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import read_object
 
 _CHAT, _SYSTEM = "--apply_chat_template", "--system_instruction"  # options of lm_eval
@@ -68,6 +69,7 @@ def _run(arguments: Sequence[str]) -> int:
     if not getattr(find_spec("lm_eval"), "origin", None):
         raise UserError("lm_eval is not installed; pip install 'lm-eval[hf]'")
     model = _hf_folder(checkpoint)
+    try_library(model)
     trained = prompt_settings(read_assets(model), model)
     model_args = ",".join([f"pretrained={model}", *given.model_args, *_thinking_as_trained(trained, given)])
     rest += _system_as_trained(trained, rest)

@@ -7,11 +7,13 @@ import glob
 import json
 import os
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
+from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.wording import shown
@@ -27,6 +29,11 @@ _TOKENIZER = (
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
+# Keys of generation_config.json that transformers accepts with any value.
+_PLAIN_GENERATION = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"),
+    *("repetition_penalty", "transformers_version"),
+}
 _REMEDY = "correct it, or remove it"
 _DEFAULT = "{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {} %}}{{%- endif %}}"
 
@@ -54,7 +61,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def has_weights(folder: str) -> bool:
     """Whether a model's folder may hold weights, in any format."""
-    known = ("*.safetensors*", ".metadata", "*.bin", "*.pt", "*.pth")
+    known = ("*.safetensors*", ".metadata", "*.bin", "*.pt", "*.pth", "*.gguf")  # the last one is refused by name
     return any(glob.glob(os.path.join(glob.escape(folder), name)) for name in known)
 
 
@@ -225,6 +232,20 @@ def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
     if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise UserError(f"{file}: eos_token_id = {shown(named)} must be a token id or a list of such; {_REMEDY}")
     return ids
+
+
+def check_generation(folder: Path) -> None:
+    """Check the generation_config.json that a run's checkpoints and exports get.
+
+    Raises:
+        UserError: an export would refuse it.
+    """
+    assets = _read_files(folder, (GENERATION,))
+    stop_ids(assets, folder / GENERATION)
+    others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
+    problems = try_library(folder, ("GenerationConfig",)) if others and find_spec("transformers") else []
+    if problems:
+        raise UserError(f"{problems[0]}; {_REMEDY}")
 
 
 def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:

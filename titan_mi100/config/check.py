@@ -1,18 +1,33 @@
 """Checks settings against each other, and returns one message for each problem. Imports no torch."""
 
+import math
 import os
+import shutil
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 
 from titan_mi100.config.as_text import toml_value
-from titan_mi100.config.assets import CONFIG, PLAN, has_tokenizer, has_weights, is_corpus
+from titan_mi100.config.assets import (
+    CONFIG,
+    PLAN,
+    check_generation,
+    config_dtype,
+    folder_of,
+    has_tokenizer,
+    has_weights,
+    is_corpus,
+    read_assets,
+)
 from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
-from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec
+from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
+from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
-from titan_mi100.wording import has_control_characters
+from titan_mi100.wording import bytes_in_words, has_control_characters
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
 ALTERNATIVES = (
@@ -113,6 +128,35 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     except UserError as error:
         errors.extend(line for line in str(error).splitlines() if line not in errors)
     return errors
+
+
+def check_start(config: Config) -> None:
+    """Check what would otherwise fail after the data are prepared, or at the end of a new run on this machine.
+
+    Raises:
+        UserError: weights that are not complete, files that an export refuses, or a disk that is too small.
+    """
+    save, spec, folder = config.checkpoint, config.spec(), config.job.run_folder or config.job.dump_folder
+    load, folder = save.initial_load_path, os.path.abspath(folder)
+    if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
+        return
+    dtype = save.export_dtype.replace("auto", "float32")
+    if load:
+        check_weights(Path(load), parameter_shapes(spec))
+        check_generation(folder_of(load))
+        dtype = config_dtype(read_assets(folder_of(load))) or dtype if save.export_dtype == "auto" else dtype
+    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else None
+    count = sum(map(math.prod, (adapters or parameter_shapes(spec)).values()))
+    state = count * (sum(MASTER_BYTES[config.optimizer.master]) + STATE_BYTES[config.optimizer.state])
+    export = count * (4 if dtype == "float32" else 2) if save.export_hf else 0
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if (free := shutil.disk_usage(folder).free) < state + export:
+        what = f"a checkpoint takes {bytes_in_words(round(state))}"
+        what += f" and the export {bytes_in_words(export)}" if export else ""
+        raise UserError(
+            f"{folder}: {bytes_in_words(free)} are free, but {what}; free some space, or set job.run_folder"
+        )
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:

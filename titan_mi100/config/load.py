@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from titan_mi100 import cli
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
-from titan_mi100.config.check import ALTERNATIVES, check
+from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
@@ -401,7 +401,10 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
             os.environ.update(srun_ranks(os.environ))
             check_place(os.environ)
         if asked is None:
-            found.append(load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None))
+            config = load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
+            if for_this_job:
+                check_start(config)
+            found.append(config)
         elif is_first():
             print(asked())
 

@@ -5,6 +5,7 @@ import glob
 import os
 import stat
 
+from titan_mi100.files.plain import LFS_POINTER, lfs_problem
 from titan_mi100.wording import some
 
 _MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
@@ -54,4 +55,7 @@ def unusable(path: str, kind: str = "*.jsonl") -> str:
     kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder)}
     if not stat.S_ISREG(found.st_mode) or found.st_dev in kernels:  # reading /proc/kmsg waits for the next message
         return "is not a regular file (a pipe?); it is read more than once, so write its content to disk first"
-    return "" if os.access(path, os.R_OK) else "cannot be read: Permission denied"
+    if not os.access(path, os.R_OK):
+        return "cannot be read: Permission denied"
+    with open(path, "rb") as file:
+        return lfs_problem(path) if file.read(len(LFS_POINTER)) == LFS_POINTER else ""

@@ -5,6 +5,7 @@ Messages have the form `file: what is wrong; remedy`. Imports no torch.
 
 import json
 import os
+import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ MIB = 1 << 20
 LARGEST_CONFIG = 16 * MIB  # largest config file; the largest real one known is a tokenizer_config.json of 1 MiB
 LARGEST_TABLE = 100 * MIB  # largest tokenizer or shard index; the largest one known is a tokenizer.json of 33 MiB
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"  # how a pointer of git-lfs begins
 _CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")  # they make transformers run a folder's Python code
 
 
@@ -44,9 +46,19 @@ def plain_path(path: Path) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises as `plain_path` does."""
+    """Open a regular file for reading. Raises as `plain_path` does; UserError: it is a pointer of git-lfs."""
     # O_NONBLOCK and O_NOFOLLOW: a pipe or link that replaces the file after the check can neither hang nor redirect us.
-    return os.fdopen(os.open(plain_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    file = os.fdopen(os.open(plain_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        file.close()
+        raise UserError(f"{path}: {lfs_problem(path)}")
+    return file
+
+
+def lfs_problem(path: str | Path) -> str:
+    """Why a file that begins as a pointer of git-lfs cannot be used, and the remedy."""
+    folder = shlex.quote(os.path.dirname(path) or ".")
+    return f"is a pointer of git-lfs, a few lines in place of the file; fetch the file: git -C {folder} lfs pull"
 
 
 def read_plain(path: Path, largest: int = LARGEST_TABLE) -> bytes:

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.model import EMBEDDING, HEAD, tensor_problems
 from titan_mi100.files.stored import StoredTensors
-from titan_mi100.wording import some
-
-_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_OLD_BUFFER = ".rotary_emb.inv_freq"  # old programs stored this buffer; it is computed from the config instead
 
 
 class Kind(NamedTuple):
@@ -79,25 +75,11 @@ class Weights(ABC):
         Raises:
             UserError: lists every tensor that is missing, unexpected, or has a wrong shape or dtype.
         """
+        problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in self.kinds.items()}, shapes)
         # shapes has no head: the model ties it to the embedding
         tied_head = HEAD in self.kinds and HEAD not in shapes and EMBEDDING in shapes
-        wanted = {**shapes, HEAD: shapes[EMBEDDING]} if tied_head else shapes
-        problems = []
-        if missing := sorted(wanted.keys() - self.kinds.keys()):
-            problems.append(f"missing: {some(missing)}")
-        if unexpected := sorted(n for n in self.kinds.keys() - wanted.keys() if not n.endswith(_OLD_BUFFER)):
-            problems.append(f"not part of this model: {some(unexpected)}")
-        for name in sorted(wanted.keys() & self.kinds.keys()):
-            shape, dtype = self.kinds[name]
-            if shape != tuple(wanted[name]):
-                problems.append(f"{name} has shape {shape}, but the model needs {tuple(wanted[name])}")
-            if dtype not in _TRAINABLE:
-                problems.append(f"{name} has dtype {dtype_name(dtype)}, which cannot be trained; use floating point")
         if with_values and not problems and tied_head and not self._same(HEAD, EMBEDDING):
             problems.append(f"config.json ties head and embedding, but {HEAD} is not {EMBEDDING}; correct config.json")
-        if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
-            # replaces the other problems, which follow from this one
-            problems = ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 

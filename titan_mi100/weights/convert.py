@@ -34,6 +34,7 @@ from titan_mi100.config.model_spec import ModelSpec, parameter_count
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
+from titan_mi100.files.library import try_library
 from titan_mi100.logging import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.text.load import load_tokenizer
@@ -91,7 +92,8 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     kinds = _output_kinds(source, dtype)
     comparable = isinstance(source.weights, HFWeights) and source.spec is not None
     # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
-    verify = _resolve_verify(verify, _total(kinds), "" if comparable else "an HF folder to compare with")
+    needed = "" if comparable else "an HF folder to compare with"
+    verify = _resolve_verify(verify, _total(kinds), source.path, needed)
     with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, _tensors_to_write(source, kinds, digests))
@@ -125,7 +127,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
-    verify = _resolve_verify(verify, _total(kinds))
+    verify = _resolve_verify(verify, _total(kinds), source.assets_folder)
     with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
@@ -145,7 +147,7 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         UserError, SaveError: as to_dcp.
     """
     kinds = _output_kinds(source, dtype)
-    verify = _resolve_verify(verify, _total(kinds), "an HF folder to compare with")
+    verify = _resolve_verify(verify, _total(kinds), source.path, "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         write_torch(aside, _tensors_to_write(source, kinds, digests))
@@ -163,7 +165,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
-    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), "" if comparable else needed)
+    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), Path(base), "" if comparable else needed)
     if base and not is_hf_folder(base):
         log.warning(
             f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
@@ -218,22 +220,25 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     return {n: Kind(shape, target if own.is_floating_point else own) for n, (shape, own) in kinds.items()}
 
 
-def _resolve_verify(verify: str, nbytes: int, needed: str = "") -> str:
+def _resolve_verify(verify: str, nbytes: int, folder: Path, needed: str = "") -> str:
     """Replace "auto" by "logits" or "bytes".
 
     Args:
         nbytes: the size of the weights.
+        folder: has the config and the tokenizer that transformers will load for a comparison of logits.
         needed: what is missing for a comparison of logits, other than transformers; "": nothing.
 
     Raises:
-        UserError: logits are asked for, but something is missing.
+        UserError: logits are asked for, but something is missing; or transformers cannot load the folder safely.
     """
     if not needed and find_spec("transformers") is None:
         needed = "transformers: pip install transformers"
     if verify == "auto":
-        return "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
+        verify = "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
     if verify == "logits" and needed:
         raise UserError(f"--verify logits needs {needed}; or use --verify bytes")
+    if verify == "logits":
+        try_library(folder)
     return verify
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_mi100.errors import UserError
+from titan_mi100.files.model import weights_format
 from titan_mi100.files.stored import open_hf
 from titan_mi100.files.tables import HF_DTYPES, INDEX, SINGLE
 from titan_mi100.weights.base import Kinds, StoredWeights, dtype_name, raw_bytes
@@ -33,10 +33,7 @@ class HFWeights(StoredWeights):
                 other tensors than the shards hold.
         """
         folder = Path(folder)
-        if not is_hf_folder(folder):
-            pickled = sorted(folder.glob("pytorch_model*.bin"))
-            instead = f", only {pickled[0].name}, whose pickle may run code" if pickled else ""
-            raise UserError(f"{folder}: has no model: neither {SINGLE} nor {INDEX} nor DCP's .metadata{instead}")
+        weights_format(folder)
         super().__init__(folder, open_hf(folder))
 
 

@@ -14,13 +14,13 @@ from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import HFWeights
-from titan_mi100.weights.peft import CONFIG as ADAPTER_CONFIG
 
 
 def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
@@ -34,22 +34,12 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         UserError: there are no weights, or they cannot be read safely.
     """
     path = Path(path)
-    if lexists(path / ADAPTER_CONFIG):
-        raise UserError(f"{path}: is a PEFT adapter; name its base model here, and this folder as the adapter")
-    # lexists: a link is found even if it is broken, and refused by the reader with a message of its own
-    if lexists(path / ".metadata"):
-        return DCPWeights(path, only_weights, read_manifest(path).get("files"))
-    if path.is_file() and path.suffix != ".safetensors":
-        return read_torch_weights(path)
-    if checkpoints := sealed.list_checkpoints(path / "checkpoint") or sealed.list_checkpoints(path):
-        exports = sorted(path.glob("hf-step-*"), key=lambda folder: folder.stat().st_mtime)
-        newest = [*checkpoints, *exports][-1]
-        raise UserError(f"{path}: is a run folder; name one of its checkpoints or exports, such as {newest}")
     if not path.exists():
         raise UserError(f"{path}: no such folder or file{hub_hint(str(path)) or nearby(str(path))}")
-    if path.is_file():  # a .safetensors file
-        raise UserError(f"{path}: name its folder, which must have a config.json as well")
-    return HFWeights(path)
+    kind = weights_format(path)
+    if kind == DCP:
+        return DCPWeights(path, only_weights, read_manifest(path).get("files"))
+    return read_torch_weights(path) if kind == TORCH else HFWeights(path)
 
 
 def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.read_manifest) -> dict[str, Any]:

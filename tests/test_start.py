@@ -1,0 +1,163 @@
+"""Before the data of a run are prepared: weights, what an export refuses, and the disk are checked."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ASSETS
+from safetensors.torch import save_file
+from test_trainer import SPEC
+
+from titan_mi100.config.check import check_start
+from titan_mi100.config.load import config_from_command_line, load_config
+from titan_mi100.config.model_spec import parameter_count, parameter_shapes, to_hf_config
+from titan_mi100.errors import UserError
+from titan_mi100.files import library
+from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.plain import LFS_POINTER
+from titan_mi100.weights.convert import to_hf
+from titan_mi100.weights.source import open_source
+
+SINGLE, POINTER = "model.safetensors", LFS_POINTER + b"oid sha256:6f62\nsize 1192135096\n"
+
+
+def model(folder: Path) -> Path:
+    shutil.copytree(ASSETS / "tokenizer", folder)
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in parameter_shapes(SPEC).items()}
+    save_file(tensors, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps(to_hf_config(SPEC)))
+    return folder
+
+
+def arguments(load: Path, *more: str) -> list[str]:
+    data = ["--data.path", str(ASSETS / "arithmetic.jsonl"), "--job.dump_folder", str(load.parent / "runs")]
+    return ["--checkpoint.initial_load_path", str(load), *data, "--training.seq_len", "16", *more]
+
+
+def checked(load: Path, *more: str) -> None:
+    check_start(load_config(arguments(load, *more), 1))
+
+
+def shards(folder: Path, *names: str) -> None:
+    (folder / SINGLE).unlink()
+    for name in names:
+        (folder / name).write_bytes(b"PK")
+
+
+def spoil(name: str, content: bytes | dict[str, Any]) -> Callable[[Path], Any]:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return lambda folder: (folder / name).write_bytes(text)
+
+
+def index(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "model-1.safetensors")
+    weight_map = dict.fromkeys(parameter_shapes(SPEC), "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model-1.safetensors").write_bytes(POINTER)
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").touch()
+
+
+GENERATION = "generation_config.json"
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut off": (lambda f: os.truncate(f / SINGLE, 5000), f"{SINGLE}: not a complete safetensors file"),
+    "pointer": (
+        spoil(SINGLE, POINTER),
+        "a pointer of git-lfs, a few lines in place of the file; fetch the file: git",
+    ),
+    "pointer, shard": (index, "model-1.safetensors: is a pointer of git-lfs"),
+    "pointer, generation": (spoil(GENERATION, POINTER), "json: is a pointer of git-lfs"),
+    "another shape": (
+        lambda f: (f / "config.json").write_text(json.dumps({**to_hf_config(SPEC), "intermediate_size": 160})),
+        "gate_proj.weight has shape",
+    ),
+    "layers missing": (
+        lambda f: (f / "config.json").write_text(
+            json.dumps({**to_hf_config(SPEC), "num_hidden_layers": 9, "layer_types": ["full_attention"] * 9})
+        ),
+        "missing: model.layers.",
+    ),
+    "pickle": (lambda f: shards(f, "pytorch_model.bin"), "only pytorch_model.bin; name that file itself"),
+    "pickles": (lambda f: shards(f, "a.bin", "b.bin"), "only a.bin, b.bin; write safetensors with transformers: Auto"),
+    "GGUF": (lambda f: shards(f, "q4.gguf"), "only q4.gguf; GGUF cannot be trained; download the model's safetensors"),
+    "half a download": (lambda f: shards(f, f"{SINGLE}.incomplete"), "; download the whole folder again"),
+    "adapter": (adapter, "is a PEFT adapter; name its base model here"),
+    "stop token": (spoil(GENERATION, {"eos_token_id": "<|im_end|>"}), "must be a token id or a list"),
+    "generation, no JSON": (spoil(GENERATION, b"{,}"), f"{GENERATION}: cannot be read as JSON"),
+    "generation, refused": (
+        spoil(GENERATION, {"max_new_tokens": -1}),
+        f"{GENERATION}: transformers refuses it: `max_new_tokens` must be greater than 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_what_would_fail_hours_later_is_refused_at_the_start(case: str, tmp_path: Path) -> None:
+    folder = model(tmp_path / "model")
+    checked(folder)
+    SPOILED[case][0](folder)
+    with pytest.raises(UserError) as refused:
+        checked(folder)
+    assert SPOILED[case][1] in str(refused.value)
+
+
+def test_the_command_checks_before_anything_else_and_a_later_job_and_a_resumed_run_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = model(tmp_path / "model")
+    (folder / SINGLE).write_bytes(POINTER)
+    run = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["train", *arguments(folder, "--job.run_folder", str(run))])
+    with pytest.raises(SystemExit, match="2"):
+        config_from_command_line()
+    assert "is a pointer of git-lfs" in capfd.readouterr().err and not run.exists()
+    config_from_command_line(for_this_job=False)
+    (run / "checkpoint" / "step-1").mkdir(parents=True)
+    config_from_command_line()
+
+
+def test_a_disk_too_small_for_a_checkpoint_and_the_export_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, count = model(tmp_path / "model"), parameter_count(SPEC)
+    export = ("--checkpoint.export_hf", "true", "--checkpoint.export_dtype", "bfloat16")
+
+    def free(size: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+
+    free(count * 12)  # AdamW: weights and two moments in fp32
+    checked(folder)
+    with pytest.raises(UserError, match=r"but a checkpoint takes [\d.]+ [kM]B and the export [\d.]+ kB; free some"):
+        checked(folder, *export)
+    free(count * 14)
+    checked(folder, *export)
+    free(count * 12 - 1)
+    with pytest.raises(UserError, match=r"or set job\.run_folder"):
+        checked(folder)
+    checked(folder, "--lora.rank", "1")
+
+
+def test_data_that_are_pointers_of_git_lfs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "it's.txt").write_bytes(POINTER)  # as text it would be trained on
+    _, (problem,) = matching_files(str(tmp_path / "*.txt"))
+    assert problem.endswith(f"fetch the file: git -C {tmp_path} lfs pull")
+
+
+def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_only(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = model(tmp_path / "model")
+    assert library.try_library(folder) == []
+    (folder / "config.json").write_text(json.dumps({**to_hf_config(SPEC), "num_labels": 10**9}))
+    for load in (library.try_library, lambda path: to_hf(open_source(path), tmp_path / "out", verify="logits")):
+        with pytest.raises(UserError, match=r"config.json: needs more memory or time than a real file of its size"):
+            load(folder)
+    assert not (tmp_path / "out").exists()

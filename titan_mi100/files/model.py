@@ -1,0 +1,99 @@
+"""Checks a model's weights by their tables of tensors, before a run prepares its data. Imports no torch.
+
+weights/ opens the same files later, to read values.
+"""
+
+from collections.abc import Mapping, Sequence
+from os.path import lexists
+from pathlib import Path
+
+from titan_mi100.errors import UserError
+from titan_mi100.files.child import call_in_child
+from titan_mi100.files.tables import HF_DTYPES, INDEX, SINGLE
+from titan_mi100.wording import some
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HF, DCP, TORCH = "HF folder", "DCP folder", "file of torch.save"
+_OLD_BUFFER = ".rotary_emb.inv_freq"  # old programs stored this buffer; it is computed from the config instead
+
+
+def weights_format(path: Path) -> str:
+    """HF, DCP or TORCH.
+
+    Raises:
+        UserError: the path names something else; the remedy names what to take instead.
+    """
+    if lexists(path / "adapter_config.json"):
+        raise UserError(f"{path}: is a PEFT adapter; name its base model here, and this folder as the adapter")
+    # lexists: a link is found even if it is broken, and refused by the reader with a message of its own
+    if lexists(path / ".metadata"):
+        return DCP
+    if path.is_file():
+        if path.suffix == ".gguf":
+            raise UserError(f"{path}: {_NO_GGUF}")
+        if path.suffix != ".safetensors":
+            return TORCH
+        raise UserError(f"{path}: name its folder, which must have a config.json as well")
+    saved = [*path.glob("checkpoint/step-*"), *path.glob("step-*")]
+    if checkpoints := sorted((f for f in saved if f.name[5:].isdecimal()), key=lambda f: int(f.name[5:])):
+        exports = sorted(path.glob("hf-step-*"), key=lambda folder: folder.stat().st_mtime)
+        newest = [*checkpoints, *exports][-1]
+        raise UserError(f"{path}: is a run folder; name one of its checkpoints or exports, such as {newest}")
+    if not any(lexists(path / name) for name in (SINGLE, INDEX)):
+        raise UserError(f"{path}: has no model: neither {SINGLE} nor {INDEX} nor DCP's .metadata{_instead(path)}")
+    return HF
+
+
+_NO_GGUF = "GGUF cannot be trained; download the model's safetensors files"
+
+
+def _instead(folder: Path) -> str:
+    """The end of a message: what a folder has instead of safetensors, and the remedy."""
+    pickles = sorted(file for kind in ("bin", "pt", "pth") for file in folder.glob(f"*.{kind}"))
+    pickles = [file for file in pickles if file.name != "training_args.bin"]  # transformers' Trainer writes it
+    if len(pickles) == 1:
+        return f", only {pickles[0].name}; name that file itself instead of its folder; its pickle's code is not run"
+    if pickles:
+        how = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer's files there"
+        return f", only {some((file.name for file in pickles), 2)}; write safetensors with transformers: {how}"
+    ggufs = sorted(folder.glob("*.gguf"))
+    return f", only {ggufs[0].name}; {_NO_GGUF}" if ggufs else "; download the whole folder again"
+
+
+def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """What differs between stored tensors (name -> shape and dtype) and those of a model (name -> shape).
+
+    A tied model has no head in `shapes`; its folder may have one. Old buffers of the rotary embedding are ignored, as
+    in transformers.
+    """
+    wanted = {HEAD: shapes[EMBEDDING], **shapes} if HEAD in tensors and EMBEDDING in shapes else shapes
+    unexpected = sorted(n for n in tensors.keys() - wanted.keys() if not n.endswith(_OLD_BUFFER))
+    if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
+        # replaces the other problems, which follow from this one
+        return ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
+    missing = sorted(wanted.keys() - tensors.keys())
+    problems = [f"missing: {some(missing)}"] if missing else []
+    problems += [f"not part of this model: {some(unexpected)}"] if unexpected else []
+    for name in sorted(wanted.keys() & tensors.keys()):
+        shape, dtype = tensors[name]
+        if tuple(shape) != tuple(wanted[name]):
+            problems.append(f"{name} has shape {tuple(shape)}, but the model needs {tuple(wanted[name])}")
+        if dtype not in HF_DTYPES.values():
+            problems.append(f"{name} has dtype {dtype}, which cannot be trained; use floating point")
+    return problems
+
+
+def check_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that weights are complete and, for an HF folder, those of the model.
+
+    Raises:
+        UserError: they are not; one line per problem.
+    """
+    kind = weights_format(path)
+    if kind == DCP:  # what else is in there, and under which names, is known when it is opened
+        call_in_child("files.tables:read_dcp", path / ".metadata", None)
+        return
+    table = call_in_child("files.tables:read_hf" if kind == HF else "files.tables:read_torch", path)
+    tensors = {name: (shape, dtype) for name, (dtype, shape, _) in table.items()} if kind == HF else {}
+    if problems := tensor_problems(tensors, shapes) if tensors else []:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
