@@ -1,18 +1,25 @@
 """`titan-mi100 config new`: five answers, a config that the planner has checked, and nothing written otherwise."""
 
 import json
+import multiprocessing
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import REPO
 
-from titan_mi100.config import new
+from titan_mi100 import new_config as new
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
-from titan_mi100.config.plan import GIB, make_plan
+from titan_mi100.config.plan import GIB, make_plan, with_settings
+from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.data.packing import pack_rows
+from titan_mi100.data.survey import Survey
+from titan_mi100.errors import UserError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -55,7 +62,8 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     for word in ("inspect", "plan", "train"):
         assert f" {word} --job.config_file mine.toml" in out
     config = load_config(["--job.config_file", "mine.toml"], 2)
-    assert config.data.path == (str(tmp_path / "train.jsonl"),) and config.training.epochs == 3 and not config.lora.rank
+    assert config.data.path == (str(tmp_path / "train.jsonl"),) and not config.lora.rank
+    assert "chosen for them: " in out and config.data.validation_fraction == 0.05
     plan = make_plan(config, 2, 32 * GIB)
     assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out
     before = Path("mine.toml").read_bytes()
@@ -63,6 +71,64 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     assert code == 2 and "mine.toml: exists already" in err and Path("mine.toml").read_bytes() == before
     assert run(*given)[0] == 0 and run(*given)[0] == 0
     assert Path("qwen3-0.6b-full.toml").exists() and Path("qwen3-0.6b-full-2.toml").exists()
+
+
+FINETUNE = Config(training=TrainingConfig(target_tokens_per_step=32_768, epochs=3))  # as in finetune.toml
+
+
+def rows_of(lengths: Sequence[int], share: float = 1.0, refused: int = 0) -> Survey:
+    return Survey(np.array(lengths, np.int64), np.linspace(0, 1, len(lengths), endpoint=False), share, refused)
+
+
+@pytest.mark.parametrize("cards", [1, 2, 4])
+@pytest.mark.parametrize("rows", [50, 500, 5000])
+def test_the_size_of_a_run_suits_its_tokens(rows: int, cards: int) -> None:
+    """Rows of about GSM8K's lengths: at least 30 steps, and at most a tenth of padding."""
+    config = FINETUNE
+    lengths = np.random.default_rng(0).integers(100, 300, rows)
+    change, lines = new.sized_run(config, cards, rows_of(lengths))
+    config = with_settings(config, change)
+    kept = lengths[round(config.data.validation_fraction * rows) :]
+    packed = len(pack_rows(kept, config.training.seq_len).starts) - 1
+    batch = config.batch(cards)
+    an_epoch = -(-packed // batch.global_batch_size)
+    assert an_epoch * config.training.epochs >= 30 and packed / an_epoch / batch.global_batch_size >= 0.9
+    assert f"{an_epoch * config.training.epochs} steps" in lines and f"{batch.global_batch_size} rows of" in lines
+    assert config.validation.freq == -(-an_epoch * config.training.epochs // 5) and 0 < len(kept) < rows
+
+
+def test_what_the_size_cannot_suit_is_said() -> None:
+    config = FINETUNE
+    change, lines = new.sized_run(config, 8, rows_of([1000] * 5))
+    assert change["training"] == {"seq_len": 1024, "target_tokens_per_step": 8 * 1024, "epochs": 10}
+    assert "10 steps, 50% padding; 10% of the documents (1)" in lines
+    change, lines = new.sized_run(config, 1, rows_of([9], refused=3))
+    assert "data" not in change and "0% of the documents (0)" in lines and "WARNING 3 rows are refused" in lines
+    _, lines = new.sized_run(config, 2, rows_of([1000] * 100, share=0.004))
+    assert "in the first 0.4% of the data, read for 10 seconds" in lines and "32 rows of" in lines
+    with pytest.raises(UserError, match="no row can be learned"):
+        new.sized_run(config, 1, rows_of([]))
+
+
+def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path("train.jsonl").read_text()
+    Path("train.jsonl").write_text(text * (4_000_000 // len(text)))
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    monkeypatch.setattr(new, "_SECONDS", 0.0)
+    code, out, err = run(*options, "--output", "x.toml")
+    [read] = re.findall(r"counted: .* in the first ([0-9.]+)% of the data, read for 0 seconds", out)
+    assert (code, err) == (0, "") and 5 < float(read) < 50
+    assert not multiprocessing.active_children()
+
+
+def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    Path("train.jsonl").write_text('{"a": 1}\n')
+    code, out, err = run(*options, "--output", "x.toml")
+    assert (code, err) == (0, "") and "WARNING the tokens were not counted, so the size of the run may not" in out
+    assert "train.jsonl: rows have the keys a; expected messages" in out and "epochs" not in Path("x.toml").read_text()
+    Path("train.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": 1, "answer": "b"}\n')
+    assert "WARNING 1 rows are refused; titan-mi100 inspect names them" in run(*options, "--output", "y.toml")[1]
 
 
 @pytest.mark.parametrize(

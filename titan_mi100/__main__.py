@@ -16,7 +16,7 @@ COMMANDS = {  # word or words: module, and what it does
     "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),
     "certify": ("certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
-    "config new": ("config.new", "write a config: five questions, and a check that the run fits the cards"),
+    "config new": ("new_config", "write a config: five questions, and a check that the run fits the cards"),
     "inspect": ("inspect_data", "show what will train, token by token"),
     "plan": ("planner", "predict whether a run fits its GPUs, and find the fastest layout"),
     "rehearse": ("rehearse", "count memory and communication of a run on N devices, without the devices"),

@@ -51,8 +51,7 @@ _CODE_HASH = hashlib.sha256(
 ).hexdigest()
 # Raised when a version reads some rows differently from the one before: a resumed run whose rows differ names it.
 # 2: masks, parts of a row in other columns, and several end tokens of a text are no longer ignored.
-_READING = ("version of the row reader", 2)
-_AS_BEFORE = ("null_arguments", "")
+_READING = 2
 _LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")
 # Share of vocab_size below which the tokenizer is probably another model's: models pad by a few hundred tokens only.
 _FEW_TOKENS = 0.9
@@ -195,8 +194,8 @@ class Request:
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
         # null_arguments: runs of earlier versions, which have no such setting, read rows as with its default
-        shown = {name: value for name, value in options.items() if name != "source" and (name, value) != _AS_BEFORE}
-        made_of = shown | {_READING[0]: _READING[1]}
+        made_of = {k: v for k, v in options.items() if k != "source" and (k, v) != ("null_arguments", "")}
+        made_of["version of the row reader"] = _READING
         made_of |= {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
         return Inputs(key, made_of, stamps)
 
@@ -212,14 +211,8 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     """
     started = time.perf_counter()
     config = request.config
-    tokenizer = load_tokenizer(request.tokenizer_path)
-    sources = [
-        Source(file, number, choose_format(file, replace(config, format=pattern.format)), os.path.getsize(file), {})
-        for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True))
-        for file in files
-    ]
-    template = _load_template(request, sources, tokenizer)
-    encoder = Encoder(tokenizer, template, config, request.seq_len)
+    sources, encoder = open_files(request)
+    tokenizer = encoder.tokenizer
     ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
     records, sets = ledger.records, choose_sets(ledger, config)
 
@@ -246,12 +239,24 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
             summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
             warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config)],
             enable_thinking=enable_thinking,
-            system_prompt=None if template is None else config.system_prompt,
+            system_prompt=config.system_prompt if encoder.end_of_turn else None,
             end_of_turn=encoder.end_of_turn,
             end_of_turn_id=tokenizer.id_of(encoder.end_of_turn) if encoder.end_of_turn else None,
         )
     ledger.write(folder / "ledger.csv")
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
+
+
+def open_files(request: Request) -> tuple[list[Source], Encoder]:
+    """The files with their formats, and what encodes their records. Raises UserError: a file or a setting is wrong."""
+    config, tokenizer = request.config, load_tokenizer(request.tokenizer_path)
+    sources = [
+        Source(file, number, choose_format(file, replace(config, format=pattern.format)), os.path.getsize(file), {})
+        for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True))
+        for file in files
+    ]
+    template = _load_template(request, sources, tokenizer)
+    return sources, Encoder(tokenizer, template, config, request.seq_len)
 
 
 def _pack_sets(
@@ -311,14 +316,13 @@ def _tokenise_all(
     path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig
 ) -> tuple[Ledger, _Tokens]:
     """Write the token values of all documents to `path`, and enter every record in a ledger."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer, encoder.end_of_turn)
     ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
     digests = [hashlib.sha256() for _ in [*file_sources(config), HELD_OUT]]  # index -1 is HELD_OUT
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     size = sum(source.bytes for source in sources)
     with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
-        for chunk in tokenise(sources, encoder, config.workers or cores or 1, progress.advance):
+        for chunk in tokenise(sources, encoder, config.workers, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))

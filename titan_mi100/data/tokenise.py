@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -25,18 +25,19 @@ _ALLOWED = 64
 
 def tokenise(
     sources: Sequence[Source], encoder: Encoder, workers: int, progress: Callable[[int], None]
-) -> Iterator[Chunk]:
-    """Encode all records of all sources, in order.
+) -> Generator[Chunk, None, None]:
+    """Encode all records of all sources, in order. Close it to end its processes before it has ended.
 
     Args:
-        workers: number of worker processes. Their memory and time are limited, because the chat template and the
-            tokenizer come from outside.
+        workers: number of worker processes; 0: one per core. Their memory and time are limited, because the chat
+            template and the tokenizer come from outside.
         progress: called with the bytes that were read since the last call.
 
     Raises:
         UserError: a file cannot be read, or a worker process was killed.
     """
     chunks = _read_chunks(sources, progress)
+    workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
     # Forked, so that all workers share the tokenizer's tables in memory. Forking a process with threads is safe here,
     # because the workers run no torch code, only Python and the tokenizer.

@@ -1,10 +1,12 @@
 """`titan-mi100 config new` asks five questions and writes a config that the planner has checked. Imports no torch.
 
 Each answer can be given as an option; without a terminal nothing is asked. The config inherits from the bundled
-finetune.toml. What does not fit the cards is changed step by step, or refused with what would fit.
+finetune.toml. Rows per step, epochs and the share for validation follow from the number of tokens. What does not fit
+the cards is changed step by step, or refused with what would fit.
 """
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -28,6 +30,8 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import read_hf_config
 from titan_mi100.config.plan import GIB, Plan, make_plan, with_settings
 from titan_mi100.config.settings import Config
+from titan_mi100.data.packing import pack_rows
+from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
 
@@ -55,12 +59,34 @@ METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
 }
 
 
+_SECONDS = 10.0  # of reading the data; of more data a sample is read
+_LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data allow that
+
+
 class Answers(NamedTuple):
     model: str
     data: tuple[str, ...]
     cards: int
     memory: float  # GiB of a card
     method: str
+
+
+class Size(NamedTuple):
+    """The size of a run."""
+
+    seq_len: int
+    rows: int  # of an epoch
+    epochs: int
+    step: int  # rows
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * math.ceil(self.rows / self.step)
+
+    @property
+    def padding(self) -> float:
+        """Share of an epoch's rows."""
+        return 1 - self.rows * self.epochs / (self.steps * self.step)
 
 
 class Question(NamedTuple):
@@ -98,7 +124,7 @@ def _new(options: argparse.Namespace) -> None:
         what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
         raise UserError(f"{what}; e.g. python -m titan_mi100 config new --model Qwen3-0.6B --data train.jsonl")
     answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
-    plan, changed = fitting_plan(answers)
+    plan, changed, about_data = fitting_plan(answers)
     output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     text = as_toml(answers, changed[1])
     _verify(text, plan)
@@ -108,6 +134,7 @@ def _new(options: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror}") from None
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
+    print(about_data)
     if changed[0]:
         print(f"changed so that it fits: {changed[0]}")
     print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)\n\nnext:")
@@ -178,17 +205,22 @@ def _method(text: str) -> str:
     return method
 
 
-def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
-    """The plan of the first settings that fit the cards; what they change, in words and as settings.
+def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
+    """The plan of the first settings that fit the cards; what they change, in words and as settings; lines on the data.
 
     Raises:
         UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
     """
     given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
     config = load_config([*given, "--data.path", *answers.data], answers.cards)
-    plan, change = _first_fitting(config, answers.method, answers)
+    try:
+        sized, about_data = sized_run(config, answers.cards, survey(config, _SECONDS))
+    except UserError as error:
+        sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
+    config = with_settings(config, sized)
+    plan, (words, change) = _first_fitting(config, answers.method, answers)
     if plan.fits:
-        return plan, change
+        return plan, (words, {**sized, **change}), about_data
     others = []
     for method in METHODS:
         with suppress(UserError):  # the method's settings are not for this model
@@ -198,6 +230,40 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change]]:
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
         f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {remedy}"
     )
+
+
+def sized_run(config: Config, cards: int, found: Survey) -> tuple[Change, str]:
+    """Rows per step, epochs and a share for validation that suit the number of tokens; and lines that say so.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    if not (documents := len(found.lengths)):
+        raise UserError("no row can be learned, as titan-mi100 inspect shows")
+    held_out = {share: int((found.places < share).sum()) for share in (0.01, 0.05, 0.1, 0.2, 0.3, 0.0)}
+    share = next((s for s, held in held_out.items() if documents > held >= (50 if s < 0.1 else 1)), 0.0)
+    batch, kept, sizes = config.batch(cards), found.lengths[found.places >= share], list[Size]()
+    for seq_len in (config.training.seq_len >> halvings for halvings in range(3)):
+        if not sizes or found.lengths.max() <= seq_len:
+            rows = math.ceil((len(pack_rows(kept, seq_len).starts) - 1) / found.share)
+            steps = range(batch.global_batch_size, 0, -batch.local_batch_size * batch.dp_degree)
+            epochs = range(config.training.epochs, _MOST_EPOCHS + 1)
+            sizes += [Size(seq_len, rows, times, step) for times in epochs for step in steps]
+    # The first that is good is taken: long rows, few epochs, large steps.
+    good = [size for size in sizes if size.steps >= _LEAST_STEPS and size.padding <= _MOST_PADDING]
+    size = good[0] if good else max(sizes, key=lambda size: (min(size.steps, _LEAST_STEPS), -size.padding))
+    tokens = size.step * size.seq_len
+    change: Change = {"training": {"seq_len": size.seq_len, "target_tokens_per_step": tokens, "epochs": size.epochs}}
+    if share:
+        change |= {"data": {"validation_fraction": share}, "validation": {"freq": -(-size.steps // 5)}}
+    read = "" if found.share == 1 else f" in the first {found.share:.1%} of the data, read for {_SECONDS:.0f} seconds"
+    lines = [
+        f"counted: {documents:,} documents of {int(found.lengths.sum()):,} tokens{read}",
+        f"chosen for them: {size.step} rows of {size.seq_len:,} tokens in a step, {size.epochs} epochs: {size.steps:,} "
+        f"steps, {size.padding:.0%} padding; {share:.0%} of the documents ({held_out[share]}) for validation",
+        f"WARNING {found.refused:,} rows are refused; titan-mi100 inspect names them",
+    ]
+    return change, "\n".join(lines[: 2 + (found.refused > 0)])
 
 
 def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:
@@ -218,7 +284,8 @@ def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan,
 
 
 def as_toml(answers: Answers, change: Change) -> str:
-    settings: Change = {"checkpoint": {"initial_load_path": answers.model}, "data": {"path": answers.data}, **change}
+    data = {"path": answers.data, **change.get("data", {})}
+    settings: Change = {"checkpoint": {"initial_load_path": answers.model}, **change, "data": data}
     lines = [
         f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; by titan-mi100 config new",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",

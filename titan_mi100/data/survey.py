@@ -1,0 +1,45 @@
+"""Counts the tokens of a run's files before they are prepared: all of them, or those that some seconds suffice for."""
+
+import time
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_mi100.config.settings import Config
+from titan_mi100.data.encode import REJECTED
+from titan_mi100.data.files import expand_patterns
+from titan_mi100.data.prepare import Request, open_files
+from titan_mi100.data.sets import patterns
+from titan_mi100.data.tokenise import tokenise
+
+
+class Survey(NamedTuple):
+    lengths: np.ndarray  # (documents,) int64: tokens
+    places: np.ndarray  # (documents,) float64 in [0, 1): those below data.validation_fraction are held out
+    share: float  # of the files that was read
+    refused: int  # rows
+
+
+def survey(config: Config, seconds: float) -> Survey:
+    """Read a run's files as its preparation will, for about so many seconds.
+
+    Raises:
+        UserError: a file cannot be read, or the template or a setting does not fit.
+    """
+    data, training = config.data, config.training
+    files = expand_patterns([pattern.path for pattern in patterns(data)])
+    request = Request(data, files, config.tokenizer_path(), config.model.chat_template, training.seq_len)
+    sources, encoder = open_files(request)
+    chunks, sizes, until, share = [], list[int](), time.monotonic() + seconds, 1.0
+    with closing(tokenise(sources, encoder, data.workers, sizes.append)) as reading:
+        for chunk in reading:
+            chunks.append(chunk)
+            if time.monotonic() > until:
+                # A chunk's bytes are reported when the next one is read. More are read than have arrived.
+                share = sum(sizes[: len(chunks)]) / max(1, sum(source.bytes for source in sources))
+                break
+    records = np.concatenate([chunk.records for chunk in chunks])
+    places = np.repeat(records["hash"][:, 0] / 2.0**64, records["documents"])
+    lengths = np.concatenate([chunk.lengths for chunk in chunks])
+    return Survey(lengths, places, min(share, 1.0), int((records["status"] == REJECTED).sum()))
