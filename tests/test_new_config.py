@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,9 @@ def test_settings_change_until_the_run_fits(
     code, out, err = run(*options, "--method", method, "--output", "x.toml")
     assert (code, err) == (0, "") and said in out
     config = load_config(["--job.config_file", "x.toml"], int(cards))
+    answers = new.Answers(str(Path("Qwen3-8B").absolute()), config.data.path, int(cards), int(memory[:2]), method)
+    planned = new.fitting_plan(answers)[0]
+    assert planned.config == replace(config, job=planned.config.job, notes=planned.config.notes)
     for name, value in expected.items():
         section, key = name.split(".")
         assert getattr(getattr(config, section), key) == value

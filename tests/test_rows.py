@@ -383,7 +383,7 @@ MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
     ({"loss_mask": [], "weights": None}, []),
     ({"attention_mask": [1, 1, 0], "labels": [1, 0]}, []),
     ({"labels": [-100, -100, 7]}, "bad mask: labels in a row of format "),
-    ({"mask": [0, 1, 0, 0], "weights": [0, 1, 0, 1]}, "contradiction: message 4: its weight is not what weights says"),
+    ({"mask": [0, 1, 0, 0], "weights": [0, 1, 0, 1]}, "contradiction: weights differs from the weight of a message"),
     *(
         ({"loss_mask": value}, "bad mask: loss_mask in a row of format ")
         for value in ([0, 1], [0, 1, 0, 1, 0], [0, 0.5, 0, 1], [0, 2, 0, 1], [0, None, 0, 1], ["0", "1"] * 2, "0101")
@@ -418,7 +418,7 @@ def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() ->
     blank = {**ASSISTANT, "content": ""}
     row = {"messages": [USER, blank, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
     assert [message["weight"] for message in read("messages", row).messages or ()] == [0, 0, 1, 1]
-    with pytest.raises(BadRecord, match="contradiction: message 4: its weight is not what loss_mask says"):
+    with pytest.raises(BadRecord, match="contradiction: loss_mask differs from the weight of a message"):
         read("messages", row | {"loss_mask": [0, 0, 1, 0]})
 
 

@@ -107,21 +107,15 @@ def follow_masks(form: str, row: Row, unread: Set[str]) -> Row:
     name = _LISTS.get(form, "")
     for key in sorted(filter(lambda key: _is_mask(key, row[key]), unread)):
         mask, messages = row[key], row.get(name)
-        if (
-            not (isinstance(mask, list) and isinstance(messages, list) and len(mask) == len(messages))
-            or not all(isinstance(flag, int | float) and flag in (0, 1) for flag in mask)
-            or _names(key) & _REVERSING
-        ):
+        is_mask = isinstance(mask, list) and all(isinstance(flag, int | float) and flag in (0, 1) for flag in mask)
+        if not is_mask or not isinstance(messages, list) or len(mask) != len(messages) or _names(key) & _REVERSING:
             wanted = "only a list of 0 and 1, one for each message," if name else "no mask"
             raise BadRecord("bad mask", f"{key} in a row of format {form}: {wanted} is followed; {TO_IGNORE}")
-        weighted = []
-        for number, (message, flag) in enumerate(zip(messages, mask, strict=True), 1):
-            if isinstance(message, dict):  # what else it may be is refused when it is read
-                if message.get("weight") not in (None, flag):
-                    raise BadRecord("contradiction", f"message {number}: its weight is not what {key} says")
-                message = message | {"weight": int(flag)}
-            weighted.append(message)
-        row = row | {name: weighted}
+        pairs = [(m, int(flag)) for m, flag in zip(messages, mask, strict=True)]
+        # What a message may be other than an object is refused when it is read.
+        if any(isinstance(m, dict) and m.get("weight") not in (None, weight) for m, weight in pairs):
+            raise BadRecord("contradiction", f"{key} differs from the weight of a message")
+        row = row | {name: [m | {"weight": weight} if isinstance(m, dict) else m for m, weight in pairs]}
     return row
 
 

@@ -318,24 +318,23 @@ def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
         return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
 
 
-def without_nulls(value: Any, in_call: bool = False, keep: bool = False) -> Any:
+def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
     """Remove null keys, recursively, except in the arguments of tool calls, where NaN becomes null.
 
     All structs of a parquet column have the same keys; a key that was missing in the original row is null.
 
     Args:
-        in_call: the value is a tool call, or inside one.
+        call: the value is a tool call, or inside one.
         keep: it is a call's arguments, or inside them.
     """
     if isinstance(value, dict):
-        # item == item is false for NaN, which pandas writes for a missing number.
-        given = {key: item if item == item else None for key, item in value.items()}
-        return {
-            key: without_nulls(item, in_call or key == "tool_calls", keep or (in_call and key == "arguments"))
-            for key, item in given.items()
-            if keep or item is not None
-        }
-    return [without_nulls(item, in_call, keep) for item in value] if isinstance(value, list) else value
+        found = {}
+        for key, given in value.items():
+            item = given if given == given else None  # false for NaN, which pandas writes for a missing number
+            if keep or item is not None:
+                found[key] = without_nulls(item, call or key == "tool_calls", keep or (call and key == "arguments"))
+        return found
+    return [without_nulls(item, call, keep) for item in value] if isinstance(value, list) else value
 
 
 class _Gunzip(gzip.GzipFile):

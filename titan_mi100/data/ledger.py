@@ -238,9 +238,8 @@ class Ledger:
         with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("file", "line", "status", "set", "tokens", "supervised", "documents", "reason"))
-            for start in range(
-                0, len(self.records), 65536
-            ):  # in blocks: tolist() takes much more memory than the array
+            # in blocks: tolist() takes much more memory than the array
+            for start in range(0, len(self.records), 65536):
                 writer.writerows(self._lines(start, self.records[_WRITTEN][start : start + 65536].tolist()))
 
     def _lines(self, start: int, records: list[tuple[int, ...]]) -> Iterator[tuple[object, ...]]:

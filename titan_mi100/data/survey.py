@@ -27,19 +27,17 @@ def survey(config: Config, seconds: float) -> Survey:
     Raises:
         UserError: a file cannot be read, or the template or a setting does not fit.
     """
-    data, training = config.data, config.training
-    files = expand_patterns([pattern.path for pattern in patterns(data)])
-    request = Request(data, files, config.tokenizer_path(), config.model.chat_template, training.seq_len)
-    sources, encoder = open_files(request)
+    files = expand_patterns([pattern.path for pattern in patterns(config.data)])
+    shape = config.tokenizer_path(), config.model.chat_template, config.training.seq_len
+    sources, encoder = open_files(Request(config.data, files, *shape))
     chunks, sizes, until, share = [], list[int](), time.monotonic() + seconds, 1.0
-    with closing(tokenise(sources, encoder, data.workers, sizes.append)) as reading:
+    with closing(tokenise(sources, encoder, config.data.workers, sizes.append)) as reading:
         for chunk in reading:
             chunks.append(chunk)
             if time.monotonic() > until:
                 # A chunk's bytes are reported when the next one is read. More are read than have arrived.
                 share = sum(sizes[: len(chunks)]) / max(1, sum(source.bytes for source in sources))
                 break
-    records = np.concatenate([chunk.records for chunk in chunks])
+    records, lengths = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("records", "lengths"))
     places = np.repeat(records["hash"][:, 0] / 2.0**64, records["documents"])
-    lengths = np.concatenate([chunk.lengths for chunk in chunks])
     return Survey(lengths, places, min(share, 1.0), int((records["status"] == REJECTED).sum()))
