@@ -136,7 +136,7 @@ def test_a_disk_too_small_for_a_checkpoint_and_the_export_is_refused(
 
     free(count * 12)  # AdamW: weights and two moments in fp32
     checked(folder)
-    with pytest.raises(UserError, match=r"but a checkpoint takes [\d.]+ [kM]B and the export [\d.]+ kB; free some"):
+    with pytest.raises(UserError, match=r"but a checkpoint takes [\d.]+ kB, the export [\d.]+ kB; free some"):
         checked(folder, *export)
     free(count * 14)
     checked(folder, *export)
@@ -155,7 +155,7 @@ def test_data_that_are_pointers_of_git_lfs_are_refused(tmp_path: Path) -> None:
 def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_only(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = model(tmp_path / "model")
-    assert library.try_library(folder) == []
+    assert library.try_library(folder) == ""
     (folder / "config.json").write_text(json.dumps({**to_hf_config(SPEC), "num_labels": 10**9}))
     for load in (library.try_library, lambda path: to_hf(open_source(path), tmp_path / "out", verify="logits")):
         with pytest.raises(UserError, match=r"config.json: needs more memory or time than a real file of its size"):

@@ -121,7 +121,7 @@ def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBat
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    try_library(Path(path), ("AutoConfig", "GenerationConfig"))
+    try_library(Path(path), "config.json", "generation_config.json")
     network: Any = AutoModelForCausalLM.from_pretrained(Path(path))
     network = network.to(model.device, model.dtype).eval()
     network.generation_config = GenerationConfig()  # drop the folder's sampling settings; both engines are greedy

@@ -120,11 +120,7 @@ def _ask_child(question: dict[str, Any]) -> Verdict:
     where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     try:
         ended = subprocess.run(
-            [*_CHILD, where],
-            input=json.dumps(question),
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
+            [*_CHILD, where], input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE
         )
     except subprocess.TimeoutExpired:
         return Verdict(f"it hung: no answer within {_PATIENCE} s")

@@ -30,10 +30,8 @@ _TOKENIZER = (
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 # Keys of generation_config.json that transformers accepts with any value.
-_PLAIN_GENERATION = {
-    *("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"),
-    *("repetition_penalty", "transformers_version"),
-}
+_PLAIN_GENERATION = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"}
+_PLAIN_GENERATION |= {"repetition_penalty", "transformers_version"}
 _REMEDY = "correct it, or remove it"
 _DEFAULT = "{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {} %}}{{%- endif %}}"
 
@@ -57,12 +55,6 @@ def read_assets(folder: Path) -> Assets:
 def has_tokenizer(folder: str | Path) -> bool:
     known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
-
-
-def has_weights(folder: str) -> bool:
-    """Whether a model's folder may hold weights, in any format."""
-    known = ("*.safetensors*", ".metadata", "*.bin", "*.pt", "*.pth", "*.gguf")  # the last one is refused by name
-    return any(glob.glob(os.path.join(glob.escape(folder), name)) for name in known)
 
 
 def is_corpus(path: str | os.PathLike[str]) -> bool:
@@ -243,9 +235,8 @@ def check_generation(folder: Path) -> None:
     assets = _read_files(folder, (GENERATION,))
     stop_ids(assets, folder / GENERATION)
     others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
-    problems = try_library(folder, ("GenerationConfig",)) if others and find_spec("transformers") else []
-    if problems:
-        raise UserError(f"{problems[0]}; {_REMEDY}")
+    if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
+        raise UserError(f"{problem}; {_REMEDY}")
 
 
 def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:

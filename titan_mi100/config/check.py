@@ -7,18 +7,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
+from titan_mi100.config import assets
 from titan_mi100.config.as_text import toml_value
-from titan_mi100.config.assets import (
-    CONFIG,
-    PLAN,
-    check_generation,
-    config_dtype,
-    folder_of,
-    has_tokenizer,
-    has_weights,
-    is_corpus,
-    read_assets,
-)
 from titan_mi100.config.hub import hub_hint, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
@@ -58,7 +48,7 @@ SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
     """One message for each problem. Args: world_size: processes; None: not known, so layouts are not checked."""
-    errors = _check_paths(config, world_size is not None) if with_files else []
+    errors = _check_paths(config) if with_files else []
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):
@@ -136,27 +126,22 @@ def check_start(config: Config) -> None:
     Raises:
         UserError: weights that are not complete, files that an export refuses, or a disk that is too small.
     """
-    save, spec, folder = config.checkpoint, config.spec(), config.job.run_folder or config.job.dump_folder
-    load, folder = save.initial_load_path, os.path.abspath(folder)
+    save, lora, spec = config.checkpoint, config.lora, config.spec()
+    load, folder = save.initial_load_path, os.path.abspath(config.job.run_folder or config.job.dump_folder)
     if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
         return
-    dtype = save.export_dtype.replace("auto", "float32")
     if load:
         check_weights(Path(load), parameter_shapes(spec))
-        check_generation(folder_of(load))
-        dtype = config_dtype(read_assets(folder_of(load))) or dtype if save.export_dtype == "auto" else dtype
-    adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if config.lora.rank else None
-    count = sum(map(math.prod, (adapters or parameter_shapes(spec)).values()))
-    state = count * (sum(MASTER_BYTES[config.optimizer.master]) + STATE_BYTES[config.optimizer.state])
-    export = count * (4 if dtype == "float32" else 2) if save.export_hf else 0
+        assets.check_generation(assets.folder_of(load))
+    trained = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else parameter_shapes(spec)
+    count, state = sum(map(math.prod, trained.values())), STATE_BYTES[config.optimizer.state]
+    saved = count * (sum(MASTER_BYTES[config.optimizer.master]) + state)
+    exported = count * (4 if save.export_dtype == "float32" else 2) if save.export_hf else 0  # at least
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
-    if (free := shutil.disk_usage(folder).free) < state + export:
-        what = f"a checkpoint takes {bytes_in_words(round(state))}"
-        what += f" and the export {bytes_in_words(export)}" if export else ""
-        raise UserError(
-            f"{folder}: {bytes_in_words(free)} are free, but {what}; free some space, or set job.run_folder"
-        )
+    if (free := shutil.disk_usage(folder).free) < saved + exported:
+        what = f"a checkpoint takes {bytes_in_words(round(saved))}, the export {bytes_in_words(exported)}"
+        raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {what}; free some, or set job.run_folder")
 
 
 def check_layout(config: Config, world_size: int) -> list[str]:
@@ -237,26 +222,23 @@ def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
     return errors
 
 
-def _check_paths(config: Config, needs_weights: bool) -> list[str]:
+def _check_paths(config: Config) -> list[str]:
     errors, folder = [], os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
         errors.append("[data] path is not set; name a file or a glob, or several, or [[data.source]]")
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
-            if os.path.exists(os.path.join(pattern, PLAN)) and not is_corpus(pattern):
+            if os.path.exists(os.path.join(pattern, assets.PLAN)) and not assets.is_corpus(pattern):
                 what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
                 errors.append(f"[data] {key}: {pattern}: {what}")
-            elif key == "validation_path" or not is_corpus(pattern):
+            elif key == "validation_path" or not assets.is_corpus(pattern):
                 hint = hub_hint(pattern, folder, is_data=True)
                 errors += [f"[data] {key}: {problem}{hint}" for problem in matching_files(pattern)[1]]
     if (template := config.model.chat_template) and not os.path.isfile(template):
         errors.append(f"[model] chat_template = {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
         errors.append(no_such_model(load, config.job.config_file))
-    elif needs_weights and load and os.path.isfile(os.path.join(load, CONFIG)) and not has_weights(load):
-        remedy = hub_hint(load) or "; download the whole folder again, or name another"
-        errors.append(f"[checkpoint] initial_load_path = {load!r} has {CONFIG}, but no weights (*.safetensors){remedy}")
     path = config.tokenizer_path()
     key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
@@ -268,7 +250,7 @@ def _check_paths(config: Config, needs_weights: bool) -> list[str]:
         )
     elif not os.path.exists(path):
         errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
-    elif not os.path.isfile(path) and not has_tokenizer(path):
+    elif not os.path.isfile(path) and not assets.has_tokenizer(path):
         errors.append(
             f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
             "file; set model.tokenizer_path to a folder that does, or to such a file"
@@ -311,7 +293,7 @@ def _check_sources(data: DataConfig) -> list[str]:
             problems.append("epochs = 0: it would never be read; leave the source out")
         errors += [f"[data] source, table {number}: {problem}" for problem in problems]
     for source in data.sources if all(source.path for source in data.source) else ():
-        if any(map(is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
+        if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
             what = f"{source.path[0]}: a folder of prepare_corpus is a source of its own, with format = 'auto'; "
             what += "give each path a [[data.source]], or set data.weights"
             errors.append(f"[data] {'source' if data.source else 'path'}: {what}")
@@ -345,7 +327,7 @@ def _check_effects(config: Config) -> list[str]:
         idle.append(("a single source", "data", ("weights_in", "on_exhausted")))
     elif not any(source.weight for source in data.sources):
         idle.append(("no weights", "data", ("weights_in",)))
-    corpora = [is_corpus(path) for source in data.sources for path in source.path]
+    corpora = [assets.is_corpus(path) for source in data.sources for path in source.path]
     if not any(corpora):
         idle.append(("no source that prepare_corpus has made", "data", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:

@@ -158,22 +158,19 @@ class _Rank:
                 )  # fmt: skip
             if self.layout.tp > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
                 yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
-        waiting = (
-            end if self.tied and self.first and self.last else 0.0
-        )  # the head's gradient waits for the embedding's: one weight
+        # the head's gradient waits for the embedding's: one weight
+        waiting = end if self.tied and self.first and self.last else 0.0
         if self.first and end and not stay_so_long:  # the embedding's gradient is not there yet
             sums = self._gradient_sums(trained - self.vocabulary)
         if self.layers:
             inside = self._inside() + (0.0 if is_kept else copies)
             one = 0.0 if self.lora else self.block * self.compute
-            gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0) + self._reduced(
-                self.block
-            )
+            gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0)
+            gathered += self._reduced(self.block)
             of_head = self._gradient_sums(self.vocabulary) if self.last and not self.tied and not self.lora else 0.0
-            yield (
-                "backward of the last block",
-                at(gradients=max(before, of_head) + waiting + one, activations=kept + inside, communication=gathered),
-            )
+            first = max(before, of_head) + waiting + one
+            last = at(gradients=first, activations=kept + inside, communication=gathered)
+            yield "backward of the last block", last
             yield "backward of the first block", at(
                 gradients=sums + waiting + one, activations=kept - (waiting_layers - 1) * self._kept() + inside,
                 communication=gathered,
@@ -187,10 +184,9 @@ class _Rank:
             )  # fmt: skip
             if self.is_fsdp:
                 one = 0.0 if several else self._gradient_sums(self.vocabulary)
-                yield (
-                    "reduction of the embedding's gradient",
-                    at(gradients=sums - one + end, activations=rotary, communication=self._reduced(self.vocabulary)),
-                )
+                reduced = self._reduced(self.vocabulary)
+                more = at(gradients=sums - one + end, activations=rotary, communication=reduced)
+                yield "reduction of the embedding's gradient", more
         has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
         yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=_UPDATE_BUFFERS if has_buffers else 0)
 

@@ -14,6 +14,7 @@ from titan_mi100.wording import some
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HF, DCP, TORCH = "HF folder", "DCP folder", "file of torch.save"
+_READERS = {HF: "read_hf", DCP: "read_dcp", TORCH: "read_torch"}
 _OLD_BUFFER = ".rotary_emb.inv_freq"  # old programs stored this buffer; it is computed from the config instead
 
 
@@ -28,12 +29,11 @@ def weights_format(path: Path) -> str:
     # lexists: a link is found even if it is broken, and refused by the reader with a message of its own
     if lexists(path / ".metadata"):
         return DCP
+    if path.is_file() and path.suffix in (".safetensors", ".gguf"):
+        is_gguf = path.suffix == ".gguf"
+        raise UserError(f"{path}: {_NO_GGUF if is_gguf else 'name its folder, which must have a config.json as well'}")
     if path.is_file():
-        if path.suffix == ".gguf":
-            raise UserError(f"{path}: {_NO_GGUF}")
-        if path.suffix != ".safetensors":
-            return TORCH
-        raise UserError(f"{path}: name its folder, which must have a config.json as well")
+        return TORCH
     saved = [*path.glob("checkpoint/step-*"), *path.glob("step-*")]
     if checkpoints := sorted((f for f in saved if f.name[5:].isdecimal()), key=lambda f: int(f.name[5:])):
         exports = sorted(path.glob("hf-step-*"), key=lambda folder: folder.stat().st_mtime)
@@ -49,15 +49,13 @@ _NO_GGUF = "GGUF cannot be trained; download the model's safetensors files"
 
 def _instead(folder: Path) -> str:
     """The end of a message: what a folder has instead of safetensors, and the remedy."""
-    pickles = sorted(file for kind in ("bin", "pt", "pth") for file in folder.glob(f"*.{kind}"))
-    pickles = [file for file in pickles if file.name != "training_args.bin"]  # transformers' Trainer writes it
+    names = sorted(f.name for kind in ("bin", "pt", "pth", "gguf") for f in folder.glob(f"*.{kind}"))
+    pickles = [name for name in names if not name.endswith(("training_args.bin", ".gguf"))]  # the former: Trainer's
+    remedy = "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
     if len(pickles) == 1:
-        return f", only {pickles[0].name}; name that file itself instead of its folder; its pickle's code is not run"
-    if pickles:
-        how = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW), and copy the tokenizer's files there"
-        return f", only {some((file.name for file in pickles), 2)}; write safetensors with transformers: {how}"
-    ggufs = sorted(folder.glob("*.gguf"))
-    return f", only {ggufs[0].name}; {_NO_GGUF}" if ggufs else "; download the whole folder again"
+        remedy = "name that file itself instead of its folder; its pickle's code is not run"
+    found, remedy = (pickles, remedy) if pickles else (names, _NO_GGUF)
+    return f", only {some(found, 2)}; {remedy}" if names else "; download the whole folder again"
 
 
 def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -90,10 +88,9 @@ def check_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
         UserError: they are not; one line per problem.
     """
     kind = weights_format(path)
-    if kind == DCP:  # what else is in there, and under which names, is known when it is opened
-        call_in_child("files.tables:read_dcp", path / ".metadata", None)
-        return
-    table = call_in_child("files.tables:read_hf" if kind == HF else "files.tables:read_torch", path)
-    tensors = {name: (shape, dtype) for name, (dtype, shape, _) in table.items()} if kind == HF else {}
-    if problems := tensor_problems(tensors, shapes) if tensors else []:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    file, more = (path / ".metadata", [None]) if kind == DCP else (path, [])
+    table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
+    if kind == HF:  # else what is in there, and under which names, is known when it is opened
+        tensors = {name: (shape, dtype) for name, (dtype, shape, _) in table.items()}
+        if problems := tensor_problems(tensors, shapes):
+            raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
