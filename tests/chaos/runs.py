@@ -455,8 +455,8 @@ def moved(trial: Trial, legs: list[Leg]) -> None:
         steps, read = Counter[int](), dict[int, Counter[int]]()
         for rank, event, number in job.events():
             steps[rank] += event == "step"
-            if event == "row":  # of the step to come: they are read one step ahead
-                read.setdefault(3 * leg + steps[rank] + 1, Counter())[number] += 1
+            if event == "trained":  # not "row": threads read some steps ahead
+                read.setdefault(3 * leg + steps[rank], Counter())[number] += 1
         for step in range(3 * leg + 1, 3 * leg + 4):
             wanted = dict.fromkeys(range(rows * (step - 1), rows * step), _share(layout))
             found = dict(sorted(read.get(step, Counter()).items()))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from conftest import ASSETS, REPO, job_environment
 from titan_mi100.nodes import free_port
 
 TROUBLE = ("rank killed", "late", "agent killed", "refused", "rank killed", "port taken")  # of every second start
+AGAIN = re.compile(r"^run_train: .*; attempt \d of \d \.\.\.$", re.MULTILINE)  # a line about a further attempt
 PATIENCE = 300  # seconds for a job to end
 CONFIG = f"""
 [model]
@@ -74,7 +76,7 @@ def start(trouble: str, seed: int, folder: Path, _: tuple[str, ...] = ()) -> Out
     if (codes, state.get("state"), state.get("step")) != ([0, 0], "done", 2):
         last = " | ".join(said.splitlines()[-5:])
         wrong.append(f"codes {codes}, state {state.get('state')}, step {state.get('step')}; {killed}: {last}"[:600])
-    attempts = 1 + said.count("run_train: attempt ")
+    attempts = 1 + len(AGAIN.findall(said))
     if attempts == 1 and trouble.endswith("killed") and not wrong:
         wrong.append(f"{killed}, and no second attempt")  # then this has tried nothing
     return Outcome(1, wrong, {"attempts": attempts, "killed": killed})

@@ -2,12 +2,12 @@
 
 The environment's CHAOS is JSON: {"events": FILE, "actions": [...], "without": [...], "lock_patience": SECONDS}. Every
 rank appends what it comes to to the file, a line `rank event number` each: for the how many-th time, or its process id
-(import), row (row), step (sealed, remove, changed, unchanged). An action is {"at": EVENT, "number": N, "rank": R,
-"do": WHAT, "to": WHOM, "delay": SECONDS}: done by rank R when it comes to the event for the N-th time. WHAT is a
-signal's name, to rank WHOM, to the "launcher", or to the "script" that started that; or, in a step, what is not finite
-on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan activation"; or what has no end: "sleep", "hold the
-GIL", "wait for nobody" (a message that no rank sends); or one after "seconds": "slow". With "turn": T it is done only
-in the run's start number T, the first being 0.
+(import), row (row: read, some steps ahead; trained: in the current step), step (sealed, remove, changed, unchanged). An
+action is {"at": EVENT, "number": N, "rank": R, "do": WHAT, "to": WHOM, "delay": SECONDS}: done by rank R when it comes
+to the event for the N-th time. WHAT is a signal's name, to rank WHOM, to the "launcher", or to the "script" that
+started that; or, in a step, what is not finite on rank R: "nan loss", "nan gradient" (after the ranks' sum), "nan
+activation"; or what has no end: "sleep", "hold the GIL", "wait for nobody" (a message that no rank sends); or one after
+"seconds": "slow". With "turn": T it is done only in the run's start number T, the first being 0.
 """
 # ruff: noqa: E402  # a signal while torch is imported is an event as well
 
@@ -122,7 +122,7 @@ import torch
 from titan_mi100 import open_run, train, trainer
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import sealed
-from titan_mi100.data.loader import RowStream
+from titan_mi100.data.loader import Microbatch, RowStream
 from titan_mi100.files import durable
 from titan_mi100.model.qwen3 import Block
 from titan_mi100.parallel.distributed import Gradients
@@ -152,10 +152,18 @@ def observe(chaos: Chaos) -> None:
     def events(before: str, after: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return lambda *_, **__: chaos.event(before), lambda *_, **__: chaos.event(after)
 
-    def rows_of(stream: RowStream, first_row: int, microbatch: int) -> None:
-        for number in stream.row_numbers(first_row, [microbatch]):
-            chaos.event("row", number)
+    rows_in: dict[int, list[int]] = {}  # id of a microbatch -> its rows; an id that is used again is overwritten
+    read = RowStream.microbatch
 
+    def microbatch(stream: RowStream, first_row: int, number: int) -> Microbatch:  # mostly in threads, steps ahead
+        rows = stream.row_numbers(first_row, [number])
+        for row in rows:
+            chaos.event("row", row)
+        found = read(stream, first_row, number)
+        rows_in[id(found)] = rows
+        return found
+
+    RowStream.microbatch = microbatch  # type: ignore[method-assign]
     around(open_run, "build_model", *events("build", "built"))
     around(open_run, "validation_losses", *events("validate", "validated"))
     around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
@@ -163,13 +171,14 @@ def observe(chaos: Chaos) -> None:
     around(checkpoint.Checkpointer, "_write_part", *events("write", "written"))
     around(sealed, "seal", lambda *_: chaos.event("seal"), lambda _, __, record: chaos.event("sealed", record["step"]))
     around(sealed, "remove", lambda path: chaos.event("remove", sealed.step_of(path)), lambda _: chaos.event("removed"))
-    around(RowStream, "microbatch", rows_of)
     whole_step, steps = Trainer.step, Counter[str]()
 
     def step(self: Trainer, update: bool = True) -> StepResult:
         if not update:  # after the last one, to see whether its weights are sound
             return whole_step(self, update)
         asked = chaos.event("step")
+        for row in [row for each in self._microbatches for row in rows_in[id(each)]]:
+            chaos.event("trained", row)
         before = digest(self) if chaos.watches_changes else ""
         with faults(self._model, asked):
             result = whole_step(self)
