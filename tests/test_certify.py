@@ -2,13 +2,12 @@
 
 import copy
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,15 @@ import torch
 from conftest import REPO, job_environment
 
 from titan_mi100 import certify
-from titan_mi100.certificate import form, known, machine
+from titan_mi100.certificate import form, machine
 from titan_mi100.certificate.check import check, checked
 from titan_mi100.certificate.form import Certificate, Machine
 from titan_mi100.certificate.machine import describe
 from titan_mi100.certificate.page import page, table
 from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, rates, verdicts
-from titan_mi100.config.settings import Config, ModelConfig, TrainingConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
 from titan_mi100.measure import children, collectives, products, tasks
 from titan_mi100.measure.children import Task
-from titan_mi100.open_run import open_run
 
 CERTIFICATES = REPO / "certificates"
 CPU = torch.device("cpu")
@@ -107,7 +102,7 @@ def test_a_planted_wrong_kernel_fails(fault: str) -> None:
 
     found = form.parse_found("attention", faulty_parts.wrong_kernel(SHAPE, fault), "attention/wrong")
     part = form.Part("attention/wrong", form.MEASURED, "", 1.0, found)
-    (verdict, *_) = verdicts(describe(CPU, 1, with_commit=False), [part])
+    (verdict, *_) = verdicts(describe(CPU, 1), [part])
     words = "what another document holds" if fault == "leaks a little" else "is wrong by"
     assert verdict.verdict == "fail" and words in verdict.said
     assert ranking([part], "float32") == []
@@ -153,18 +148,7 @@ def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, ver
     product = {"name": "q", "m": 128, "k": 4096, "n": 128, "count": 1, "error": error, "scale": scale, "seconds": [1.0]}
     found = form.parse_found("gemm", {"model": "debug", "dtype": "float32", "products": [product]}, "gemm")
     part = form.Part("gemm/debug/float32", form.MEASURED, "", 1.0, found)
-    assert verdicts(describe(CPU, 1, with_commit=False), [part])[0].verdict == verdict
-
-
-def test_what_lacks_parts_that_the_trainer_reads_does_not_take_the_place_of_another(
-    content: dict[str, Any], cache: Path
-) -> None:
-    content["parts"][0].update(status="not run", said="no time", found=None)
-    certify._keep(form._parsed(content))
-    assert not cache.exists()
-    content["parts"][0].update(status="hung")
-    certify._keep(form._parsed(content))
-    assert len(list((cache / "certificates").iterdir())) == 1
+    assert verdicts(describe(CPU, 1), [part])[0].verdict == verdict
 
 
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
@@ -516,97 +500,6 @@ def test_the_hash_of_the_kernels_follows_their_code_only(tmp_path: Path, monkeyp
     assert before.startswith("35f67002ca3aab08")  # in each version of Python
 
 
-# the trainer
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What the log says."""
-    found: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Keep()
-    log.addHandler(handler)
-    log.setLevel("INFO")
-    yield found
-    log.removeHandler(handler)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the trainer looks for the certificate."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "titan_mi100"
-
-
-def of_this_machine(content: dict[str, Any], **changes: Any) -> Certificate:
-    """In which another backend is the fastest than without it."""
-    for part in content["parts"]:
-        if part["name"].startswith("attention/chunked/"):
-            part["found"]["ms"] = [1e-3]
-    certificate = form._parsed(content)
-    machine = replace(describe(CPU, 1, with_commit=False), **changes)
-    found = verdicts(machine, certificate.parts)
-    return form.sealed(replace(certificate, machine=machine, verdicts=found))
-
-
-def chosen(world: Any, backend: str = "auto") -> str:
-    config = Config(
-        model=ModelConfig(flavor="debug", attention_backend=backend),
-        training=TrainingConfig(seq_len=64, steps=1, mixed_precision_param="float32"),
-    )
-    run = open_run(config, world, data=made_up(random_rows(8, 64, config.spec().vocab_size, 0.5)))
-    return run.about["chosen"]["attention"]["name"]
-
-
-def test_the_trainer_takes_what_the_certificate_of_its_machine_found(
-    content: dict[str, Any], cache: Path, world: Any, lines: list[str]
-) -> None:
-    assert chosen(world) == "sdpa" and not any("certificate" in line for line in lines)
-    path = known.store(cache, of_this_machine(content))
-    assert chosen(world) == "chunked"
-    assert any(line.startswith(f"certificate of {content['made']}: {path}") for line in lines)
-    assert any("matrix products in the certificate" in line for line in lines)
-    assert any(line.startswith("attention: chunked (the fastest correct one by the certificate") for line in lines)
-    assert chosen(world, "sdpa") == "sdpa"  # named
-
-
-@pytest.mark.parametrize("name", ["device", "driver", "torch", "triton", "kernels"])
-def test_a_certificate_of_another_machine_is_ignored_with_the_reason(
-    name: str, content: dict[str, Any], tmp_path: Path, lines: list[str]
-) -> None:
-    known.store(tmp_path, of_this_machine(content, **{name: "another"}))
-    assert known.find(tmp_path, CPU) is None
-    (said,) = [line for line in lines if "certificate" in line]
-    assert said.startswith(f"the newest certificate does not match this machine and program: {name} another there, ")
-
-
-def test_a_damaged_certificate_is_ignored_with_the_reason(
-    content: dict[str, Any], cache: Path, world: Any, lines: list[str]
-) -> None:
-    path = known.store(cache, of_this_machine(content))
-    path.write_text(path.read_text().replace('"repeatable": true', '"repeatable": false', 1))
-    assert chosen(world) == "sdpa"
-    assert any(line.startswith("the certificate is ignored: ") and "its sha256" in line for line in lines)
-
-
-def test_a_backend_that_fails_at_the_runs_own_shape_is_not_taken(
-    content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from titan_mi100.attention import choice
-    from titan_mi100.attention.base import Shape
-    from titan_mi100.attention.trial import Verdict
-
-    monkeypatch.setattr(choice, "try_backend", lambda *_: Verdict("it crashed"))
-    found, said = choice.choose("auto", Shape(**SHAPE), CPU, "cpu", tmp_path, certified=("flex", "measured"))
-    assert found.name == "sdpa" and said == ["attention: flex, measured, is refused here: it crashed"]
-    before = choice.Choice("chunked", "until now", "cpu")
-    assert choice.choose("auto", Shape(**SHAPE), CPU, "cpu", tmp_path, before, ("sdpa", "measured")) == (before, [])
-
-
 def test_the_command_itself_imports_no_torch() -> None:
     """A broken driver can crash or hang the process that imports it."""
     code = "import sys, titan_mi100.certify; sys.exit('torch' in sys.modules)"
@@ -621,7 +514,7 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     code += "tasks.before_steps = lambda *a: [*{t.name.split('/')[0]: t for t in reversed(every(*a))}.values()][::-1]\n"
     code += "from titan_mi100.certify import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "--output", str(tmp_path / "made"), "--minutes", "8"]
-    environment = {**job_environment(), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = job_environment()
     environment.pop("TRITON_INTERPRET", None)  # the tests' own
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     certificate = checked(tmp_path / "made" / "certificate.json")
@@ -629,5 +522,4 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     assert ended.returncode == (0 if all_pass(certificate.verdicts) else 1), ended.stdout + ended.stderr
     measured = {part.kind for part in certificate.parts if part.status == form.MEASURED}
     assert measured == form.KINDS.keys()
-    assert len(list((tmp_path / "cache" / "titan_mi100" / "certificates").iterdir())) == 1
-    assert sorted(os.listdir(tmp_path)) == ["cache", "made"]
+    assert os.listdir(tmp_path) == ["made"]

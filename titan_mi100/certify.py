@@ -17,7 +17,6 @@ from titan_mi100.certificate.check import check, checked
 from titan_mi100.certificate.form import DTYPES, FORMAT, Certificate, as_json, sealed
 from titan_mi100.certificate.page import page, table
 from titan_mi100.certificate.verdicts import FAIL, NOT_RUN, all_pass, verdicts
-from titan_mi100.config.settings import DataConfig
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files import durable
 from titan_mi100.logging import log, setup_logging
@@ -56,7 +55,6 @@ def _certify(options: argparse.Namespace) -> int:
         certificate = make(options.minutes or _MINUTES, options.model)
         durable.write_synced(aside / CERTIFICATE, as_json(certificate))
         durable.write_synced(aside / PAGE, page(certificate))
-    _keep(certificate)
     if options.json:
         print(as_json(certificate), end="")
     _say(certificate, folder)
@@ -100,27 +98,6 @@ def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None
     made = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
     found = verdicts(machine, session.parts)
     return sealed(Certificate(FORMAT, made, minutes, machine, session.parts, found, ""))
-
-
-def _keep(certificate: Certificate) -> None:
-    """Store the certificate in the cache folder, where the trainer looks for it.
-
-    An incomplete certificate is not stored: it would replace an earlier, complete one.
-    """
-    from titan_mi100.certificate.known import store  # torch takes seconds
-    from titan_mi100.data.prepare import cache_folder
-
-    needed = [part for part in certificate.parts if part.kind in ("attention", "gemm") and not part.is_of_one_card]
-    if any(part.status == NOT_RUN for part in needed):
-        log.warning(
-            "the certificate is not stored for the trainer: parts that the trainer needs were not run; give more "
-            "--minutes"
-        )
-        return
-    try:
-        log.info(f"the trainer will read the certificate from {store(cache_folder(DataConfig()), certificate)}")
-    except (OSError, UserError) as error:
-        log.warning(f"the trainer will not find the certificate: it cannot be stored in the cache folder: {error}")
 
 
 def _say(certificate: Certificate, folder: Path) -> None:

@@ -6,7 +6,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -17,10 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Shape
-from titan_mi100.attention.choice import AUTO, Choice, choose
-from titan_mi100.certificate.form import Certificate
-from titan_mi100.certificate.known import attention_of, dtype_advice_of
-from titan_mi100.certificate.known import find as find_certificate
+from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.certificate.machine import describe
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
@@ -35,11 +32,10 @@ from titan_mi100.config.assets import ending_turns, run_assets
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.config.settings import Config, DataConfig, TrainingConfig, lora_identity
+from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
-from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.logging import log
 from titan_mi100.model.loss import HeadMemory
@@ -233,8 +229,7 @@ def open_run(
     heartbeat = heartbeat or Heartbeat(config.watchdog)
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
-    certificate = _find_certificate(world)
-    _log_machine(config, world, certificate)
+    _log_machine(config, world)
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
@@ -254,7 +249,7 @@ def open_run(
     fit_progress(progress, found, rows, data.facts.plan)
     steps = last_step(config, progress, rows, batch)
 
-    attention, head = _choose(config, spec, layout, world, found, certificate)
+    attention, head = _choose(config, spec, layout, world, found)
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
@@ -315,15 +310,6 @@ def _open_trainer(
     )
 
 
-def _find_certificate(world: World) -> Certificate | None:
-    """This machine's certificate, from the default cache folder, on rank 0, which decides for all; None on others."""
-    if world.rank != 0:
-        return None
-    with suppress(UserError):  # no home folder: nothing can be kept in it
-        return find_certificate(cache_folder(DataConfig()), world.device)
-    return None
-
-
 def _code_and_machine(world: World) -> dict[str, Any]:
     """What environment.json holds about the code and this node; empty on all ranks but the first."""
     if world.rank != 0:
@@ -341,16 +327,14 @@ def _code_and_machine(world: World) -> dict[str, Any]:
     }
 
 
-def _log_machine(config: Config, world: World, certificate: Certificate | None) -> None:
+def _log_machine(config: Config, world: World) -> None:
     """Log notes of the config, the device, and advice on the dtype and torch.compile."""
     for line in config.notes:
         log.info(line)
     words, arch, units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {words}")
     dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
-    if certificate and (advice := dtype_advice_of(certificate)):
-        log.info(advice)
-    elif advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
+    if advice := dtype_advice(dtype, find_gpu(arch, units), is_cpu):
         log.warning(advice)
     if not config.compile.enable and (advice := compile_advice(dtype, is_cpu)):
         log.info(advice)
@@ -388,13 +372,9 @@ def _choose(
     layout: Layout,
     world: World,
     found: Found | None,
-    certificate: Certificate | None,
 ) -> tuple[Choice, HeadMemory]:
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
-
-    Args:
-        certificate: rank 0's.
     """
     heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
     training, arch = config.training, distributed.device_name(world.device)[1]
@@ -404,10 +384,7 @@ def _choose(
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
     wanted, cache = config.model.attention_backend, cache_folder(config.data)
-    certified = ("", "")
-    if certificate and wanted == AUTO:
-        certified = attention_of(certificate, shape.dtype, shape.head_dim)
-    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before, certified))
+    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
     for line in said:
         log.warning(line)
     if before and (choice.name, choice.launch) != (before.name, before.launch):

@@ -47,18 +47,16 @@ def choose(
     arch: str,
     cache: Path,
     before: Choice | None = None,
-    certified: tuple[str, str] = ("", ""),
 ) -> tuple[Choice, list[str]]:
     """Choose the backend for the config's `attention_backend`. It tries kernels on the device: call it on one rank.
 
-    In this order: the backend that the run used before; the certificate's; the table FASTEST; the fastest in a trial.
+    In this order: the backend that the run used before; the table FASTEST; the fastest in a trial.
 
     Args:
         wanted: the config's value, one of NAMES.
         arch: as in distributed.device_name: "gfx908:sramecc+:xnack-", "sm90", "cpu".
         cache: folder that stores the verdicts of trials.
         before: the choice that the run used until now; kept if it is still wanted and works.
-        certified: for "auto": the backend that is fastest by the machine's certificate, and the reason; "": none.
 
     Returns:
         The choice, and lines for the log about refused backends.
@@ -74,11 +72,6 @@ def choose(
         if not problem:
             return before, []
         said.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
-    name, why = certified if wanted == AUTO else ("", "")
-    if name and (problem := trial.refusal(name)):  # the certificate may have measured another shape
-        said.append(f"attention: {name}, {why}, is refused here: {problem}")
-    elif name:
-        return Choice(name, why, arch, trial.of(name).launch if name == TRITON else ""), said
     if wanted == AUTO and arch not in FASTEST:
         choice, more = trial.fastest()
         return choice, said + more

@@ -1,4 +1,4 @@
-"""Describes this machine for a certificate, and compares it with the machine of a certificate."""
+"""Describes this machine for a certificate."""
 
 import ast
 import hashlib
@@ -13,22 +13,18 @@ import torch
 from titan_mi100.certificate.form import Machine
 from titan_mi100.cli import version_of
 from titan_mi100.parallel.distributed import device_name
-from titan_mi100.wording import shortened
 
 _PACKAGE = Path(__file__).parents[1]
-# The source files of our kernels: all of them are in attention/ and optim/. A change makes certificates invalid.
+# The source files of our kernels: all of them are in attention/ and optim/. A certificate names them by a hash.
 KERNELS = ("attention/*.py", "optim/kernels.py")
-# A certificate is valid on a machine that has the same values of all these fields of form.Machine.
-BOUND = ("device", "arch", "compute_units", "driver", "torch", "runtime", "triton", "kernels")
 _CPU_PROCESSES = 2  # on a CPU two processes replace two cards
 
 
-def describe(device: torch.device, cards: int, with_commit: bool = True) -> Machine:
+def describe(device: torch.device, cards: int) -> Machine:
     """Describe this machine.
 
     Args:
         cards: number of this node's cards that a run would use.
-        with_commit: ask git for the commit, which takes some milliseconds.
     """
     words, arch, units = device_name(device)
     is_gpu = device.type == "cuda"
@@ -45,20 +41,9 @@ def describe(device: torch.device, cards: int, with_commit: bool = True) -> Mach
         triton=next(filter(None, map(version_of, ("triton", "pytorch-triton-rocm"))), ""),
         python=platform.python_version(),
         version=version_of("titan_mi100"),
-        commit=_commit() if with_commit else "",
+        commit=_commit(),
         kernels=hash_of_kernels(),
     )
-
-
-def differences(certified: Machine, here: Machine) -> list[str]:
-    """The bound fields in which the machines differ, as text: "torch 2.8.0 there, 2.13.0 here"."""
-    found = []
-    for name in BOUND:
-        there, ours = str(getattr(certified, name)), str(getattr(here, name))
-        if there != ours:
-            most = 20 if name == "kernels" else 100  # a long hash
-            found.append(f"{name} {shortened(there, most) or 'none'} there, {shortened(ours, most) or 'none'} here")
-    return found
 
 
 def hash_of_kernels() -> str:
