@@ -21,7 +21,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.parallel.distributed import World
 from titan_mi100.profile import main
 from titan_mi100.run import profiling
-from titan_mi100.run.trace_summary import STEP, Entry, Summary, read_trace, summarise
+from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
 
 
 def event(category: str, name: str, start: float, stop: float, thread: object = 1) -> dict[str, Any]:
@@ -72,23 +72,10 @@ def test_a_gpu_trace_is_summed_up(prefix: str, collective: str) -> None:
         exposed=pytest.approx(150e-6),
         copies=pytest.approx(60e-6),
         idle=pytest.approx(540e-6),
-        top=(Entry("gemm", 2, 300e-6), Entry("adamw", 1, 50e-6), Entry("norm", 1, 10e-6)),
-        collectives=(Entry(collective, 2, pytest.approx(270e-6)),),
-        waits=(
-            Entry(f"{prefix}StreamSynchronize in aten::item", 1, pytest.approx(140e-6)),
-            Entry(f"{prefix}EventSynchronize", 1, pytest.approx(10e-6)),
-        ),
     )
-    text = "\n".join([*found.shares(), *found.lists()])
-    for line in ("1.10 ms, on the GPU:", "- exposed            0.15 ms  13.6%", "idle                 0.54 ms  49.1%",
-                 "host waits           0.15 ms  13.6%  2 times", "  0.30 ms       2 x  gemm"):  # fmt: skip
+    text = "\n".join(found.shares())
+    for line in ("1.10 ms, on the GPU:", "- exposed            0.15 ms  13.6%", "idle                 0.54 ms  49.1%"):
         assert line in text, text
-
-
-@pytest.mark.parametrize("name", ["hipMemcpyWithStream", "cudaMemcpy", "cuStreamSynchronize", "cuMemcpyDtoH_v2"])
-def test_calls_that_wait_for_the_device_count(name: str) -> None:
-    kernel, call = event("kernel", "k", 100, 200, "stream 7"), event("cuda_driver", name, 110, 130)
-    assert summarise([kernel, call]).waits == (Entry(name, 1, pytest.approx(20e-6)),)
 
 
 def test_a_cpu_trace_is_summed_up() -> None:
@@ -115,14 +102,6 @@ def test_a_cpu_trace_is_summed_up() -> None:
         exposed=pytest.approx(295e-6),
         copies=0.0,
         idle=pytest.approx((1000 - 420 - 295) * 1e-6),
-        top=(
-            Entry("aten::mm", 2, pytest.approx(250e-6)),
-            Entry("aten::linear", 1, pytest.approx(100e-6)),
-            Entry("aten::cat", 1, pytest.approx(50e-6)),
-            Entry("aten::empty", 1, pytest.approx(20e-6)),
-        ),
-        collectives=(Entry("gloo:all_gather", 1, pytest.approx(295e-6)),),
-        waits=(),
     )
 
 
@@ -166,7 +145,7 @@ def test_the_command_sums_up_a_trace_and_says_what_is_none(tmp_path: Path, capsy
     plain.write_bytes(content)
     assert main([str(good), str(plain)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("1.10 ms, on the GPU:") == 2 and "hipStreamSynchronize in aten::item" in shown
+    assert shown.count("1.10 ms, on the GPU:") == 2
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(good.read_bytes()[:200])
     bad = tmp_path / "bad.json"
@@ -208,11 +187,9 @@ def test_chosen_steps_of_chosen_ranks_are_traced_and_training_does_not_notice(co
         parts = summary.compute, summary.exposed, summary.idle
         assert not summary.on_gpu and min(parts) > 0 and sum(parts) == pytest.approx(summary.seconds)
         assert summary.exposed * 0.999 <= summary.communication <= summary.seconds
-        assert {entry.name for entry in summary.collectives} >= {"gloo:all_gather", "gloo:all_reduce"}
-        assert {entry.name for entry in summary.top} >= {"aten::mm", "aten::_fused_adamw_"}
         text = path.with_name(path.name.replace("json.gz", "summary.txt")).read_text()
         rank = path.name[len("rank-")]
-        assert text.startswith(f"step {step}, rank {rank}: ") and "collectives:\n" in text
+        assert text.startswith(f"step {step}, rank {rank}: ")
     assert "step 2, rank 0: " in job.stdout and f"step 3: traces of rank 1, 0 and summaries: {folder}" in job.stdout
 
 

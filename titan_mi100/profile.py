@@ -24,7 +24,7 @@ def _show(argv: Sequence[str] | None) -> None:
             raise
         except ValueError as error:
             raise UserError(f"{name}: {error}; name a trace of torch.profiler") from None
-        print(printable("\n".join([f"{name}: {summary.shares()[0]}", *summary.shares()[1:], *summary.lists()])))
+        print(printable("\n".join([f"{name}: {summary.shares()[0]}", *summary.shares()[1:]])))
 
 
 if __name__ == "__main__":

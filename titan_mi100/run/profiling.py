@@ -141,8 +141,7 @@ class Profiler:
             tracer.export_chrome_trace(str(path))
             summary = summarise(read_trace(path))
             text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
-            whole = "\n".join([text, *summary.lists()]) + "\n"
-            path.with_name(f"rank-{rank}.summary.txt").write_text(whole, encoding="utf-8")
+            path.with_name(f"rank-{rank}.summary.txt").write_text(f"{text}\n", encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: the trace was cut off
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return

@@ -1,8 +1,7 @@
 """Where a step's time went: pure functions over the events of a Chrome trace written by torch.profiler.
 
-Times of events are microseconds. Categories: "kernel", "gpu_memcpy" and "gpu_memset" run on a GPU, "cuda_runtime" (on
-ROCm too, with HIP's names) are the host's calls of the driver, "cpu_op" torch's operators on the host,
-"user_annotation" named sections of code. Imports no torch.
+Times of events are microseconds. Categories: "kernel", "gpu_memcpy" and "gpu_memset" run on a GPU, "cpu_op" are torch's
+operators on the host, "user_annotation" named sections of code. Imports no torch.
 """
 
 import gzip
@@ -24,16 +23,10 @@ from titan_mi100.wording import shortened
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
 _LONGEST = 1e18  # microseconds: no real time is as large, and sums stay finite
 _LARGEST = 1 << 30  # bytes of a trace; parsed, it takes some ten times as much
-_TOP = 10  # lines of each list
-_NAME = 90  # characters of a kernel's name
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 COLLECTIVE_KERNEL = re.compile("nccl|rccl", re.IGNORECASE)  # in its name
 _COLLECTIVE_ON_HOST = re.compile("(gloo|mpi|ucc):")  # sections on the threads of these libraries
-# calls in which the host waits for the device; a hipMemcpyWithStream waits, unlike its Async form
-_SYNCHRONISATION = re.compile(
-    "(cuda|cu|hip)((Device|Stream|Event|Ctx)Synchronize|Memcpy(2D|WithStream)?|Memcpy(DtoH|HtoD)(_v2)?)"
-)
 
 
 class Span(NamedTuple):
@@ -46,14 +39,6 @@ class Span(NamedTuple):
     stop: float
 
 
-class Entry(NamedTuple):
-    """All events of a name."""
-
-    name: str
-    times: int
-    seconds: float
-
-
 @dataclass(frozen=True)
 class Summary:
     """A traced step; times in seconds. Compute, communication and copies may overlap each other.
@@ -62,9 +47,6 @@ class Summary:
         on_gpu: times are those of a GPU's kernels; else of operators on the host.
         exposed: communication while nothing is computed.
         idle: the device does none of the three.
-        top: kernels, or operators by their own time, without that of operators inside them.
-        collectives: communication by name.
-        waits: calls in which the host waited for the device, with the operator that called.
     """
 
     on_gpu: bool
@@ -74,9 +56,6 @@ class Summary:
     exposed: float
     copies: float
     idle: float
-    top: tuple[Entry, ...]
-    collectives: tuple[Entry, ...]
-    waits: tuple[Entry, ...]
 
     def shares(self) -> list[str]:
         """Where the time went, a line each."""
@@ -89,24 +68,12 @@ class Summary:
         found += [line("compute", self.compute), line("communication", self.communication)]
         found += [line("- exposed", self.exposed, "not behind compute")]
         if not self.on_gpu:
-            return [*found, line("idle", self.idle, "neither: Python, data, waiting"), "  host waits     none: no GPU"]
-        waited, times = sum(entry.seconds for entry in self.waits), sum(entry.times for entry in self.waits)
-        found += [line("copies", self.copies), line("idle", self.idle, "none of these")]
-        return [*found, line("host waits", waited, f"{times} times the host waited for the device")]
-
-    def lists(self) -> list[str]:
-        """The names behind the shares, the largest first."""
-        found = []
-        lists = [("the host waits in", self.waits), ("collectives", self.collectives)]
-        lists.append(("kernels" if self.on_gpu else "operators, by their own time", self.top))
-        for title, entries in lists:
-            found += [f"{title}:"] if entries else []
-            for name, times, seconds in entries[:_TOP]:
-                found.append(f"  {seconds * 1e3:>10.2f} ms {times:>7,} x  {shortened(name, _NAME)}")
-            if len(entries) > _TOP:
-                rest = sum(entry.seconds for entry in entries[_TOP:])
-                found.append(f"  {rest * 1e3:>10.2f} ms            {len(entries) - _TOP} others")
-        return found
+            return [*found, line("idle", self.idle, "neither: Python, data, waiting")]
+        return [
+            *found,
+            line("copies", self.copies),
+            line("idle", self.idle, "none of these: the GPU waits for the host"),
+        ]
 
 
 def read_trace(path: Path) -> list[Any]:
@@ -151,11 +118,9 @@ def summarise(events: Iterable[Any]) -> Summary:
         collectives = [span for span in kernels if COLLECTIVE_KERNEL.search(span.name)]
         computing = [span for span in kernels if not COLLECTIVE_KERNEL.search(span.name)]
         copies = [span for span in inside if span.category in _ON_DEVICE[1:]]
-        top, waits = _by_name((span.name, span.stop - span.start) for span in computing), _waits(inside)
     else:
         collectives = [span for span in inside if _is_on_host(span)]
-        computing, own_times = _operators(inside)
-        copies, top, waits = [], _by_name(own_times), ()
+        computing, copies = _operators(inside), []
     compute, communication, copying = (_union(kind, start, stop) for kind in (computing, collectives, copies))
     return Summary(
         on_gpu=bool(on_device),
@@ -165,9 +130,6 @@ def summarise(events: Iterable[Any]) -> Summary:
         exposed=_length(subtract(communication, compute)),
         copies=_length(copying),
         idle=_length(subtract([(start, stop)], [*compute, *communication, *copying])),
-        top=top,
-        collectives=_by_name((span.name, span.stop - span.start) for span in collectives),
-        waits=waits,
     )
 
 
@@ -189,45 +151,23 @@ def _is_on_host(span: Span) -> bool:
     return span.category == "user_annotation" and _COLLECTIVE_ON_HOST.match(span.name) is not None
 
 
-def _operators(spans: Sequence[Span]) -> tuple[list[Span], list[tuple[str, float]]]:
-    """The operators that compute, and (name, self time in microseconds) of each.
+def _operators(spans: Sequence[Span]) -> list[Span]:
+    """The operators that compute.
 
     An operator that starts a collective may wait for it, so it does not count as computing, but other operators inside
     it do. Operators inside a collective belong to the collective.
     """
     computing: list[Span] = []
-    own_times: list[tuple[str, float]] = []
     for tree in _trees(span for span in spans if span.category == "cpu_op" or _is_on_host(span)):
         communicates = [_is_on_host(span) or span.name.startswith("c10d::") for span, _ in tree]
         inside = list(communicates)
         for place, (_, parent) in enumerate(tree):  # a parent comes before what is in it
             inside[place] = inside[place] or (parent is not None and inside[parent])
-        own = [span.stop - span.start for span, _ in tree]
         for place in reversed(range(len(tree))):
-            span, parent = tree[place]
-            if parent is not None:
-                own[parent] -= span.stop - span.start
+            if (parent := tree[place][1]) is not None:
                 communicates[parent] = communicates[parent] or communicates[place]
-        for place, (span, _) in enumerate(tree):
-            if not communicates[place] and not inside[place]:
-                computing.append(span)
-                own_times.append((span.name, own[place]))
-    return computing, own_times
-
-
-def _waits(spans: Sequence[Span]) -> tuple[Entry, ...]:
-    """The host's waits for the device, by call and by the outermost operator around it."""
-    found = []
-    calls = (span for span in spans if span.category.endswith(("_runtime", "_driver")) or span.category == "cpu_op")
-    for tree in _trees(calls):
-        outermost: list[int] = []  # for each span: its outermost parent, or the span itself
-        for place, (span, parent) in enumerate(tree):
-            outermost.append(place if parent is None else outermost[parent])
-            if span.category != "cpu_op" and _SYNCHRONISATION.fullmatch(span.name):
-                caller = tree[outermost[place]][0]
-                where = f" in {caller.name}" if caller.category == "cpu_op" else ""
-                found.append((span.name + where, span.stop - span.start))
-    return _by_name(found)
+        computing += [tree[n][0] for n in range(len(tree)) if not communicates[n] and not inside[n]]
+    return computing
 
 
 def _trees(spans: Iterable[Span]) -> list[list[tuple[Span, int | None]]]:
@@ -247,17 +187,6 @@ def _trees(spans: Iterable[Span]) -> list[list[tuple[Span, int | None]]]:
             open_.append(place)
         found.append(tree)
     return found
-
-
-def _by_name(times: Iterable[tuple[str, float]]) -> tuple[Entry, ...]:
-    """Sum microseconds by name, the largest first."""
-    counts: dict[str, int] = defaultdict(int)
-    totals: dict[str, float] = defaultdict(float)
-    for name, microseconds in times:
-        counts[name] += 1
-        totals[name] += microseconds
-    order = sorted(totals, key=lambda name: (-totals[name], name))
-    return tuple(Entry(name, counts[name], totals[name] / 1e6) for name in order)
 
 
 def _union(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
