@@ -2,6 +2,7 @@
 for before step 2, and memory runs out in step 3. Arguments: the trainer's.
 """
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ def fail(run: open_run.Run) -> Any:
     if run.progress.step == 1 and run.folder is not None:
         (run.folder / "snapshot").touch()
     if run.progress.step == 2:
+        while not list(Path(run.config.job.run_folder).glob("memory_snapshot/step-2/*")):  # rank 1 may write it still
+            time.sleep(0.05)
         raise torch.OutOfMemoryError("no more")
     return step(run)
 
