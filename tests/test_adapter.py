@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import peft
@@ -17,6 +18,7 @@ from titan_mi100.config.model_spec import PRESETS, adapter_shapes, to_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.generation import engine as inference
+from titan_mi100.parallel.distributed import World
 from titan_mi100.weights import convert
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged_source
@@ -94,10 +96,14 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     settings = {k: v for k, v in to_hf_config(PRESETS["debug"]).items() if k not in ("architectures", "model_type")}
     Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(folder / "base")
-    lora = ("--lora.rank", "4", "--lora.alpha", "8", "--optimizer.lr", "1e-2", "--model.flavor", "")
-    base = ("--checkpoint.initial_load_path", str(folder / "base"), "--model.tokenizer_path", str(ASSETS / "tokenizer"))
-    train(folder / "run", "--training.steps", "3", "--checkpoint.export_hf", "true", *base, *lora, processes=1)
+    train(folder / "run", "--training.steps", "3", *options_of(folder / "base"), processes=1)
     return folder
+
+
+def options_of(base: Path) -> tuple[str, ...]:
+    lora = ("--lora.rank", "4", "--lora.alpha", "8", "--optimizer.lr", "1e-2", "--model.flavor", "")
+    tokenizer = ("--model.tokenizer_path", str(ASSETS / "tokenizer"))
+    return ("--checkpoint.export_hf", "true", "--checkpoint.initial_load_path", str(base), *tokenizer, *lora)
 
 
 def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: Path) -> None:
@@ -173,3 +179,67 @@ def test_an_adapter_that_peft_reads_as_another_is_no_export(
         with pytest.raises(SaveError, match=reason):
             convert.to_hf(source, tmp_path / "adapter")
         assert nothing_in(tmp_path)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = "--lora.base_model_name_or_path"
+
+
+def snapshot_of(base: Path, hub: Path, name: str) -> Path:
+    """The folder as the hub's cache holds it: a snapshot of links to blobs."""
+    snapshot, blobs = (hub / f"models--{name.replace('/', '--')}" / part for part in (f"snapshots/{COMMIT}", "blobs"))
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in base.iterdir():
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_adapter_names_its_base_as_the_hub_does(
+    lora_run: Path, tmp_path: Path, is_link: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = snapshot_of(lora_run / "base", tmp_path / "hub", "Qwen/Qwen3-0.6B-Base")
+    if is_link:
+        (tmp_path / "Qwen3-0.6B").symlink_to(base)
+    source = open_source(lora_run / "run" / "checkpoint" / "step-3")
+    source.manifest["lora"]["base"] = str(tmp_path / "Qwen3-0.6B" if is_link else base)
+    convert.to_hf(source, tmp_path / "adapter")  # peft loads it onto its base
+    raw = json.loads((tmp_path / "adapter" / peft_io.CONFIG).read_text())
+    assert (raw["base_model_name_or_path"], raw["revision"]) == ("Qwen/Qwen3-0.6B-Base", COMMIT)
+    for name, warned in (("Qwen/Qwen3-0.6B", 1), ("Qwen/Qwen3-0.6B-Base", 0)):
+        caplog.clear()
+        other = base if not warned else snapshot_of(lora_run / "base", tmp_path / "hub", name)
+        merged_source(open_source(other), tmp_path / "adapter")
+        assert caplog.text.count("was trained on Qwen/Qwen3-0.6B-Base, but is merged into") == warned
+
+
+def test_a_folder_that_is_named_like_a_model_is_no_name_on_the_hub(lora_run: Path, tmp_path: Path) -> None:
+    base, matrices = lora_run / "base", load_file(lora_run / "run" / "hf-step-3" / peft_io.WEIGHTS)
+    lora = LoRAConfig(4, 8.0)
+    for path in ("Qwen/Qwen3-0.6B", "models--Qwen--Qwen3-0.6B", f"models--a/snapshots/{COMMIT}", "hub/snapshots/1"):
+        folder = shutil.copytree(base, tmp_path / path)
+        peft_io.write_adapter(tmp_path / "adapter", matrices, lora, str(folder))
+        raw = json.loads((tmp_path / "adapter" / peft_io.CONFIG).read_text())
+        assert (raw["base_model_name_or_path"], raw["revision"]) == (str(folder), None)
+
+
+def test_a_key_names_the_base(world: World, lora_run: Path, tmp_path: Path) -> None:
+    from test_convert import train
+
+    def base_named(folder: Path) -> str:
+        return json.loads((folder / peft_io.CONFIG).read_text())["base_model_name_or_path"]
+
+    assert base_named(lora_run / "run" / "hf-step-3") == str(lora_run / "base")
+    folder = shutil.copytree(lora_run / "run", tmp_path / "run")
+    train(folder, "--training.steps", "4", NAME, "me/mine", *options_of(lora_run / "base"), processes=1)
+    assert base_named(folder / "hf-step-4") == "me/mine"
+    convert.to_hf(open_source(folder / "checkpoint" / "step-4"), tmp_path / "adapter")  # stored with the checkpoint
+    assert base_named(tmp_path / "adapter") == "me/mine"
+    later = LoRAConfig(4, 8.0, base_model_name_or_path="/srv/base")  # set after the last save
+    with pytest.raises(UserError, match="hf-step-4: exists already"):
+        convert.export(folder, 4, "auto", later, rank=0)
+    shutil.rmtree(folder / "hf-step-4")
+    convert.export(folder, 4, "auto", later, rank=0)
+    assert base_named(folder / "hf-step-4") == "/srv/base"

@@ -183,6 +183,11 @@ mode = "some"
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
         ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),
         ("[lora]\nrank = 1_000_000", "[lora] rank = 1000000 is more than hidden_size = "),
+        (
+            "[lora]\nrank = 4\nbase_model_name_or_path = 'Qwen3-0.6B'",
+            "[lora] base_model_name_or_path = 'Qwen3-0.6B' is neither",
+        ),
+        ("[lora]\nbase_model_name_or_path = 'Qwen/Qwen3-0.6B'", "has no effect with rank = 0"),
     ],
 )
 def test_impossible_combinations_are_refused(tmp_path: Path, text: str, expected: str) -> None:

@@ -348,9 +348,11 @@ def _about(
     if config.lora.rank:
         form = {"base": config.lora.base} if config.lora.base != "whole" else {}
         lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(config, spec)}
-    source = config.checkpoint.initial_load_path
+    base = {"base": config.checkpoint.initial_load_path}
+    if config.lora.base_model_name_or_path:
+        base["base_model_name_or_path"] = config.lora.base_model_name_or_path
     return {
-        **({"lora": {**lora_identity(config.lora), "base": source}} if lora else {}),
+        **({"lora": {**lora_identity(config.lora), **base}} if lora else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
         "rows": data.train_counts.rows,

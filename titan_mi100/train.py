@@ -172,7 +172,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     step = step_to_use(run.folder, run.config, progress)
     run.heartbeat.begin(SAVE, "export")
     if settings.export_hf:
-        export(run.folder, step, settings.export_dtype, run.config.lora.rank > 0, run.world.rank)
+        export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)
     if run.world.rank == 0:
         log_where_everything_is(run.folder, run.config, progress, step)
     return message, remedy

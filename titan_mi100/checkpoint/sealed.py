@@ -71,7 +71,11 @@ class _Optimizer(TypedDict):
     master: str
 
 
-class _Adapter(TypedDict):
+class _BaseName(TypedDict, total=False):
+    base_model_name_or_path: str
+
+
+class _Adapter(_BaseName):
     rank: int
     alpha: float
     dropout: float

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_mi100.config import assets
 from titan_mi100.config.as_text import toml_value
-from titan_mi100.config.hub import hub_hint, no_such_model
+from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
 from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec, adapter_shapes, parameter_shapes
@@ -35,7 +35,7 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("validation", "prompts"): ("prompt_tokens",),
     ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
     ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
-    ("lora", "rank"): ("alpha", "dropout", "target_modules", "base"),
+    ("lora", "rank"): ("alpha", "dropout", "target_modules", "base", "base_model_name_or_path"),
     ("compile", "enable"): ("backend",),
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
@@ -396,6 +396,10 @@ def _check_lora(lora: LoRAConfig) -> list[str]:
     if lora.initial_load_path and not lora.rank:
         errors.append("[lora] initial_load_path needs rank; set it to the adapter's")
     if lora.initial_load_path and not os.path.isdir(lora.initial_load_path):
-        where = f"[lora] initial_load_path = {lora.initial_load_path!r}"
-        errors.append(f"{where} is not a folder{hub_hint(lora.initial_load_path)}")
+        name = lora.initial_load_path
+        errors.append(f"[lora] initial_load_path = {name!r} is not a folder{hub_hint(name)}")
+    if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
+        errors.append(
+            f"[lora] base_model_name_or_path = {name!r} is neither OWNER/NAME on the hub nor an absolute path"
+        )
     return errors

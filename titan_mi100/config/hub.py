@@ -10,6 +10,18 @@ _FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml",
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether it is OWNER/NAME in the hub's characters; a relative path may be it, too."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII))
+
+
+def cached_model(folder: str | os.PathLike[str]) -> tuple[str, str]:
+    """Name and commit of a model in the hub's cache: .../models--OWNER--NAME/snapshots/COMMIT. Else "", ""."""
+    paths = f"{os.path.abspath(folder)}\n{os.path.realpath(folder)}"
+    match = re.search(r"/models--([\w.-]+)--([\w.-]+)/snapshots/(\w+)$", paths, re.MULTILINE)
+    return (f"{match[1]}/{match[2]}", match[3]) if match else ("", "")
+
+
 def hub_id(path: str, folder: str = "") -> str:
     """The name on the hub, OWNER/NAME, that a missing path may stand for; "": none.
 
@@ -20,8 +32,7 @@ def hub_id(path: str, folder: str = "") -> str:
     for name in (
         os.path.relpath(path, start) if os.path.isabs(path) else path for start in (os.curdir, folder) if start
     ):
-        is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII)
-        if is_name and not name.endswith((*_FILES, *_WEIGHTS)) and not os.path.lexists(os.path.dirname(path)):
+        if is_hub_name(name) and not name.endswith((*_FILES, *_WEIGHTS)) and not os.path.lexists(os.path.dirname(path)):
             return name
     return ""
 
@@ -51,9 +62,6 @@ def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
 
 def no_such_model(load: str, config_file: str) -> str:
     """The message about a checkpoint.initial_load_path that does not exist."""
-    hint = (
-        hub_hint(load, os.path.dirname(config_file))
-        or nearby(load)
-        or "; a model: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
-    )
+    hint = hub_hint(load, os.path.dirname(config_file)) or nearby(load)
+    hint = hint or "; a model: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
     return f"[checkpoint] initial_load_path = {load!r}: no such folder or file{hint}"

@@ -298,6 +298,7 @@ class LoRAConfig:
         choices=("whole", "nf4"),
     )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
+    base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
 
     def __post_init__(self) -> None:
         if self.target_modules == (model_spec.ALL_LINEAR,):  # everything else sees the names of the layers

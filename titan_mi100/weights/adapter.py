@@ -16,6 +16,7 @@ from titan_mi100.config.assets import (
     read_assets,
     thinking_by_default,
 )
+from titan_mi100.config.hub import cached_model, is_hub_name
 from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
@@ -68,8 +69,9 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
     only, so there is only a warning.
     """
     if lexists(path / peft_io.CONFIG):
-        named = peft_io.base_of(path)
-        if named and Path(named).is_dir() and not base.path.samefile(named):
+        named, cached = peft_io.base_of(path), cached_model(base.path)[0]
+        is_other = cached not in ("", named) and is_hub_name(named)
+        if not base.path.samefile(named) if named and Path(named).is_dir() else is_other:
             log.warning(f"{path}: was trained on {named}, but is merged into {base.path}")
         return peft_io.read_adapter(path)
     source = open_source(path)

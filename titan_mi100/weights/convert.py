@@ -166,13 +166,14 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
     verify = _resolve_verify(verify, 2 * parameter_count(source.spec), Path(base), "" if comparable else needed)
-    if base and not is_hf_folder(base):
+    name = source.manifest["lora"].get("base_model_name_or_path", "")
+    if base and not name and not is_hf_folder(base):
         log.warning(
             f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
         )
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        peft_io.write_adapter(aside, dict(_tensors_to_write(source, kinds, digests)), lora, base)
+        peft_io.write_adapter(aside, dict(_tensors_to_write(source, kinds, digests)), lora, name or base)
         again, written = peft_io.read_adapter(aside)
         if verify != "off" and lora_identity(again) != lora_identity(lora):
             raise SaveError("the adapter's settings differ from those that were written")
@@ -182,12 +183,12 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
             _compare_logits(Path(base), merged_source(open_source(base), aside).weights, source.spec, adapter=aside)
 
 
-def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> None:
+def export(folder: Path, step: int, dtype: str, lora: LoRAConfig, rank: int) -> None:
     """Write a run's checkpoint as an HF folder `hf-step-N`, unless an earlier start has done so. A collective.
 
     Args:
         folder: the run folder.
-        is_adapter: the run trains a LoRA adapter.
+        lora: the run's settings; its base_model_name_or_path may have changed since the checkpoint was saved.
 
     Raises:
         UserError: another folder or file has that name.
@@ -196,18 +197,21 @@ def export(folder: Path, step: int, dtype: str, is_adapter: bool, rank: int) -> 
     target = folder / f"hf-step-{step}"
     with raise_together():
         try:
-            if rank == 0 and not is_exported(target, dtype, is_adapter):
-                to_hf(open_source(folder / "checkpoint" / f"step-{step}"), target, dtype)
+            if rank == 0 and not is_exported(target, dtype, lora.rank > 0, lora.base_model_name_or_path):
+                source = open_source(folder / "checkpoint" / f"step-{step}")
+                if source.lora is not None:
+                    source.manifest["lora"]["base_model_name_or_path"] = lora.base_model_name_or_path
+                to_hf(source, target, dtype)
         except OSError as error:
             raise SaveError(f"{target}: could not be written: {error}") from error
         finally:  # another collective would time out during a long export
             wait_for_all()
 
 
-def is_exported(target: Path, dtype: str, is_adapter: bool) -> bool:
+def is_exported(target: Path, dtype: str, is_adapter: bool, base_name: str = "") -> bool:
     """Whether an earlier start has written this export. Anything else under that name makes the export fail."""
     if is_adapter:
-        return (target / peft_io.CONFIG).exists()
+        return (target / peft_io.CONFIG).exists() and base_name in ("", peft_io.base_of(target))
     return (target / CONFIG).exists() and dtype in ("auto", config_dtype(read_assets(target)))
 
 

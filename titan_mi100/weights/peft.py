@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from titan_mi100.config.hub import cached_model
 from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
@@ -45,16 +46,18 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         tensors: all matrices by our names, such as `model.layers.0.self_attn.q_proj.lora_A.weight`: A is (rank, in),
             B is (out, rank).
         lora: the settings that the adapter was trained with.
-        base_model_name: path or hub name of the base, or empty.
+        base_model_name: path or hub name of the base, or empty. Of a path in the hub's cache the name is written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    hub_name, commit = cached_model(base_model_name) if base_model_name else ("", "")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name or None,
+        "base_model_name_or_path": hub_name or base_model_name or None,
+        "revision": commit or None,
         "inference_mode": True,
         "r": lora.rank,
         # a whole number as an int, as peft itself writes it
@@ -85,9 +88,8 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
     raw, path = _read_config(Path(folder) / CONFIG), Path(folder) / WEIGHTS
     pickled = path.with_name("adapter_model.bin")
     if not os.path.lexists(path) and os.path.lexists(pickled):
-        raise UserError(
-            f"{pickled}: is a pickle, which is never read; save it with save_pretrained of peft 0.8 or later"
-        )
+        remedy = "save it with save_pretrained of peft 0.8 or later"
+        raise UserError(f"{pickled}: is a pickle, which is never read; {remedy}")
     stored = open_safetensors(path)
     if not stored.kinds:
         raise UserError(f"{path}: has no tensors; copy it again")
@@ -149,19 +151,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         if type(raw[key]) not in (int, float) or not is_good(raw[key]):
             problems.append(f"{key} = {shortened(repr(raw[key]))} is not a valid number for this key")
     if (start := raw.get("init_lora_weights", True)) not in _PLAIN_STARTS:
-        problems.append(
-            f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; convert it with peft's "
-            "path_initial_model_for_weight_conversion"
-        )
+        remedy = "convert it with peft's path_initial_model_for_weight_conversion"
+        problems.append(f"init_lora_weights = {shortened(repr(start))} changes the base's weights too; {remedy}")
     base = raw.get("base_model_name_or_path") or ""
     if not isinstance(base, str) or len(base) > _LONGEST_NAME:
         problems.append(f"base_model_name_or_path = {shortened(repr(base))} is neither a name nor a path")
     for key in sorted(raw.keys() - _HARMLESS):
         if raw[key] and raw[key] != "none":
-            problems.append(
-                f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; merge the adapter into its base, or "
-                "train without it"
-            )
+            remedy = "merge the adapter into its base, or train without it"
+            problems.append(f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; {remedy}")
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return raw
