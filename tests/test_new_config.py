@@ -102,13 +102,30 @@ def test_what_the_size_cannot_suit_is_said() -> None:
     config = FINETUNE
     change, lines = new.sized_run(config, 8, rows_of([1000] * 5))
     assert change["training"] == {"seq_len": 1024, "target_tokens_per_step": 8 * 1024, "epochs": 10}
-    assert "10 steps, 50% padding; 10% of the documents (1)" in lines
+    assert "10 steps, 50% padding; 1 of the documents for validation (share 10%)" in lines
     change, lines = new.sized_run(config, 1, rows_of([9], refused=3))
-    assert "data" not in change and "0% of the documents (0)" in lines and "WARNING 3 rows are refused" in lines
+    assert "data" not in change and "; 0 of the documents" in lines and "WARNING 3 rows are refused" in lines
     _, lines = new.sized_run(config, 2, rows_of([1000] * 100, share=0.004))
     assert "in the first 0.4% of the data, read for 10 seconds" in lines and "32 rows of" in lines
     with pytest.raises(UserError, match="no row can be learned"):
         new.sized_run(config, 1, rows_of([]))
+
+
+def test_short_rows_get_a_short_seq_len(run: Run) -> None:
+    change, lines = new.sized_run(FINETUNE, 2, rows_of([35] * 50))
+    assert change["training"]["seq_len"] == 128 and int(re.findall(r"(\d+)% padding", lines)[0]) <= 10
+
+
+def test_a_base_model_is_told_from_a_chat_model_where_conversations_are_learned(run: Run) -> None:
+    file = Path("Qwen3-0.6B/tokenizer_config.json")
+    config = json.loads(file.read_text())
+    Path("texts.jsonl").write_text('{"text": "A text of some words."}\n' * 40)
+    options = ("--model", "Qwen3-0.6B", "--cards", "1", "--memory", "32GB", "--data")
+    assert "a base model" not in run(*options, "train.jsonl")[1]
+    file.write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
+    _, out, err = run(*options, "train.jsonl")
+    assert "a base model: its eos_token ends no turn, <|im_end|> does" in out and err == ""
+    assert "a base model" not in run(*options, "texts.jsonl")[1]
 
 
 def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

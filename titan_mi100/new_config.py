@@ -41,16 +41,14 @@ _ADAPTERS: Change = {
 }
 _NF4: Change = {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}}
 _LEAN = {"state": "8bit", "master": "bf16_sr"}
+_IN_HOST: Change = {"optimizer": _LEAN, "memory": {"offload": "optimizer"}}
 # method -> what to try in this order, each with a word about what it changes; the first that fits is taken
 METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
     "full": (
         ("", {}),
         ("optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
         ("optimizer state in 8 bits, weights in bf16 with stochastic rounding", {"optimizer": _LEAN}),
-        (
-            "the same, with gradients and optimizer state in the host's memory",
-            {"optimizer": _LEAN, "memory": {"offload": "optimizer"}},
-        ),
+        ("the same, with gradients and optimizer state in the host's memory", _IN_HOST),
     ),
     "lora": (("", _ADAPTERS), ("the frozen weights in 4 bits (QLoRA)", _NF4)),
     "qlora": (("", _NF4),),
@@ -148,9 +146,7 @@ def _questions() -> dict[str, Question]:
         "data": Question("Training data: files or globs, separated by spaces", "", _data),
         "cards": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
         "memory": Question("Memory of each", memory, size_gib),
-        "method": Question(
-            "Train all weights: full; adapters: lora; adapters on 4-bit weights: qlora", "full", _method
-        ),
+        "method": Question("Train all weights: full; adapters: lora; on 4-bit weights: qlora", "full", _method),
     }
 
 
@@ -162,9 +158,8 @@ def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
     while True:
         try:
             default = f" [{question.default}]" if question.default else ""
-            return question.read(
-                given if given is not None else input(f"{question.text}{default}: ") or question.default
-            )
+            answer = input(f"{question.text}{default}: ") or question.default if given is None else given
+            return question.read(answer)
         except EOFError:
             raise UserError("the input has ended; nothing was written") from None
         except (UserError, argparse.ArgumentTypeError) as error:
@@ -240,7 +235,7 @@ def sized_run(config: Config, cards: int, found: Survey) -> tuple[Change, str]:
     held_out = {share: int((found.places < share).sum()) for share in (0.01, 0.05, 0.1, 0.2, 0.3, 0.0)}
     share = next((s for s, held in held_out.items() if documents > held >= (50 if s < 0.1 else 1)), 0.0)
     batch, kept, sizes = config.batch(cards), found.lengths[found.places >= share], list[Size]()
-    for seq_len in (config.training.seq_len >> halvings for halvings in range(3)):
+    for seq_len in (config.training.seq_len >> halvings for halvings in range(5)):
         if not sizes or found.lengths.max() <= seq_len:
             rows = math.ceil((len(pack_rows(kept, seq_len).starts) - 1) / found.share)
             steps = range(batch.global_batch_size, 0, -batch.local_batch_size * batch.dp_degree)
@@ -257,10 +252,13 @@ def sized_run(config: Config, cards: int, found: Survey) -> tuple[Change, str]:
     lines = [
         f"counted: {documents:,} documents of {int(found.lengths.sum()):,} tokens{read}",
         f"chosen for them: {size.step} rows of {size.seq_len:,} tokens in a step, {size.epochs} epochs: {size.steps:,} "
-        f"steps, {size.padding:.0%} padding; {share:.0%} of the documents ({held_out[share]}) for validation",
-        f"WARNING {found.refused:,} rows are refused; titan-mi100 inspect names them",
+        f"steps, {size.padding:.0%} padding; {held_out[share]:,} of the documents for validation (share {share:.0%})",
     ]
-    return change, "\n".join(lines[: 2 + (found.refused > 0)])
+    lines += [f"WARNING {found.refused:,} rows are refused; titan-mi100 inspect names them"] * (found.refused > 0)
+    if end := found.own_end:
+        lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
+        lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")
+    return change, "\n".join(lines)
 
 
 def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:

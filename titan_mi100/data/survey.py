@@ -19,6 +19,7 @@ class Survey(NamedTuple):
     places: np.ndarray  # (documents,) float64 in [0, 1): those below data.validation_fraction are held out
     share: float  # of the files that was read
     refused: int  # rows
+    own_end: str = ""  # the token that ends a turn, if it is not the eos_token, as of a base model
 
 
 def survey(config: Config, seconds: float) -> Survey:
@@ -40,4 +41,5 @@ def survey(config: Config, seconds: float) -> Survey:
                 break
     records, lengths = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("records", "lengths"))
     places = np.repeat(records["hash"][:, 0] / 2.0**64, records["documents"])
-    return Survey(lengths, places, min(share, 1.0), int((records["status"] == REJECTED).sum()))
+    own_end = encoder.end_of_turn if encoder.end_of_turn != encoder.tokenizer.eos_token else ""
+    return Survey(lengths, places, min(share, 1.0), int((records["status"] == REJECTED).sum()), own_end)
