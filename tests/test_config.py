@@ -175,6 +175,10 @@ mode = "some"
         ("[data]\nvalidation_path = '" + "x" * 300 + "'", "File name too long"),
         ("[data]\nvalidation_path = '~nobody-here/x'", "[data] validation_path: "),
         ("[data]\nprompt_column = 'q'", "[data] prompt_column and response_column go together"),
+        (
+            "[data]\nprompt_column = 'q'\nresponse_column = 'a'\nsystem_column = 'q'",
+            "[data] prompt_column = 'q' is another text's column, too; name one for each",
+        ),
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
         ("[model]\nchat_template = 'nowhere'", "is not a file"),
         ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),

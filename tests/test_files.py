@@ -14,6 +14,7 @@ import pytest
 from titan_mi100.data import files
 from titan_mi100.data.files import Record, RecordReader, expand_patterns, read_records
 from titan_mi100.data.formats import parse
+from titan_mi100.data.strict_json import UNREAD, BadRecord, expect
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.files.patterns import matching_files, nearby
@@ -257,10 +258,13 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
     rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
     unread = {"binary": "binary", "when": "timestamp[ns]", "image": "struct<bytes: binary, path: string>"}
     read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
-    read |= {name: {"type": kind} for name, kind in unread.items()}  # so that such keys are counted or refused
+    read |= {name: {UNREAD: kind} for name, kind in unread.items()}  # so that such keys are counted or refused
     assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
-    with pytest.raises(UserError, match=r"rows: is parquet without a column of text, numbers or lists of them; write"):
-        list(read_records(parquet(tmp_path / "rows", binary=[b"a"])))
+    with pytest.raises(BadRecord, match=r"must be a list, is parquet's timestamp\[ns\], which no JSON value is"):
+        expect(rows[0]["when"], list, "messages must be a list")
+    what = r"rows: is parquet without a column of text, numbers or lists of them \(bin is binary\); write"
+    with pytest.raises(UserError, match=what):
+        list(read_records(parquet(tmp_path / "rows", bin=[b"a"])))
     with pytest.raises(UserError, match="has no rows"):
         list(read_records(parquet(tmp_path / "rows", text=pyarrow.array([], pyarrow.string()))))
 
@@ -341,6 +345,16 @@ def test_a_row_of_parquet_that_is_too_long_is_named_and_the_others_are_read(tmp_
     found = list(read_records(parquet(tmp_path / "rows", text=["a", long, "b"])))
     assert [record.raw for record in found] == [b'{"text": "a"}', b"", b'{"text": "b"}']
     assert found[1].problem.startswith("row too long: over 16,777,216 bytes")
+
+
+def test_a_good_parquet_file_is_read_after_a_damaged_one_in_the_same_child_process(tmp_path: Path) -> None:
+    texts = [str(n) * 5000 for n in range(700)]
+    good = parquet(tmp_path / "good", text=texts, ids=[[n, n + 1] for n in range(700)])
+    (tmp_path / "bad").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    child.end()
+    with pytest.raises(UserError, match="is parquet that cannot be read"):
+        list(read_records(str(tmp_path / "bad")))
+    assert [parse(record.raw)["text"] for record in read_records(good)] == texts
 
 
 def test_a_parquet_file_may_have_any_name(tmp_path: Path) -> None:

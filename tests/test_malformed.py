@@ -564,6 +564,12 @@ FILES: list[tuple[str, bytes, str]] = [
         "takes several lines; write each row on one line: jq -c '.data[]'",
     ),
     ("a.json", b'\xef\xbb\xbf{\n"a": 1}', "takes several lines"),
+    (
+        "a.jsonl",
+        (QA.encode() + b", \r\n") * 2 + QA.encode(),
+        "cut the commas off: sed 's/,[[:space:]]*$//' /",
+    ),
+    ("a.jsonl", (QA.encode() + b"\r") * 2, "lines end in CR alone; convert it: tr '\\r' '\\n' < "),
     ("a.json", (json.dumps({"question": "a"}, indent=2) + "\n").encode() * 3, "takes several lines"),
     (
         "a.txt",

@@ -140,6 +140,9 @@ def test_an_answer_that_joins_the_last_token_of_the_prompt_is_counted(tmp_path: 
         ("{{ m.content if m.role != 'system' }}", "message 1: the template leaves out 's'"),
         ("{{ m.content }}{{ m.content if m.role == 'user' }}", "message 2: the template shows its text more than once"),
         ("{{ m.content[:3] if m.role == 'user' else m.content }}", "leaves out 'stion'"),
+        ("{{ m.content | replace('nsw', '') }}", "message 3: the template rewrites its text; change the message"),
+        ("{{ m.content | reverse }}", "message 3: the template rewrites its text"),
+        ("{{ m.content | title if m.role == 'assistant' else m.content | upper }}", "drops or rewrites its content"),
     ],
 )
 def test_a_template_that_drops_or_repeats_a_message_is_refused(body: str, reason: str, tmp_path: Path) -> None:
@@ -147,6 +150,30 @@ def test_a_template_that_drops_or_repeats_a_message_is_refused(body: str, reason
     messages: list[dict[str, Any]] = [say("system", "s"), say("user", "question"), say("assistant", "answer")]
     with pytest.raises(BadRecord, match=reason):
         encoder.encode(Example(messages=messages))
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [
+        (
+            "{{ c.function.arguments | tojson }}",
+            "it writes the arguments of a tool call, which are JSON text, in quotes",
+        ),
+        (
+            "{% for key, value in c.function.arguments | items %}{{ key }}{% endfor %}",
+            "make their arguments objects, not",
+        ),
+    ],
+)
+def test_a_template_that_wants_arguments_as_objects_gets_no_text(calls: str, reason: str, tmp_path: Path) -> None:
+    shown = '{% for c in m.tool_calls or [] %}{"arguments": ' + calls + "}{% endfor %}"
+    encoder = encoder_for(tmp_path, chatml("{{ m.content }}" + shown))
+    call = {"function": {"name": "f", "arguments": '{"x": "}"}'}}
+    messages = [say("user", 'is "}" right?'), say("assistant", "", tool_calls=[call])]
+    with pytest.raises(BadRecord, match=reason):
+        encoder.encode(Example(messages=messages))
+    call["function"]["arguments"] = {"x": "}"}
+    assert encoder.encode(Example(messages=messages)).documents
 
 
 def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:

@@ -252,6 +252,17 @@ def test_columns_are_read_with_their_system_message() -> None:
     assert read("text", {"body": "a"}, text="body") == Example(text="a")
 
 
+def test_what_a_format_reads_is_not_ignored_and_what_changes_tokens_is_refused() -> None:
+    for name, row in (("messages", {"messages": [USER, ASSISTANT]}), ("text", {"text": "a"})):
+        with pytest.raises(BadRecord, match=f"data.ignored_keys names {next(iter(row))}, which format {name} reads"):
+            choose("", name).read_row(row, frozenset(row), Findings())
+    for key in ("cu_seqlens", "document_ids", "seq_idx"):
+        with pytest.raises(BadRecord, match=f"unknown key: {key} in a row of format tokens"):
+            read("tokens", {"input_ids": [1, 2, 3], key: [0, 1, 1]})
+    with pytest.raises(BadRecord, match="the row has no 'messages', only 'messages '"):
+        read("messages", {"messages ": [USER, ASSISTANT]})
+
+
 def test_arguments_of_a_tool_call_keep_their_bytes() -> None:
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, BARE_CALL]}]
     [first, second] = read("messages", {"messages": messages}).messages[1]["tool_calls"]  # type: ignore[index]
@@ -379,6 +390,8 @@ MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
     *(({key: [0, 1, 0, 0]}, [0, 1, 0, 0]) for key in ("loss_mask", "mask", "weights", "train_on_turn")),
     *(({key: [False, True, True, False]}, [0, 1, 1, 0]) for key in ("trainTurns", "is_trainable", "LOSS_MASK")),
     ({"turn_weights": [0.0, 1.0, 0, 1]}, [0, 1, 0, 1]),
+    *(({key: [False, True, False, False]}, [0, 1, 0, 0]) for key in ("supervise", "is_target", "training")),
+    ({"target": "a text", "skip": 3, "is_good": [1, 0, 1, 0]}, []),
     ({"mask": [0, 1, 0, 1], "weights": [0, 1, 0, 1]}, [0, 1, 0, 1]),
     ({"loss_mask": [], "weights": None}, []),
     ({"attention_mask": [1, 1, 0], "labels": [1, 0]}, []),
@@ -389,7 +402,7 @@ MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
         for value in ([0, 1], [0, 1, 0, 1, 0], [0, 0.5, 0, 1], [0, 2, 0, 1], [0, None, 0, 1], ["0", "1"] * 2, "0101")
     ),
     *(({key: 1}, f"bad mask: {key} in") for key in ("weight", "sample_weight", "train", "learnable")),
-    *(({key: [0, 1, 0, 1]}, f"bad mask: {key}") for key in ("mask_history", "train_on_inputs", "unmasked")),
+    *(({key: [0, 1, 0, 1]}, f"bad mask: {key}") for key in ("mask_history", "train_on_inputs", "unmasked", "skip")),
 ]
 
 
@@ -522,6 +535,7 @@ ABOUT_THINKING = ("reasoning", "rationale", "deepseek_reasoning", "chain_of_thou
             for key in (*ABOUT_THINKING, "context", "gold_Passage", "CONTEXTS", "ragContext")
         ),
         *((key, "Bern", True) for key in ("input", "instruction", "A", "opa", "option_b", "choice2", "distractor1")),
+        *((key, "And Bob?", True) for key in ("question_2", "prompt3", "problems1")),
         ("choices", ["Rome", "Bern"], True),
         ("choices", {"label": ["A", "B"], "text": ["Rome", "Bern"]}, True),
         ("options", {"A": 3, "B": 4}, True),

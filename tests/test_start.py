@@ -63,6 +63,15 @@ def index(folder: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(POINTER)
 
 
+def other_names(folder: Path) -> None:
+    tensors = {f"_orig_mod.{name}": torch.zeros(shape) for name, shape in parameter_shapes(SPEC).items()}
+    save_file(tensors, folder / SINGLE)
+
+
+def own_text(name: str, changed: Callable[[str], str]) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(changed((folder / name).read_text()))
+
+
 def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").touch()
 
@@ -85,6 +94,21 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
             json.dumps({**to_hf_config(SPEC), "num_hidden_layers": 9, "layer_types": ["full_attention"] * 9})
         ),
         "missing: model.layers.",
+    ),
+    "names of a wrapper": (other_names, "names begin with '_orig_mod.', as wrappers leave them"),
+    "a head is missing": (
+        own_text(
+            "config.json", lambda text: text.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+        ),
+        "missing: lm_head.weight; if the head is tied to the embedding, set tie_word_embeddings to true",
+    ),
+    "key twice": (
+        own_text("config.json", lambda text: text.replace("{", '{"rope_theta": 5.0, ', 1)),
+        "config.json: cannot be read as JSON: 'rope_theta' occurs twice in one object, with different values; download",
+    ),
+    "stop token of the config": (
+        own_text("config.json", lambda text: text.replace("{", '{"eos_token_id": "</s>", ', 1)),
+        "config.json: eos_token_id = '</s>' must be a token id or a list",
     ),
     "pickle": (lambda f: shards(f, "pytorch_model.bin"), "only pytorch_model.bin; name that file itself"),
     "pickles": (lambda f: shards(f, "a.bin", "b.bin"), "only a.bin, b.bin; write safetensors with transformers: Auto"),

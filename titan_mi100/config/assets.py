@@ -232,8 +232,9 @@ def check_generation(folder: Path) -> None:
     Raises:
         UserError: an export would refuse it.
     """
-    assets = _read_files(folder, (GENERATION,))
+    assets = _read_files(folder, (CONFIG, GENERATION))
     stop_ids(assets, folder / GENERATION)
+    stop_ids({GENERATION: assets.get(CONFIG, b"{}")}, folder / CONFIG)
     others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
     if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
         raise UserError(f"{problem}; {_REMEDY}")

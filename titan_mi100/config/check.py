@@ -266,6 +266,8 @@ def _check_data(data: DataConfig) -> list[str]:
         errors.append(f'[data] prompt_column is set, but format = "{data.format}"; remove one of them')
     if data.system_column and not data.prompt_column:
         errors.append("[data] system_column needs prompt_column and response_column")
+    if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
+        errors.append(f"[data] prompt_column = {data.prompt_column!r} is another text's column, too; name one for each")
     errors += _check_sources(data)
     for key in ("weights", "repeats"):
         values = getattr(data, key)

@@ -307,7 +307,8 @@ def _refused(value: Any, rules: Any) -> str:
     if isinstance(value, str):
         return _refused_path(value) if rules["path"] else "" if is_utf8(value) else "is not UTF-8"
     if isinstance(value, float):
-        return "" if rules["low"] <= value < float("inf") else f"must be a finite number of at least {rules['low']}"
+        is_sane = rules["low"] <= value < 1e100  # products of larger ones are infinite
+        return "" if is_sane else f"must be a finite number of at least {rules['low']}, below 1e100"
     if value < rules["low"]:
         return f"must be at least {rules['low']}"
     return "" if value <= rules["high"] else f"must be at most {rules['high']}"

@@ -111,7 +111,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
             something else than this model, or might.
     """
     path = Path(folder) / "config.json"
-    raw = read_object(path, "name an HF folder, which has a config.json, or for other weights model.flavor")
+    raw = read_object(path, "download it again, or name a folder that has it, or for other weights model.flavor")
     refuse_code(path, raw)
     found = _unsupported(raw)
     rope: dict[str, Any] = next((raw[key] for key in _ROPES if raw.get(key) and isinstance(raw[key], dict)), {})

@@ -20,24 +20,18 @@ _MEANINGFUL = {
 }
 # Keys of preference data (DPO, KTO): such rows hold answers that must not be learned.
 _PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
-_BESIDE_TOKENS = {"loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "seq_lengths"}
+_BESIDE_TOKENS = {
+    *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "document_ids", "doc_ids"),
+    *("seq_lengths", "seq_lens", "seqlens", "cu_seqlens", "cu_seq_lens", "seq_idx", "segment_ids", "sequence_ids"),
+}
 _LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
 # A key with "mask" or one of the first words in its name says what is learned. One of the others may reverse it.
 # Plurals count, too, here and below.
 _MASK_WORDS = {"weight", "train", "trainable", "learn", "learnable", "loss", "supervised"}
+_FLAG_WORDS = {"training", "learned", "supervise", "target", "ignore", "ignored", "skip", "exclude", "excluded"}
 _REVERSING = {
-    "masked",
-    "unmasked",
-    "no",
-    "not",
-    "ignore",
-    "ignored",
-    "skip",
-    "exclude",
-    "history",
-    "input",
-    "prompt",
-    "user",
+    *("masked", "unmasked", "no", "not", "ignore", "ignored", "skip", "exclude", "excluded"),
+    *("history", "input", "prompt", "user"),
 }
 # Keys that hold a part of the prompt or answer: those whose last word is in one of the first two sets, and those whose
 # whole name is in the third. Beside a list of messages only the second counts.
@@ -122,7 +116,9 @@ def follow_masks(form: str, row: Row, unread: Set[str]) -> Row:
 def _is_mask(key: str, value: Any) -> bool:
     if key == "labels":  # of tokens, although the row is read as something else
         return isinstance(value, list) and IGNORE in value
-    return key != "attention_mask" and ("mask" in key.lower() or bool(_names(key) & _MASK_WORDS))
+    is_list_of_flags = isinstance(value, list) and all(flag in (0, 1) for flag in value)
+    words = _MASK_WORDS | _FLAG_WORDS if is_list_of_flags else _MASK_WORDS
+    return key != "attention_mask" and ("mask" in key.lower() or bool(_names(key) & words))
 
 
 def _names(key: str, last: bool = False) -> set[str]:
@@ -159,7 +155,8 @@ def check_unused(form: str, row: Row, read: Set[str], unread: Set[str], findings
 def _is_part(key: str, form: str) -> bool:
     if form in _LISTS:
         return bool(_names(key, last=True) & REASONING) or key.lower() == "reasoning_content"
-    return bool(_names(key, last=True) & (PARTS | REASONING)) or key.lower().removesuffix("s") in WHOLE_PARTS
+    whole = re.sub(r"_?\d+$", "", key.lower()).removesuffix("s")  # question_2 is a further question
+    return bool(_names(key, last=True) & (PARTS | REASONING)) or whole in WHOLE_PARTS
 
 
 def _texts(value: Any, with_numbers: bool) -> list[str]:

@@ -12,6 +12,7 @@ Two settings decide which characters of a conversation are supervised. `loss` se
 turn would teach the model to answer without the reasoning that produced the answer.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -171,11 +172,18 @@ class Encoder:
         variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
         messages = with_system_prompt(messages, config.system_prompt)
+        calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
+        texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
+        hint = "; if that is about tool calls, make their arguments objects, not texts" * bool(texts)
         how = (config.loss, config.empty_think == "supervised", config.earlier_thinking)
         try:
             supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:
-            raise BadRecord("the chat template refuses it", str(error)) from error
+            raise BadRecord("the chat template refuses it", f"{error}{hint}") from error
+        quoted = [f'": {json.dumps(text, ensure_ascii=False)}' for text in texts]
+        if any(text in rendered.text for rendered, _ in supervised for text in quoted):
+            what = "it writes the arguments of a tool call, which are JSON text, in quotes; make them an object"
+            raise BadRecord("the chat template changes it", what)
         for turn in (turn for rendered, _ in supervised for turn in rendered.turns):
             if turn.problem:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")

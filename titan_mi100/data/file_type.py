@@ -57,6 +57,10 @@ def refusal(head: bytes) -> str:
         return f"empty; {WANTED}"
     if not lines or lines[0].startswith(b"["):
         return ""
+    if len(lines) > 1 and b"\n" not in head:
+        return "a text whose lines end in CR alone; convert it: tr '\\r' '\\n' < FILE > NEW.jsonl"
+    if len(lines) > 1 and lines[0].endswith(b"},") and all(line.startswith(b"{") for line in lines):
+        return "a list of rows without its brackets; cut the commas off: sed 's/,[[:space:]]*$//' FILE > NEW.jsonl"
     if not any(line.startswith(b"{") for line in lines):
         is_csv = len(lines) > 1 and lines[1].count(b",") >= lines[0].count(b",") > 0
         remedy = f"if it is CSV, convert it: {_FROM_CSV}" if is_csv else WANTED

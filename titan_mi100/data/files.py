@@ -24,9 +24,11 @@ from titan_mi100.data.file_type import (
     refusal,
 )
 from titan_mi100.data.json_array import BrokenArray, array_elements
+from titan_mi100.data.strict_json import UNREAD
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.patterns import matching_files, unusable
+from titan_mi100.wording import some
 
 # The longest record in bytes, some 4 million tokens. A longer one is refused without being held in memory.
 LONGEST_LINE = 2**24
@@ -235,8 +237,6 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
     except ImportError:
         what = "is parquet, which needs pyarrow: pip install pyarrow, or convert to JSONL"
         raise UserError(f"{path}: {what}") from None
-    # The default pools reserve address space in advance, which would count against the process's memory limit.
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
         raise_limits(os.stat(path).st_size)
         file, at, total, rows = _unpacking
@@ -275,9 +275,10 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
     columns = [field.name for field in file.schema_arrow if _is_json(field.type, types)]
     if not columns or len({*columns}) < len(columns):
         what = "with two columns of one name" if columns else "without a column of text, numbers or lists of them"
-        raise UserError(f"{path}: is parquet {what}; write it again")
+        types_found = some((f"{field.name} is {field.type}" for field in file.schema_arrow), 4)
+        raise UserError(f"{path}: is parquet {what}{'' if columns else f' ({types_found})'}; write it again")
     # A stand-in for each column that JSON cannot hold, so that such a key is counted or refused as in JSONL.
-    unread = {field.name: {"type": str(field.type)} for field in file.schema_arrow if field.name not in columns}
+    unread = {field.name: {UNREAD: str(field.type)} for field in file.schema_arrow if field.name not in columns}
     number = behind = 0  # rows of all batches so far; rows of all groups so far
     for i, group in enumerate(groups):
         behind += group.num_rows

@@ -69,6 +69,8 @@ class Format:
         Raises:
             BadRecord: from `read`, or the row has a key that this format does not read, and that matters.
         """
+        if named := self.keys & ignored:
+            raise BadRecord("missing key", f"data.ignored_keys names {listed(named)}, which format {self.name} reads")
         in_messages: Counter[str] = Counter()
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}

@@ -34,8 +34,9 @@ _MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes
 _IGNORED_SHOWN = 12  # ignored keys listed in the summary
 _WARNED = {  # kinds of reasons that cause a warning: what the rows have, and what to do
     LOST_REASONING: (
-        "reasoning in earlier turns that the template leaves out",
-        "data.earlier_thinking decides whether such turns are still learned",
+        "reasoning that the template leaves out",
+        "data.earlier_thinking decides whether such turns are still learned; if it is that of the last turns, name a "
+        "template that shows it in model.chat_template",
     ),
     JOINED: (
         "an answer whose first token also holds the end of the prompt, so a prompt has other tokens",

@@ -14,6 +14,7 @@ from titan_mi100.wording import shortened, some
 # the same file must be accepted or refused everywhere.
 DEEPEST = 100
 
+UNREAD = "type of a parquet column"  # the key of an object that stands for a column's value that JSON cannot hold
 TO_UTF8 = "convert the file, e.g. from Latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
 TO_IGNORE = "delete it, or name it in data.ignored_keys"  # remedy for a refused key
 
@@ -78,6 +79,8 @@ def expect(value: Any, json_type: type[T], wanted: str, kind: str = "wrong type"
 
 def kind_of(value: Any) -> str:
     """The JSON type of a value, for messages."""
+    if isinstance(value, dict) and value.keys() == {UNREAD}:
+        return f"parquet's {value[UNREAD]}, which no JSON value is"
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -89,7 +92,7 @@ def shown(value: Any) -> str:
 
 def listed(keys: Iterable[str]) -> str:
     """Keys for a message, sorted; at most 20 of them."""
-    plain = (key if key.isprintable() and 0 < len(key) <= _SHOWN else shown(key) for key in keys)
+    plain = (key if key.isprintable() and 0 < len(key.strip()) == len(key) <= _SHOWN else shown(key) for key in keys)
     return some(sorted(plain), 20) or "none"
 
 

@@ -94,7 +94,8 @@ def _started() -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            # pyarrow's own pools reserve 1 GiB at once, all that a question may use
+            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "ARROW_DEFAULT_MEMORY_POOL": "system"},
         )
     return _process
 

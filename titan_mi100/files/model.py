@@ -69,8 +69,11 @@ def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Ma
     if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
         # replaces the other problems, which follow from this one
         return ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
+    if before := next((name.removesuffix(EMBEDDING) for name in unexpected if name.endswith(EMBEDDING)), ""):
+        return [f"names begin with {before!r}, as wrappers leave them; save the model itself, or rename its tensors"]
     missing = sorted(wanted.keys() - tensors.keys())
-    problems = [f"missing: {some(missing)}"] if missing else []
+    tied = "; if the head is tied to the embedding, set tie_word_embeddings to true in config.json"
+    problems = [f"missing: {some(missing)}{tied * (missing == [HEAD])}"] if missing else []
     problems += [f"not part of this model: {some(unexpected)}"] if unexpected else []
     for name in sorted(wanted.keys() & tensors.keys()):
         shape, dtype = tensors[name]

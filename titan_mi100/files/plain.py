@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
+from titan_mi100.wording import shortened
 
 MIB = 1 << 20
 LARGEST_CONFIG = 16 * MIB  # largest config file; the largest real one known is a tokenizer_config.json of 1 MiB
@@ -88,10 +89,18 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
     return parse_object(content, path, remedy)
 
 
+def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError: it has a key twice, with different values."""
+    found = dict(pairs)
+    if len(found) < len(pairs) and (twice := [key for key, value in pairs if found[key] != value]):
+        raise ValueError(f"{shortened(repr(twice[0]))} occurs twice in one object, with different values")
+    return found
+
+
 def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any]:
     """Decode a file's content as a JSON object. Args: path, remedy: for the message. Raises UserError."""
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):

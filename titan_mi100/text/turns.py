@@ -169,8 +169,8 @@ class TurnFinder:
     def difference(self, index: int, message: dict[str, Any], lost_reasoning: bool) -> str:
         """What the template leaves out of a message's own text, or repeats, with a remedy; "": nothing.
 
-        White space, empty think blocks and reasoning that counts as lost are not compared. A template that rewrites
-        the text cannot be compared.
+        White space, empty think blocks and reasoning that counts as lost are not compared. Text of others than the
+        assistant may be rewritten.
         """
         content, spans = message.get("content"), self._of_message[index]
         if not isinstance(content, str) or any(field == MIXED for _, _, field in spans):
@@ -192,7 +192,7 @@ class TurnFinder:
         for piece in pieces:
             begin = wanted.find(piece, place)
             if begin < 0:
-                return ""  # rewritten
+                return "" if message.get("role") != "assistant" else f"the template rewrites its text; {remedy}"
             if begin > place:
                 break
             place = begin + len(piece)
