@@ -1008,7 +1008,7 @@ BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "gap": (lambda data: data + b"YWI= 257\n", "not a complete tiktoken rank file"),
     "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "not a complete tiktoken rank file"),
     "binary": (lambda data: bytes(range(256)), "is missing or malformed"),
-    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is missing or malformed"),
+    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs"),
     "another family's": (lambda data: data + b"MTIz 256\n", "'123'"),
 }
 
