@@ -3,11 +3,13 @@
 import json
 import multiprocessing
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +74,25 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     assert code == 2 and "mine.toml: exists already" in err and Path("mine.toml").read_bytes() == before
     assert run(*given)[0] == 0 and run(*given)[0] == 0
     assert Path("qwen3-0.6b-full.toml").exists() and Path("qwen3-0.6b-full-2.toml").exists()
+
+
+def test_a_config_that_cannot_be_written_whole_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of it would be taken for a config: every key that is missing has a default."""
+    before, whole = resource.getrlimit(resource.RLIMIT_FSIZE), new.as_toml
+
+    def then_files_end_early(*arguments: Any) -> str:
+        text = whole(*arguments)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        return text
+
+    monkeypatch.setattr(new, "as_toml", then_files_end_early)
+    given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    try:
+        code, _, err = run(*given, "--output", "mine.toml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(Path().glob("*mine.toml*"))
+    assert code == 2 and "mine.toml: cannot be written (File too large); name another file with --output" in err
 
 
 FINETUNE = Config(training=TrainingConfig(target_tokens_per_step=32_768, epochs=3))  # as in finetune.toml

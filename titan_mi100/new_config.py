@@ -31,6 +31,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import write_page
 from titan_mi100.files.patterns import matching_files
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
@@ -112,8 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _new(options: argparse.Namespace) -> None:
-    if options.output and os.path.lexists(options.output):
-        raise UserError(f"--output {options.output}: exists already; name another file")
+    _check_free(options.output or "")
     questions = _questions()
     missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
     if missing and not sys.stdin.isatty():
@@ -123,11 +123,8 @@ def _new(options: argparse.Namespace) -> None:
     plan, changed, about_data = fitting_plan(answers)
     output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     text = as_toml(answers, changed[1])
-    try:
-        with open(output, "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written: {error.strerror}") from None
+    _check_free(str(output))  # again: the survey took some seconds
+    write_page(output, text, "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
     print(about_data)
     if changed[0]:
@@ -135,6 +132,11 @@ def _new(options: argparse.Namespace) -> None:
     print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)\n\nnext:")
     for command in _next_commands(output, answers):
         print(f"  {command}")
+
+
+def _check_free(output: str) -> None:
+    if os.path.lexists(output):
+        raise UserError(f"--output {output}: exists already; name another file")
 
 
 def _questions() -> dict[str, Question]:
