@@ -110,7 +110,8 @@ titan_stop() {
 titan_requeue() {
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${TITAN_MAX_REQUEUES:-20}" ]; then
     titan_say "not requeued: TITAN_MAX_REQUEUES = ${TITAN_MAX_REQUEUES:-20}"
-  elif scontrol requeue "$SLURM_JOB_ID"; then
+  # A requeue ends this turn of the job, with SIGTERM. scontrol ignores it: it must live to answer.
+  elif (trap "" TERM USR1; exec scontrol requeue "$SLURM_JOB_ID"); then
     titan_say "requeued"
   else
     titan_say "the job cannot be requeued; to resume, submit it again"
