@@ -130,13 +130,13 @@ def test_the_checkpoint_names_the_memory_by_rank_and_has_none_before_the_start(f
 
 def test_powersgd_refuses_bf16_reduction() -> None:
     refused = check(config_of(RANK_1, reduce="bfloat16"), 2)
-    assert any("powersgd_rank = 1" in line and 'mixed_precision_reduce = "float32"' in line for line in refused)
+    assert ["training.mixed_precision_reduce" in one.about for one in refused if "powersgd" in one.key] == [True]
 
 
 def test_powersgd_refuses_weights_in_bf16() -> None:
     config = config_of(RANK_1)
     refused = check(replace(config, optimizer=replace(config.optimizer, master="bf16_sr")), 2)
-    assert any("powersgd_rank = 1" in line and '[optimizer] master = "bf16_sr"' in line for line in refused)
+    assert ["optimizer.master" in one.about for one in refused if "powersgd" in one.key] == [True]
 
 
 def test_bytes_in_words() -> None:

@@ -285,8 +285,8 @@ def test_moments_follow_as_fast_as_the_largest_beta_says_and_a_larger_one_is_ref
     for key in ("beta1", "beta2"):
         for value, count in ((beta, 0), (beta + 1e-6, 1)):
             config = Config(optimizer=replace(OptimizerConfig(state=state), **{key: value}))
-            wrong = [error for error in check(config, 1, with_files=False) if f"{key} = " in error]
-            assert len(wrong) == count and all(f"use at most {beta}" in error for error in wrong)
+            wrong = [one for one in check(config, 1, with_files=False) if one.key == f"optimizer.{key}"]
+            assert len(wrong) == count and all(f"use at most {beta}" in one.text for one in wrong)
 
 
 def test_24_bits_of_an_fp32_weight_are_kept_and_found_again() -> None:

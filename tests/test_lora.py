@@ -637,7 +637,7 @@ def test_a_base_is_known_by_the_names_shapes_dtypes_and_first_bytes_of_its_tenso
 
 def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
     def said(**lora: object) -> list[str]:
-        return [error for error in check(Config(lora=LoRAConfig(**lora)), None) if "lora" in error]  # type: ignore[arg-type]
+        return [str(one) for one in check(Config(lora=LoRAConfig(**lora)), None) if "lora" in one.key]  # type: ignore[arg-type]
 
     assert said() == said(rank=8, target_modules=("q_proj",)) == []
     assert "did you mean q_proj?" in said(rank=8, target_modules=("q_prj",))[0]

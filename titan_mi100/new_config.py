@@ -27,6 +27,7 @@ from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.load import load_config
 from titan_mi100.config.model_spec import read_hf_config
 from titan_mi100.config.plan import GIB, Plan, make_plan, with_settings
+from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
@@ -267,7 +268,7 @@ def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan,
     """The first change of the method that fits; if none does, the one that takes least. Raises UserError: each is
     refused.
     """
-    plans, refused = [], list[str]()
+    plans, refused = [], list[Problem]()
     for words, change in METHODS[method]:
         changed = with_settings(config, change)
         refused = check(changed, answers.cards, with_files=False)
@@ -276,7 +277,7 @@ def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan,
             if plans[-1][0].fits:
                 return plans[-1]
     if not plans:
-        raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *refused]))
+        raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *map(str, refused)]))
     return min(plans, key=lambda found: found[0].most)
 
 

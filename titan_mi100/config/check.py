@@ -1,4 +1,4 @@
-"""Checks settings against each other, and returns one message for each problem. Imports no torch."""
+"""Checks settings against each other, and returns the problems. Imports no torch."""
 
 import math
 import os
@@ -13,6 +13,7 @@ from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
 from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
@@ -40,84 +41,79 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
 }
-
-
+_MODEL = ("model.flavor", "checkpoint.initial_load_path")  # settings that name the model's shape
+_MODEL_AND_ROW = (*_MODEL, "training.seq_len")
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
 
-def check(config: Config, world_size: int | None, with_files: bool = True) -> list[str]:
-    """One message for each problem. Args: world_size: processes; None: not known, so layouts are not checked."""
-    errors = _check_paths(config) if with_files else []
+def check(config: Config, world_size: int | None, with_files: bool = True) -> list[Problem]:
+    """All problems. Args: world_size: processes; None: not known, so layouts are not checked."""
+    found = _check_paths(config) if with_files else []
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):
-            errors.append(f"[{section}] {one} and {other} are both set; keep one of them")
+            what = f"and {other} are both set; keep one of them"
+            found.append(Problem(f"{section}.{one}", what, (f"{section}.{other}",)))
     if training.steps and schedule.warmup_steps > training.steps:
-        errors.append(
-            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is more than [training] steps = "
-            f"{training.steps}; lower it, or use -1 for 3%"
-        )
+        what = f"= {schedule.warmup_steps} is more than [training] steps = {training.steps}; lower it, or use -1 for 3%"
+        found.append(Problem("lr_scheduler.warmup_steps", what, ("training.steps",)))
     if config.optimizer.eps == 0:
-        errors.append("[optimizer] eps = 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8")
+        what = "= 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8"
+        found.append(Problem("optimizer.eps", what))
     for key in ("beta1", "beta2"):
         if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
-            wrong = f'{key} = {value}: moments with state = "{state}" would freeze'
-            errors.append(f'[optimizer] {wrong}; use at most {most}, or state = "fp32"')
+            what = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
+            found.append(Problem(f"optimizer.{key}", what, ("optimizer.state",)))
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
         for section, key in [(section, key) for section, keys in limits.items() for key in keys]:
             if (value := getattr(getattr(config, section), key)) > 1 or (limits is below_one and value == 1):
-                errors.append(f"[{section}] {key} = {value} must be {limit} 1")
+                found.append(Problem(f"{section}.{key}", f"= {value} must be {limit} 1"))
     if schedule.decay_ratio == 0:
-        errors.append('[lr_scheduler] decay_ratio = 0 leaves no decay; use decay_type = "constant"')
+        found.append(Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"'))
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        errors.append("[metrics] enable_wandb = true: wandb is not installed; pip install wandb")
-    errors += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
-    errors += _check_profiling(config.profiling, world_size)
+        found.append(Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb"))
+    found += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
+    found += _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
-    needing = {"[validation] freq": validation.freq, "[checkpoint] keep_best": best}
-    needing |= {"[validation] prompts": validation.prompts, "[validation] patience": validation.patience}
+    needing = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
+    needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
+    held_out = ("data.validation_path", "data.validation_fraction")
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
-            errors.append(f"{key} = {value!r} needs [data] validation_path or validation_fraction")
+            found.append(Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out))
     if validation.patience and not validation.freq:
-        errors.append(f"[validation] patience = {validation.patience} needs freq, the steps between validations")
+        what = f"= {validation.patience} needs freq, the steps between validations"
+        found.append(Problem("validation.patience", what, ("validation.freq",)))
     known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
     known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
-            errors.append(
-                f"[checkpoint] allow_changed names {name!r}, which is none of {', '.join(FINGERPRINTS)}"
-                f"{did_you_mean(name, known)}"
-            )
+            listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
+            found.append(Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}"))
     if config.checkpoint.fresh and not config.job.run_folder:
-        errors.append("[checkpoint] fresh needs job.run_folder: a run without a name always starts over")
+        what = "needs job.run_folder: a run without a name always starts over"
+        found.append(Problem("checkpoint.fresh", what, ("job.run_folder",)))
     if config.checkpoint.load_step != -1 and not config.job.run_folder:
-        errors.append("[checkpoint] load_step needs job.run_folder, the run that is to be resumed from that step")
+        what = "needs job.run_folder, the run that is to be resumed from that step"
+        found.append(Problem("checkpoint.load_step", what, ("job.run_folder",)))
     elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
-        errors.append("[checkpoint] load_step and fresh exclude each other; remove one of them")
-    if config.parallelism.zero_stage > 3:
-        errors.append(f"[parallelism] zero_stage = {config.parallelism.zero_stage} must be -1, 0, 1, 2 or 3")
+        what = "and fresh exclude each other; remove one of them"
+        found.append(Problem("checkpoint.load_step", what, ("checkpoint.fresh",)))
+    if (stage := config.parallelism.zero_stage) > 3:
+        found.append(Problem("parallelism.zero_stage", f"= {stage} must be -1, 0, 1, 2 or 3"))
     elif world_size is not None:
-        errors += check_layout(config, world_size)
+        found += check_layout(config, world_size)
     try:
-        spec = config.spec()
-        errors += _check_model_split(config, spec)
-        if config.lora.base == "nf4" and (wrong := _not_in_blocks(spec, config.parallelism.tensor_parallel_degree)):
-            errors.append(f'[lora] base = "nf4" needs blocks of 64 values, which {wrong} does not have; use "whole"')
-        if config.lora.rank > spec.hidden_size:
-            errors.append(f"[lora] rank = {config.lora.rank} is more than hidden_size = {spec.hidden_size}; lower it")
-        if training.seq_len > spec.max_position_embeddings:
-            errors.append(
-                f"[training] seq_len = {training.seq_len} is more than the model's max_position_embeddings = "
-                f"{spec.max_position_embeddings}; use at most {spec.max_position_embeddings}"
-            )
-    except UserError as error:
-        errors.extend(line for line in str(error).splitlines() if line not in errors)
-    return errors
+        found += _check_model(config, config.spec())
+    except ConfigError as error:
+        found += [problem for problem in error.problems if str(problem) not in map(str, found)]
+    except UserError as error:  # of a file, which it names
+        found += [Problem("", line) for line in str(error).splitlines()]
+    return found
 
 
 def check_start(config: Config) -> None:
@@ -144,39 +140,38 @@ def check_start(config: Config) -> None:
         raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {what}; free some, or set job.run_folder")
 
 
-def check_layout(config: Config, world_size: int) -> list[str]:
-    """Errors that depend on the number of processes."""
-    p, training, errors = config.parallelism, config.training, []
+def check_layout(config: Config, world_size: int) -> list[Problem]:
+    """Problems that depend on the number of processes."""
+    p, training, found = config.parallelism, config.training, list[Problem]()
     accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
     pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
     try:
         layout = config.layout(world_size)
         is_ddp = layout.zero_stage == 0
         accumulation = config.batch(world_size).gradient_accumulation_steps
-    except ValueError as error:
-        errors.append(str(error))
+    except ConfigError as error:
+        found += error.problems
+    degrees = tuple(f"parallelism.{field.name}" for field in fields(p) if "powersgd" not in field.name)
     if config.memory.offload != "nothing" and is_ddp:
-        errors.append(f'[memory] offload = "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3')
-    if p.powersgd_rank and not is_ddp:
-        errors.append(f"[parallelism] powersgd_rank = {p.powersgd_rank} needs DDP; set zero_stage = 0")
-    if p.powersgd_rank and config.training.mixed_precision_reduce == "bfloat16":
-        errors.append(
-            f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32; set [training] "
-            'mixed_precision_reduce = "float32"'
-        )
-    if p.powersgd_rank and config.optimizer.master != "fp32":
-        errors.append(
-            f"[parallelism] powersgd_rank = {p.powersgd_rank} compresses float32, and gradients are bfloat16 with "
-            f'[optimizer] master = "{config.optimizer.master}"; set it to "fp32"'
-        )
-    if p.powersgd_rank and config.training.mixed_precision_param == "float16":
-        errors.append(
-            f"[parallelism] powersgd_rank = {p.powersgd_rank} keeps errors from step to step, which do not follow the "
-            'loss scale of float16; set [training] mixed_precision_param = "bfloat16"'
-        )
+        what = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
+        found.append(Problem("memory.offload", what, degrees))
+    of_powersgd: list[tuple[str, str]] = []
+    if not is_ddp:
+        of_powersgd.append(("needs DDP; set zero_stage = 0", "parallelism.zero_stage"))
+    if config.training.mixed_precision_reduce == "bfloat16":
+        what = 'compresses float32; set [training] mixed_precision_reduce = "float32"'
+        of_powersgd.append((what, "training.mixed_precision_reduce"))
+    if (master := config.optimizer.master) != "fp32":
+        what = f'compresses float32, and gradients are bfloat16 with [optimizer] master = "{master}"; set it to "fp32"'
+        of_powersgd.append((what, "optimizer.master"))
+    if config.training.mixed_precision_param == "float16":
+        what = "keeps errors from step to step, which do not follow the loss scale of float16; set [training] "
+        of_powersgd.append((f'{what}mixed_precision_param = "bfloat16"', "training.mixed_precision_param"))
+    for what, key in of_powersgd if p.powersgd_rank else ():
+        found.append(Problem("parallelism.powersgd_rank", f"= {p.powersgd_rank} {what}", (key, *degrees)))
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
-        errors.append(refused)
-    return errors
+        found.append(refused)
+    return found
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
@@ -187,99 +182,108 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (64 * n)), "")
 
 
-def _check_model_split(config: Config, spec: ModelSpec) -> list[str]:
-    """Errors of splitting the model over tensor-parallel ranks and pipeline stages."""
-    p, errors = config.parallelism, []
+def _check_model(config: Config, spec: ModelSpec) -> list[Problem]:
+    """Problems with the model's shape, and of splitting it over tensor-parallel ranks and pipeline stages."""
+    p, lora, found, seq_len = config.parallelism, config.lora, list[Problem](), config.training.seq_len
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
+    if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
+        what = f'= "nf4" needs blocks of 64 values, which {size} does not have; use "whole"'
+        found.append(Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree")))
+    if lora.rank > spec.hidden_size:
+        what = f"= {lora.rank} is more than hidden_size = {spec.hidden_size}; lower it"
+        found.append(Problem("lora.rank", what, _MODEL))
+    if seq_len > (most := spec.max_position_embeddings):
+        what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
+        found.append(Problem("training.seq_len", what, _MODEL))
     named = {
         name: getattr(spec, name)
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     }
-    wrong = [f"{name} = {n}" for name, n in {**named, "seq_len": config.training.seq_len}.items() if n % tp]
-    if wrong:
+    if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, spec.num_key_value_heads) + 1)
         fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
-        errors.append(
-            f"[parallelism] tensor_parallel_degree = {tp} does not divide {', '.join(wrong)}; this model can be split "
-            f"over {', '.join(fit)}, and seq_len must be a multiple"
-        )
+        what = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
+        found.append(Problem("parallelism.tensor_parallel_degree", f"{what}must be a multiple", _MODEL_AND_ROW))
     if pp == 1:
-        return errors
+        return found
     schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
     layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
+    read = (*_MODEL, "parallelism.pipeline_parallel_schedule")
     if counts:
         fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
         if not fits or sum(counts) != layers or 0 in counts:
-            errors.append(
-                f"[parallelism] pipeline_parallel_layers_per_stage = {list(counts)} must be {stages} numbers "
-                f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
-                f"{layers} layers"
-            )
+            what = f"= {list(counts)} must be {stages} numbers "
+            what += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
+            key = "parallelism.pipeline_parallel_layers_per_stage"
+            found.append(Problem(key, f"{what}{layers} layers", (*read, "parallelism.pipeline_parallel_degree")))
     elif stages > layers:
-        errors.append(
-            f"[parallelism] pipeline_parallel_degree = {pp} makes {stages} stages of {layers} layers; lower it"
-        )
-    return errors
+        what = f"= {pp} makes {stages} stages of {layers} layers; lower it"
+        found.append(Problem("parallelism.pipeline_parallel_degree", what, read))
+    return found
 
 
-def _check_paths(config: Config) -> list[str]:
-    errors, folder = [], os.path.dirname(config.job.config_file)
+def _check_paths(config: Config) -> list[Problem]:
+    found, folder = list[Problem](), os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
-        errors.append("[data] path is not set; name a file or a glob, or several, or [[data.source]]")
+        what = "is not set; name a file or a glob, or several, or [[data.source]]"
+        found.append(Problem("data.path", what, ("data.source",)))
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
             if os.path.exists(os.path.join(pattern, assets.PLAN)) and not assets.is_corpus(pattern):
                 what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
-                errors.append(f"[data] {key}: {pattern}: {what}")
+                found.append(Problem(f"data.{key}", f": {pattern}: {what}"))
             elif key == "validation_path" or not assets.is_corpus(pattern):
                 hint = hub_hint(pattern, folder, is_data=True)
-                errors += [f"[data] {key}: {problem}{hint}" for problem in matching_files(pattern)[1]]
+                found += [Problem(f"data.{key}", f": {wrong}{hint}") for wrong in matching_files(pattern)[1]]
     if (template := config.model.chat_template) and not os.path.isfile(template):
-        errors.append(f"[model] chat_template = {template!r} is not a file")
+        found.append(Problem("model.chat_template", f"= {template!r} is not a file"))
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
-        errors.append(no_such_model(load, config.job.config_file))
+        found.append(no_such_model(load, config.job.config_file))
     path = config.tokenizer_path()
-    key = "[model] tokenizer_path" if config.model.tokenizer_path else "[checkpoint] initial_load_path"
+    key = "model.tokenizer_path" if config.model.tokenizer_path else "checkpoint.initial_load_path"
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
         pass  # that folder's tokenizer: its absence is reported above
     elif not path:
-        errors.append(
-            "[model] tokenizer_path is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the "
-            "tiny model: --job.config_file train_configs/debug.toml"
-        )
+        what = "is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the tiny model: "
+        what += "--job.config_file train_configs/debug.toml"
+        found.append(Problem("model.tokenizer_path", what, ("checkpoint.initial_load_path",)))
     elif not os.path.exists(path):
-        errors.append(f"{key} = {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
+        found.append(Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}"))
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
-        errors.append(
-            f"{key} = {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model "
-            "file; set model.tokenizer_path to a folder that does, or to such a file"
-        )
-    return errors
+        what = f"= {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model file; "
+        found.append(Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file"))
+    return found
 
 
-def _check_data(data: DataConfig) -> list[str]:
-    errors = []
+def _check_data(data: DataConfig) -> list[Problem]:
+    found = []
     if bool(data.prompt_column) != bool(data.response_column):
-        errors.append("[data] prompt_column and response_column go together; set both or neither")
+        what = "and response_column go together; set both or neither"
+        found.append(Problem("data.prompt_column", what, ("data.response_column",)))
     if data.prompt_column and data.format not in ("auto", "columns"):
-        errors.append(f'[data] prompt_column is set, but format = "{data.format}"; remove one of them')
+        what = f'is set, but format = "{data.format}"; remove one of them'
+        found.append(Problem("data.prompt_column", what, ("data.format",)))
     if data.system_column and not data.prompt_column:
-        errors.append("[data] system_column needs prompt_column and response_column")
+        what = "needs prompt_column and response_column"
+        found.append(Problem("data.system_column", what, ("data.prompt_column", "data.response_column")))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
-        errors.append(f"[data] prompt_column = {data.prompt_column!r} is another text's column, too; name one for each")
-    errors += _check_sources(data)
+        what = f"= {data.prompt_column!r} is another text's column, too; name one for each"
+        found.append(Problem("data.prompt_column", what, ("data.response_column", "data.system_column")))
+    found += _check_sources(data)
     for key in ("weights", "repeats"):
         values = getattr(data, key)
         if values and len(values) != len(data.path):
-            errors.append(f"[data] {key} has {len(values)} values for {len(data.path)} paths; give one for each path")
+            what = f"has {len(values)} values for {len(data.path)} paths; give one for each path"
+            found.append(Problem(f"data.{key}", what, ("data.path",)))
         if any(value <= 0 for value in values):
-            errors.append(f"[data] {key} = {list(values)} must all be above 0; leave a path out instead")
-    return errors
+            what = f"= {list(values)} must all be above 0; leave a path out instead"
+            found.append(Problem(f"data.{key}", what))
+    return found
 
 
-def _check_sources(data: DataConfig) -> list[str]:
-    errors = []
+def _check_sources(data: DataConfig) -> list[Problem]:
+    found = []
     names = [source.name or source.stem for source in data.source]
     for number, source in enumerate(data.source, 1):
         problems = []
@@ -293,115 +297,124 @@ def _check_sources(data: DataConfig) -> list[str]:
             problems.append(f"weight = {source.weight}: either all sources have one, above 0, or none")
         if not source.epochs:
             problems.append("epochs = 0: it would never be read; leave the source out")
-        errors += [f"[data] source, table {number}: {problem}" for problem in problems]
+        found += [Problem("data.source", f", table {number}: {problem}") for problem in problems]
     for source in data.sources if all(source.path for source in data.source) else ():
         if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
             what = f"{source.path[0]}: a folder of prepare_corpus is a source of its own, with format = 'auto'; "
             what += "give each path a [[data.source]], or set data.weights"
-            errors.append(f"[data] {'source' if data.source else 'path'}: {what}")
-    return errors
+            found.append(Problem("data.source" if data.source else "data.path", f": {what}", ("data.weights",)))
+    return found
 
 
-def _check_effects(config: Config) -> list[str]:
+def _check_effects(config: Config) -> list[Problem]:
     """Settings that were changed, but have no effect because of another setting."""
     data, defaults = config.data, Config()
-    idle = [
-        (f"{switch} = {toml_value(value)}", section, keys)
+    idle = [  # why, the setting that is the reason, those without effect
+        (f"{switch} = {toml_value(value)}", f"{section}.{switch}", keys)
         for (section, switch), keys in _SWITCHES.items()
         if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
     ]
     if config.lr_scheduler.decay_type == "constant":
-        idle.append(('decay_type = "constant"', "lr_scheduler", ("decay_ratio", "min_lr_factor")))
+        idle.append(('decay_type = "constant"', "lr_scheduler.decay_type", ("decay_ratio", "min_lr_factor")))
     if config.training.mixed_precision_param == "float64":
-        idle.append(('mixed_precision_param = "float64"', "training", ("mixed_precision_reduce",)))
+        why = 'mixed_precision_param = "float64"'
+        idle.append((why, "training.mixed_precision_param", ("mixed_precision_reduce",)))
     if not config.training.loss_spike_sigmas:
-        idle.append(("loss_spike_sigmas = 0", "training", ("skip_loss_spikes",)))
+        idle.append(("loss_spike_sigmas = 0", "training.loss_spike_sigmas", ("skip_loss_spikes",)))
     if not config.watchdog.seconds:
         rest = ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")
-        idle.append(("seconds = 0", "watchdog", rest))
+        idle.append(("seconds = 0", "watchdog.seconds", rest))
     if config.profiling.profile_steps:
-        idle.append(("profile_steps", "profiling", ("profile_freq",)))
+        idle.append(("profile_steps", "profiling.profile_steps", ("profile_freq",)))
     if len(data.path) == 1:
-        idle.append(("one path", "data", ("weights",)))
+        idle.append(("one path", "data.path", ("weights",)))
     if data.source:
-        idle.append(("[[data.source]]", "data", ("weights", "repeats", "format")))
+        idle.append(("[[data.source]]", "data.source", ("weights", "repeats", "format")))
     if not data.is_mixture:
-        idle.append(("a single source", "data", ("weights_in", "on_exhausted")))
+        idle.append(("a single source", "data.path", ("weights_in", "on_exhausted")))
     elif not any(source.weight for source in data.sources):
-        idle.append(("no weights", "data", ("weights_in",)))
+        idle.append(("no weights", "data.weights", ("weights_in",)))
     corpora = [assets.is_corpus(path) for source in data.sources for path in source.path]
     if not any(corpora):
-        idle.append(("no source that prepare_corpus has made", "data", ("concatenate",)))
+        idle.append(("no source that prepare_corpus has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
-        idle.append(("corpora only, which are plain text", "data", ("system_prompt",)))
+        idle.append(("corpora only, which are plain text", "data.path", ("system_prompt",)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
-        idle.append((f'format = "{data.format}"', "data", of_conversations))
+        idle.append((f'format = "{data.format}"', "data.format", of_conversations))
     if data.format not in ("auto", "text") or data.prompt_column:
-        idle.append((f'format = "{data.format}" or prompt_column', "data", ("text_column",)))
+        idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
     found = []
-    for why, section, keys in idle:
+    of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
+    for why, reason, keys in idle:
+        section = reason.partition(".")[0]
         for key in keys:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
-                found.append(f"[{section}] {key} = {toml_value(value)} has no effect with {why}; delete it")
+                what = f"= {toml_value(value)} has no effect with {why}; delete it"
+                found.append(Problem(f"{section}.{key}", what, (reason, *(of_data if section == "data" else ()))))
     return found
 
 
-def _check_offload(config: Config) -> list[str]:
-    offload, p, errors = config.memory.offload, config.parallelism, []
+def _check_offload(config: Config) -> list[Problem]:
+    offload, p, found = config.memory.offload, config.parallelism, list[tuple[str, str]]()
     if offload != "nothing" and p.pipeline_parallel_degree > 1:
-        errors.append(f'[memory] offload = "{offload}" is not for a pipeline; set pipeline_parallel_degree = 1')
+        what = "is not for a pipeline; set pipeline_parallel_degree = 1"
+        found.append((what, "parallelism.pipeline_parallel_degree"))
     if offload == "weights" and p.tensor_parallel_degree > 1:
-        errors.append('[memory] offload = "weights" is not for tensor parallel; set tensor_parallel_degree = 1')
+        what = "is not for tensor parallel; set tensor_parallel_degree = 1"
+        found.append((what, "parallelism.tensor_parallel_degree"))
     if offload == "weights" and config.lora.base == "nf4":
-        errors.append('[memory] offload = "weights" is not for [lora] base = "nf4", which takes little; use "nothing"')
+        found.append(('is not for [lora] base = "nf4", which takes little; use "nothing"', "lora.base"))
     if offload == "optimizer" and config.lora.rank:
-        errors.append(
-            '[memory] offload = "optimizer" moves next to nothing, as adapters alone are trained; use "weights", or '
-            '[lora] base = "nf4"'
-        )
+        what = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
+        found.append((what, "lora.rank"))
+    problems = [Problem("memory.offload", f'= "{offload}" {what}', (key,)) for what, key in found]
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
-        errors.append('[memory] offload_activations keeps blocks\' inputs; set [activation_checkpoint] mode = "full"')
-    return errors
+        what = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
+        problems.append(Problem("memory.offload_activations", what, ("activation_checkpoint.mode",)))
+    return problems
 
 
-def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list[str]:
-    errors = []
+def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list[Problem]:
+    found = []
     for key in ("save_traces_folder", "save_memory_snapshot_folder"):
         name = getattr(profiling, key)
         if name != os.path.basename(name) or name in ("", ".", "..", *_TAKEN) or has_control_characters(name):
             what = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
-            errors.append(f"[profiling] {key} = {name!r} {what}")
-    is_on = profiling.enable_profiling or profiling.enable_memory_snapshot
+            found.append(Problem(f"profiling.{key}", f"= {name!r} {what}"))
+    is_on, ranks = profiling.enable_profiling or profiling.enable_memory_snapshot, "profiling.profile_ranks"
+    switches = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
     if is_on and not profiling.profile_ranks:
-        errors.append("[profiling] profile_ranks is empty; name at least one rank, or set enable_profiling to false")
+        found.append(Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false", switches))
     if not is_on and profiling.profile_ranks != (0,):
         what = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
-        errors.append(f"[profiling] profile_ranks = {list(profiling.profile_ranks)} {what}")
+        found.append(Problem(ranks, f"= {list(profiling.profile_ranks)} {what}", switches))
     if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
-        errors.append(f"[profiling] profile_ranks names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
-    return errors
+        found.append(Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}"))
+    return found
 
 
-def _check_lora(lora: LoRAConfig) -> list[str]:
-    known, errors = (*LINEARS, ALL_LINEAR), []
+def _check_lora(lora: LoRAConfig) -> list[Problem]:
+    known, found = (*LINEARS, ALL_LINEAR), []
     if ALL_LINEAR in lora.target_modules:
-        errors.append(f'[lora] target_modules names "{ALL_LINEAR}" beside others; it stands alone, for all of them')
+        what = f'names "{ALL_LINEAR}" beside others; it stands alone, for all of them'
+        found.append(Problem("lora.target_modules", what))
     elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
-        what = f"is none of {', '.join(known)}"
-        errors += [f"[lora] target_modules names {name!r}, which {what}{did_you_mean(name, known)}" for name in wrong]
+        for name in wrong:
+            what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
+            found.append(Problem("lora.target_modules", what))
     if lora.rank and not lora.target_modules:
-        errors.append(f"[lora] target_modules is empty, but rank = {lora.rank}; name some, or set rank to 0")
+        what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
+        found.append(Problem("lora.target_modules", what, ("lora.rank",)))
     if lora.rank and not lora.alpha:
-        errors.append("[lora] alpha = 0 switches the adapters off: nothing would be learned; the usual is 2 x rank")
+        what = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
+        found.append(Problem("lora.alpha", what, ("lora.rank",)))
     if lora.initial_load_path and not lora.rank:
-        errors.append("[lora] initial_load_path needs rank; set it to the adapter's")
-    if lora.initial_load_path and not os.path.isdir(lora.initial_load_path):
-        name = lora.initial_load_path
-        errors.append(f"[lora] initial_load_path = {name!r} is not a folder{hub_hint(name)}")
+        found.append(Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",)))
+    if (load := lora.initial_load_path) and not os.path.isdir(load):
+        found.append(Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}"))
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
-        errors.append(
-            f"[lora] base_model_name_or_path = {name!r} is neither OWNER/NAME on the hub nor an absolute path"
-        )
-    return errors
+        what = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
+        found.append(Problem("lora.base_model_name_or_path", what))
+    return found

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 
+from titan_mi100.config.problem import Problem
 from titan_mi100.files.patterns import nearby
 
 _FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model", ".tiktoken")
@@ -60,8 +61,8 @@ def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
     return f"; if you mean {name} on the Hugging Face hub, fetch it: {command}, and name {local} here"
 
 
-def no_such_model(load: str, config_file: str) -> str:
-    """The message about a checkpoint.initial_load_path that does not exist."""
+def no_such_model(load: str, config_file: str) -> Problem:
+    """A checkpoint.initial_load_path that does not exist."""
     hint = hub_hint(load, os.path.dirname(config_file)) or nearby(load)
     hint = hint or "; a model: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
-    return f"[checkpoint] initial_load_path = {load!r}: no such folder or file{hint}"
+    return Problem("checkpoint.initial_load_path", f"= {load!r}: no such folder or file{hint}")

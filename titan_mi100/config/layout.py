@@ -5,6 +5,15 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 
+from titan_mi100.config.problem import ConfigError, Problem
+
+_DEGREES = tuple(
+    f"parallelism.{name}"
+    for name in (
+        *("data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree"),
+        *("pipeline_parallel_degree", "zero_stage"),
+    )
+)
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
 
@@ -99,10 +108,10 @@ def resolve_layout(
         zero_stage: -1 means 3; under a pipeline 1; and 0 (DDP) where there are replicas of one process each.
 
     Raises:
-        ValueError: the product of the degrees is not the world size; the message names key and remedy.
+        ConfigError: the product of the degrees is not the world size.
     """
     if dp_shard == 0:
-        raise ValueError("[parallelism] data_parallel_shard_degree = 0 must be -1 (all processes) or at least 1")
+        raise _refused("data_parallel_shard_degree", "= 0 must be -1 (all processes) or at least 1")
     if zero_stage == 0:
         dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, tp, pp)
     named = {
@@ -110,49 +119,54 @@ def resolve_layout(
         "data_parallel_replicate_degree": dp_replicate,
         "tensor_parallel_degree": tp,
     }
-    others = " x ".join(f"{name} = {degree}" for name, degree in named.items() if degree > 1)
+    given = [(name, degree) for name, degree in named.items() if degree > 1]
+    others = "".join(f" x {name} = {degree}" for name, degree in given)
     product = pp * dp_replicate * tp
     processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == -1:
         if world_size % product:
-            raise ValueError(
-                f"[parallelism] {others} does not divide the {processes}; start with "
-                f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree"
+            name = given[0][0]
+            raise _refused(
+                name,
+                f"{others.removeprefix(f' x {name} ')} does not divide the {processes}; start with "
+                f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree",
             )
         dp_shard = world_size // product
     if product * dp_shard != world_size:
-        raise ValueError(
-            f"[parallelism] data_parallel_shard_degree = {dp_shard}{' x ' + others if others else ''} does not fill "
-            f"the {processes}; use -1 (all that the others leave) or start with "
-            f"./run_train.sh --nproc_per_node {product * dp_shard}"
+        raise _refused(
+            "data_parallel_shard_degree",
+            f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
+            f"./run_train.sh --nproc_per_node {product * dp_shard}",
         )
     if zero_stage == -1:
         only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
         zero_stage = 1 if pp > 1 else 0 if only_replicas else 3
     elif pp > 1 and zero_stage != 1:
-        raise ValueError(
-            f"[parallelism] zero_stage = {zero_stage} does not go with a pipeline, whose schedule keeps a stage's "
-            "weights and gradients whole until the end of the step; use 1, or leave it out"
+        raise _refused(
+            "zero_stage",
+            f"= {zero_stage} does not go with a pipeline, whose schedule keeps a stage's "
+            "weights and gradients whole until the end of the step; use 1, or leave it out",
         )
     return Layout(dp_shard, dp_replicate, tp, pp, zero_stage)
 
 
+def _refused(key: str, text: str) -> ConfigError:
+    return ConfigError([Problem(f"parallelism.{key}", text, _DEGREES)])
+
+
 def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
     if tp > 1 or pp > 1:
-        raise ValueError(
-            "[parallelism] zero_stage = 0 (DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree "
-            "above 1; leave it out"
-        )
+        what = "(DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree above 1; leave it out"
+        raise _refused("zero_stage", f"= 0 {what}")
     if dp_shard > 1:
-        raise ValueError(
-            f"[parallelism] zero_stage = 0 (DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave "
-            "one of them out"
-        )
+        what = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
+        raise _refused("zero_stage", f"= 0 {what}")
     if dp_replicate not in (1, world_size):
-        raise ValueError(
-            f"[parallelism] zero_stage = 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill "
+        raise _refused(
+            "zero_stage",
+            f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill "
             f"the {world_size} started processes; leave it out (all of them), or start with "
-            f"./run_train.sh --nproc_per_node {dp_replicate}"
+            f"./run_train.sh --nproc_per_node {dp_replicate}",
         )
     return 1, world_size
 
@@ -176,47 +190,46 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
         saved: from the checkpoint.
 
     Raises:
-        ValueError: no number of steps does, or the config asks for another global batch; the message has the remedy.
+        ConfigError: no number of steps does, or the config asks for another global batch.
     """
     rows = batch.local_batch_size * batch.dp_degree
     if rows == saved.local_batch_size * saved.dp_degree and batch.global_batch_size != global_batch_size:
-        raise ValueError(
-            f"[training] gradient_accumulation_steps = {batch.gradient_accumulation_steps} makes steps of "
-            f"{batch.global_batch_size} rows, but this run's have {global_batch_size}; use "
-            f"{saved.gradient_accumulation_steps}, or let it change with checkpoint.allow_changed = "
-            '["global_batch_size"]'
-        )
+        what = f"= {batch.gradient_accumulation_steps} makes steps of "
+        what += f"{batch.global_batch_size} rows, but this run's have {global_batch_size}; use "
+        what += f"{saved.gradient_accumulation_steps}, or let it change with "
+        what += 'checkpoint.allow_changed = ["global_batch_size"]'
+        raise ConfigError([Problem("training.gradient_accumulation_steps", what)])
     if global_batch_size % rows:
         few = range(1, min(global_batch_size, 8192) + 1)  # a manifest can hold any number
         ranks = [n for n in few if not global_batch_size % (n * batch.local_batch_size)]
         sizes = [n for n in few if not global_batch_size % (n * batch.dp_degree)]
         fit = [f"{', '.join(map(str, ranks))} data-parallel ranks with this local_batch_size"] if ranks else []
         fit += [f"local_batch_size {', '.join(map(str, sizes))} on these ranks"] if sizes else []
-        raise ValueError(
-            f"[training] local_batch_size = {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not "
-            f"divide this run's steps of {global_batch_size} rows; what does: {'; or '.join(fit) or 'nothing near'}. "
-            'Or let them change with checkpoint.allow_changed = ["global_batch_size"]'
-        )
+        what = f"= {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not divide this run's steps "
+        what += f"of {global_batch_size} rows; what does: {'; or '.join(fit) or 'nothing near'}. Or let them change "
+        what += 'with checkpoint.allow_changed = ["global_batch_size"]'
+        raise ConfigError([Problem("training.local_batch_size", what)])
     return global_batch_size // rows
 
 
-def check_schedule(name: str, pp: int, microbatches: int) -> str | None:
+def check_schedule(name: str, pp: int, microbatches: int) -> Problem | None:
     """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
-    torch = version("torch")
+    wrong, how = "", "the forwards of a step, gradient_accumulation_steps, are its microbatches"
     if SCHEDULES[name].zero_bubble and is_torch_before_2_13():
-        return (
-            f'[parallelism] pipeline_parallel_schedule = "{name}" needs torch 2.13, this is {torch}: 2.8 cannot split '
-            "the backward of a Python autograd function, as the loss is one, and over gloo ZBV loses its connections "
-            '(those between were not tried); use "Interleaved1F1B"'
+        wrong = (
+            f"needs torch 2.13, this is {version('torch')}: 2.8 cannot split the backward of a Python autograd "
+            "function, as the loss is one, and over gloo ZBV loses its connections (those between were not tried); use "
+            '"Interleaved1F1B"'
         )
-    got = f'[parallelism] pipeline_parallel_schedule = "{name}" over {pp} ranks'
-    how = "the forwards of a step, gradient_accumulation_steps, are its microbatches"
     # with fewer, torch 2.8 computes wrong gradients or hangs under an interleaved schedule
-    if (name == "1F1B" or SCHEDULES[name].looped) and microbatches < pp:
-        return f'{got} needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "GPipe"'
-    if SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
-        return f"{got} needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use {pp} x n"
-    return None
+    elif (name == "1F1B" or SCHEDULES[name].looped) and microbatches < pp:
+        wrong = f"over {pp} ranks needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "
+        wrong += '"GPipe"'
+    elif SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
+        wrong = f"over {pp} ranks needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use "
+        wrong += f"{pp} x n"
+    read = (*_DEGREES, "training.gradient_accumulation_steps", "training.target_tokens_per_step")
+    return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}', read) if wrong else None
 
 
 def is_torch_before_2_13() -> bool:

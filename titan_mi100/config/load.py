@@ -22,6 +22,7 @@ from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.other_trainers import our_keys
+from titan_mi100.config.problem import Problem
 from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config
 from titan_mi100.config.toml_file import read_toml
@@ -106,13 +107,11 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     if made := os.environ.get(RUN_FOLDER):
         built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes))
-    origins = {f"[{section}] {key}": setting.where for (section, key), setting in settings.items()}
-    for error in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
-        start = re.match(r"\[(\w+)\] (\w+)", error)
-        if start is None:
-            errors.append(error)
-        elif not _may_follow(error, f"{start[1]}.{start[2]}", refused, unknown, (start[1], start[2]) in settings):
-            errors.append(origins.get(start[0], f"{config_file.value}: {start[0]}") + error[start.end() :])
+    origins = {f"{section}.{key}": setting.where for (section, key), setting in settings.items()}
+    for found in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
+        where = origins.get(found.key)
+        if not _may_follow(found, refused, unknown, is_given=where is not None):
+            errors.append(found.at(where) if where else f"{config_file.value}: {found}" if found.key else found.text)
     errors = [*messages(unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
@@ -131,24 +130,17 @@ def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> lis
     ]
 
 
-def _may_follow(error: str, about: str, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
-    """Whether an error of the checks may only be a consequence of a setting that was refused; then it is not printed.
+def _may_follow(problem: Problem, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
+    """Whether a problem may only be a consequence of a setting that was refused; then it is not printed.
 
     Args:
-        about: the "section.key" that the error begins with; is_given: whether the user has set it.
         refused: each "section.key" whose value was refused: the checks saw its default.
         unknown: names that are none of ours: the checks saw the defaults of what they stand for.
+        is_given: whether the user has set the problem's key.
     """
-    doubtful = refused.union(*(problem.meant or () for problem in unknown))
-    names = [name for key in doubtful for name in (key, *(part for part in key.split(".")[1:] if "_" in part))]
-    section = about.partition(".")[0]
-    names += [f"{key.partition('.')[2]} =" for key in doubtful if key.startswith(f"{section}.")]
-    return (
-        about in doubtful
-        or any(re.search(rf"\b{re.escape(name)}(?!\w)", error) for name in names)
-        or (about.startswith("parallelism.") and any(key.startswith("parallelism.") for key in doubtful))  # multiplied
-        or (not is_given and any(problem.meant is None for problem in unknown))
-    )
+    doubtful = refused.union(*(name.meant or () for name in unknown))
+    any_key = bool(problem.key) and not is_given and any(name.meant is None for name in unknown)
+    return any_key or not doubtful.isdisjoint((problem.key, *problem.about))
 
 
 def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setting]) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Any
 from titan_mi100.config import assets, model_spec
 from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
-from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.config.problem import ConfigError, Problem
+from titan_mi100.errors import did_you_mean
 
 # what must not change on resume
 FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
@@ -405,19 +406,20 @@ class Config:
         flavor, load = self.model.flavor, self.checkpoint.initial_load_path
         preset, folder = model_spec.PRESETS.get(flavor), assets.folder_of(load)
         if flavor and not preset:
-            raise UserError(f"[model] flavor = {flavor!r} is not known{did_you_mean(flavor, model_spec.PRESETS)}")
+            what = f"= {flavor!r} is not known{did_you_mean(flavor, model_spec.PRESETS)}"
+            raise ConfigError([Problem("model.flavor", what)])
         if not flavor and not load:
-            raise UserError("[model] flavor is not set; name an HF folder in checkpoint.initial_load_path, or a preset")
+            what = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
+            raise ConfigError([Problem("model.flavor", what, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):
-            raise UserError(no_such_model(load, self.job.config_file))
+            raise ConfigError([no_such_model(load, self.job.config_file)])
         spec = model_spec.read_hf_config(folder)
         if preset and (differing := model_spec.differences(preset, spec)):
-            raise UserError(
-                f"[model] flavor = {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
-                "leave flavor out to take the folder's"
-            )
+            what = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
+            what += "leave flavor out to take the folder's"
+            raise ConfigError([Problem("model.flavor", what, ("checkpoint.initial_load_path",))])
         return spec
 
     def tokenizer_path(self) -> str:

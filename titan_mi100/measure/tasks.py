@@ -120,9 +120,8 @@ def steps(machine: Machine, models: Sequence[str], backends: Mapping[str, str]) 
 def _refusal(row: dict[str, Any], machine: Machine, gpu: Any) -> str:
     """Why the trainer would refuse this row; "": it would not."""
     config = config_of(row, machine.cards)
-    unused = ("[data]", "[model] tokenizer_path")  # the data is synthetic
-    if problems := [one for one in check(config, machine.cards, with_files=False) if not one.startswith(unused)]:
-        return problems[0]
+    if problems := check(config, machine.cards, with_files=False):
+        return str(problems[0])
     if machine.memory:
         plan = make_plan(config, machine.cards, machine.memory, gpu)
         if not plan.fits:

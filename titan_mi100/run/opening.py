@@ -9,11 +9,11 @@ from typing import Any
 from titan_mi100.checkpoint.resume import Found, find_checkpoint, open_checkpoint
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
+from titan_mi100.config.problem import ConfigError
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
-from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.parallel import distributed
@@ -74,10 +74,7 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
     if batch.global_batch_size == rows or "global_batch_size" in config.checkpoint.allow_changed:
         return config
     before = Batch(**{field.name: manifest["layout"][field.name] for field in fields(Batch)})
-    try:
-        accumulation = accumulation_for(rows, batch, before)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    accumulation = accumulation_for(rows, batch, before)
     training = replace(config.training, gradient_accumulation_steps=accumulation, target_tokens_per_step=0)
     config = replace(config, training=training)
     log.warning(
@@ -85,7 +82,7 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
         f"run's {rows} rows per step"
     )
     if problems := check_layout(config, world.size):
-        raise UserError("\n".join(problems))
+        raise ConfigError(problems)
     return config
 
 
