@@ -80,14 +80,15 @@ class Trainer:
         self._note("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
-        # Every rank decides from the same gathered values. Columns: 3 from the device (squared gradient norm, not
-        # finite, loss), 3 counts of the next step, peak memory, flags, then the rank's own values.
-        flags = [float(raised()) for raised in self._flags.values()]
-        own = [*flags, waited, *self._own_values()]
-        on_host = torch.tensor([*self._next_counts, peak_memory_gib(model.device), *own], dtype=torch.float64)
+        # Every rank decides from the same gathered values, a row per rank.
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
+        flags = [float(raised()) for raised in self._flags.values()]
+        parts = (self._next_counts, [peak_memory_gib(model.device)], flags, [waited, *self._own_values()])
+        on_host = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
         ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
-        squares, not_finite, loss_sum, *self._counts = ranks[:, :6].sum(0).tolist()
+        sizes = [len(on_device) + len(self._next_counts), *map(len, parts[1:])]
+        summed, memory, raised, own_values = ranks.split(sizes, dim=1)
+        squares, not_finite, loss_sum, *self._counts = summed.sum(0).tolist()
         self._note("update of the weights")
         grad_norm = math.sqrt(squares) / scale
         broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
@@ -103,8 +104,7 @@ class Trainer:
             self._loss_scale.after_step(overflowed)
         model.clear_gradients()
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
-        own_from = 7 + len(flags)
-        are_up = (ranks[:, 7:own_from] > 0).any(0).tolist()
+        are_up = (raised > 0).any(0).tolist()
         return StepResult(
             first_row=first_row,
             next_row=self._row,
@@ -116,7 +116,7 @@ class Trainer:
             attention_pairs=pairs,
             seconds=time.perf_counter() - started,
             waited=waited,
-            peak_memory_gib=ranks[:, 6].max().item(),
+            peak_memory_gib=memory.max().item(),
             gradient_bytes=model.gradient_bytes,
             skipped=skipped,
             nonfinite_microbatches=nonfinite,
@@ -125,7 +125,7 @@ class Trainer:
             flags=frozenset(name for name, on in zip(self._flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,
             worst_microbatches=self._worst(losses, microbatches) if is_spike else [],
-            ranks=ranks[:, own_from:],
+            ranks=own_values,
         )
 
     def _worst(self, losses: Tensor, microbatches: list[Microbatch]) -> list[int]:

@@ -1,19 +1,18 @@
 """The layout with one data-parallel rank: no FSDP2 or DDP wrapper, because there is nothing to gather or reduce."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.offload import HostGradients
-from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class AloneModel(ParallelModel):
@@ -27,7 +26,7 @@ class AloneModel(ParallelModel):
         model: on `device`, see build.parallelize.
         is_gpu: train as on a GPU, without TiedRows.
         """
-        self.parts, self.device, self._tp = [model], device, mesh["tp"]
+        self.wrapped, self.parts, self.device, self._tp = model, [model], device, mesh["tp"]
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
         self._tied: TiedRows | None = None
         embedding = model.model.embed_tokens
@@ -35,16 +34,11 @@ class AloneModel(ParallelModel):
         if is_plain and model.lm_head is None and embedding is not None and embedding.weight.requires_grad:
             self._tied = TiedRows(embedding)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
-        losses = []
-        for microbatch in microbatches:
-            loss = self.parts[0](**self._on_device(microbatch))
-            (loss * weight).sum().backward()
-            if self._tied:
-                self._tied.add(self.host_gradients)
-            losses.append(loss.detach().double())
-        sum_replicated_gradients(self.parts, self._tp)
-        return self._counted_once(torch.cat(losses))
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        yield
+        if self._tied:
+            self._tied.add(self.host_gradients)
 
 
 class TiedRows:

@@ -6,7 +6,7 @@ and a flat index instead. A forward pre-hook converts them on the CPU, so that n
 a size.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +21,7 @@ from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
-from titan_mi100.parallel.tensor_parallel import gather_vocabulary
+from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
 
 
 class ParallelModel(ABC):
@@ -36,6 +36,8 @@ class ParallelModel(ABC):
         extra_state_name: name of the layout's own state beside weights and optimizer state (see extra_state); "": it
             has none.
         host_gradients: gradients that are accumulated in host memory instead of `grad`.
+        wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
+        loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
     """
 
     parts: list[Qwen3]
@@ -46,8 +48,9 @@ class ParallelModel(ABC):
     gradient_bytes: int | None = None
     extra_state_name = ""
     host_gradients: HostGradients | None = None
+    loss_factor = 1
+    wrapped: Any
 
-    @abstractmethod
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         """Compute the gradient of weight x loss, summed over all tokens and ranks, in `grad` or host_gradients.
 
@@ -59,6 +62,23 @@ class ParallelModel(ABC):
             The summed loss of each microbatch without the weight, (microbatches,) fp64. One rank returns the loss; the
             other ranks that worked on the same rows return zeros. So the sum over all ranks is the step's loss.
         """
+        losses = []
+        for number, microbatch in enumerate(microbatches, start=1):
+            with self._microbatch(is_last=number == len(microbatches)):
+                loss = self.wrapped(**self._on_device(microbatch))
+                (loss * (weight * self.loss_factor)).sum().backward()
+            losses.append(loss.detach().double())
+        self._after_backward()
+        return self._counted_once(torch.cat(losses))
+
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        """Context of a microbatch's forward and backward."""
+        yield
+
+    def _after_backward(self) -> None:
+        """After a step's last backward, before its gradients are read."""
+        sum_replicated_gradients(self.parts, self._tp)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
         """The loss summed over the microbatches, (1,) fp64, without gradients. One rank per row returns it, the others

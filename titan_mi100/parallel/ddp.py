@@ -1,7 +1,7 @@
 """DDP: every rank holds the full model; gradients are summed once per step, uncompressed or with PowerSGD."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +41,10 @@ class ReplicatedModel(ParallelModel):
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
         self.parts, self.device, self._tp = [model], device, mesh["tp"]
-        self._world_size, self._replica, self._step = mesh.size(), mesh["dp_replicate"].get_local_rank(), 0
+        self._replica, self._step = mesh["dp_replicate"].get_local_rank(), 0
+        self.loss_factor = mesh.size()  # DDP always averages over its ranks; multiplying by their number gives the sum
         group = mesh["dp_replicate"].get_group()
-        self.ddp = DistributedDataParallel(
+        self.ddp = self.wrapped = DistributedDataParallel(
             model,
             process_group=group,
             init_sync=False,  # the weights are filled in later, with equal values on all ranks
@@ -63,17 +64,16 @@ class ReplicatedModel(ParallelModel):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._step += 1
-        losses = []
-        for number, microbatch in enumerate(microbatches, start=1):
-            is_last = number == len(microbatches)
-            with nullcontext() if is_last else self.ddp.no_sync():
-                loss = self.ddp(**self._on_device(microbatch))
-                # DDP always averages over its ranks; multiplying by their number gives the sum.
-                (loss * (self._world_size * weight)).sum().backward()
-            losses.append(loss.detach().double())
+        return super().forward_backward(microbatches, weight)
+
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        with nullcontext() if is_last else self.ddp.no_sync():
+            yield
+
+    def _after_backward(self) -> None:
         if self._compression is not None and self._compression.is_on(self._step):
             self.gradient_bytes = self._compression.reduce(self._step)
-        return torch.cat(losses)
 
     def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: average a bucket in the reduction dtype. In a compressed step it does nothing:
@@ -82,7 +82,7 @@ class ReplicatedModel(ParallelModel):
         if self._compression is not None and self._compression.is_on(self._step):
             return noop_hook(group, bucket)
         buffer = bucket.buffer()
-        sent = buffer.to(self._sent_in).div_(self._world_size)
+        sent = buffer.to(self._sent_in).div_(self.loss_factor)
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return reduced.then(lambda _: buffer.copy_(sent))
 

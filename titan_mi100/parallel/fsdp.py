@@ -1,20 +1,19 @@
 """FSDP2 and HSDP, with or without tensor parallel: how weights are sharded, and forward and backward of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import TrainingConfig
-from titan_mi100.data.loader import Microbatch
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
 
 
 class ShardedModel(ParallelModel):
@@ -25,28 +24,24 @@ class ShardedModel(ParallelModel):
         model: on `device`, parallelised over the mesh (see build.parallelize).
         zero_stage: 1, 2 or 3.
         """
-        self.parts, self.device = [model], device
-        self._model: Any = model  # with FSDPModule's methods
+        self.wrapped, self.parts, self.device = model, [model], device
         self._tp, self._zero_stage = mesh["tp"], zero_stage
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
-        losses = []
-        for number, microbatch in enumerate(microbatches, start=1):
-            is_last = number == len(microbatches)
-            # ZeRO-1 reduces gradients once, after the last microbatch; ZeRO-2 and 3 reduce them after each microbatch.
-            # Only ZeRO-3 frees the gathered weights between microbatches and gathers them again.
-            self._model.set_requires_gradient_sync(is_last or self._zero_stage > 1)
-            self._model.set_reshard_after_backward(is_last or self._zero_stage == 3)
-            self._model.set_requires_all_reduce(is_last)  # HSDP: the replicas sum once per step
-            loss = self._model(**self._on_device(microbatch))
-            (loss * weight).sum().backward()
-            losses.append(loss.detach().double())
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        # ZeRO-1 reduces gradients once, after the last microbatch; ZeRO-2 and 3 reduce them after each microbatch.
+        # Only ZeRO-3 frees the gathered weights between microbatches and gathers them again.
+        self.wrapped.set_requires_gradient_sync(is_last or self._zero_stage > 1)
+        self.wrapped.set_reshard_after_backward(is_last or self._zero_stage == 3)
+        self.wrapped.set_requires_all_reduce(is_last)  # HSDP: the replicas sum once per step
+        yield
+
+    def _after_backward(self) -> None:
         if self.weights_device != self.device:
             # Wait until the gradients have arrived in host memory. torch 2.8 with HSDP waits for the wrong stream.
             torch.get_device_module(self.device).current_stream().synchronize()
-        sum_replicated_gradients(self.parts, self._tp)
-        return self._counted_once(torch.cat(losses))
+        super()._after_backward()
 
     def _after_evaluation(self) -> None:
         free_gathered(self.parts)
