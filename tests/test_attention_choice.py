@@ -15,7 +15,7 @@ from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.attention.plain import Eager, Sdpa
-from titan_mi100.attention.trial import Verdict, judge, try_backend
+from titan_mi100.attention.trial import Trial, judge, try_backend
 from titan_mi100.config.settings import ModelConfig
 from titan_mi100.errors import UserError
 
@@ -100,9 +100,9 @@ def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, m
     assert first.refused == "" and first.ms > 0
     asked: list[dict[str, Any]] = []
 
-    def ask(question: dict[str, Any]) -> Verdict:
+    def ask(question: dict[str, Any]) -> Trial:
         asked.append(question)
-        return Verdict("asked")
+        return Trial("asked")
 
     monkeypatch.setattr(trial, "_ask_child", ask)
     assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path) == first
@@ -120,10 +120,10 @@ def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, m
     assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path / "file").refused == "asked"  # nothing can be kept there
 
 
-def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Verdict]) -> list[tuple[str, str]]:
+def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Trial]) -> list[tuple[str, str]]:
     asked = []
 
-    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
+    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Trial:
         asked.append((name, launch))
         return found[name]
 
@@ -132,12 +132,12 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Verdict]) -> list
 
 
 TRIED = {
-    "triton": Verdict(ms=2.0, kernel="titan_mi100::attention", launch="64.64.4.1 64.64.4.1 64.64.4.1"),
-    "varlen": Verdict("needs torch 2.10 or later"),
-    "flash_attn": Verdict(ms=1.0, repeatable=False, kernel="flash_attn"),
-    "flex": Verdict("it crashed (signal 11): no message"),
-    "sdpa": Verdict(ms=0.5, kernel=NO_KERNEL),
-    "chunked": Verdict(ms=9.0, kernel="explicit scores of a few hundred queries at a time"),
+    "triton": Trial(ms=2.0, kernel="titan_mi100::attention", launch="64.64.4.1 64.64.4.1 64.64.4.1"),
+    "varlen": Trial("needs torch 2.10 or later"),
+    "flash_attn": Trial(ms=1.0, repeatable=False, kernel="flash_attn"),
+    "flex": Trial("it crashed (signal 11): no message"),
+    "sdpa": Trial(ms=0.5, kernel=NO_KERNEL),
+    "chunked": Trial(ms=9.0, kernel="explicit scores of a few hundred queries at a time"),
 }
 
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, mon
     assert asked == [("triton", before.launch)] * 2
     assert choose("chunked", SHAPE, CPU, "gfx908", tmp_path, before)[0].name == "chunked"
     assert choose("auto", SHAPE, CPU, "cpu", tmp_path, before)[0].name == "sdpa"  # another machine
-    monkeypatch.setitem(TRIED, "triton", Verdict("it crashed"))
+    monkeypatch.setitem(TRIED, "triton", Trial("it crashed"))
     chosen, said = choose("auto", SHAPE, CPU, "gfx908", tmp_path, before)
     assert chosen.name == "chunked"
     assert said[0] == "attention: triton, which the run used until now, is refused here: it crashed"
@@ -228,7 +228,7 @@ def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.Monke
 def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdicts(monkeypatch, {name: Verdict(refused="out of memory") for name in (*TRIED, "sdpa")})
+    verdicts(monkeypatch, {name: Trial(refused="out of memory") for name in (*TRIED, "sdpa")})
     chosen, said = choose("auto", SHAPE, CPU, "gfx1100", tmp_path)
     assert (chosen.name, chosen.why) == ("chunked", "every trial was refused; it needs no kernel")
     assert "attention: chunked is refused: out of memory" in said
@@ -237,7 +237,7 @@ def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_to
 def test_launch_settings_that_are_not_used_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
+    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
     try_backend("triton", SHAPE, CPU, "cpu", tmp_path)
     assert "triton does not use these launch settings: keys 16.64.2.1: wrong" in caplog.text
 
@@ -245,11 +245,11 @@ def test_launch_settings_that_are_not_used_are_told(
 def test_without_a_compiler_the_remedy_is_named_and_the_refusal_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict("RuntimeError: Failed to find C compiler."))
+    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial("RuntimeError: Failed to find C compiler."))
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("no gcc or clang in PATH", "sudo apt install gcc"))
     for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("flex", "C compiler.")):
         assert try_backend(name, SHAPE, CPU, "cpu", tmp_path).refused.endswith(remedy)
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Verdict())
+    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial())
     assert try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # remembered
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("", ""))
     assert not try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # gcc is there now: tried again

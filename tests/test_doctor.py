@@ -16,7 +16,7 @@ from titan_mi100 import doctor, launch
 from titan_mi100.errors import UserError
 from titan_mi100.machine import facts as reading
 from titan_mi100.machine import start
-from titan_mi100.machine.checks import FAIL, PASS, Verdict, judge
+from titan_mi100.machine.checks import FAIL, PASS, Result, judge
 from titan_mi100.machine.torch_build import Torch
 
 
@@ -129,7 +129,7 @@ def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: P
 def test_the_exit_code_is_2_where_something_fails(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "judge", lambda facts, fast: [Verdict("ReBAR", state, "what was found", "")])
+    monkeypatch.setattr(doctor, "judge", lambda facts, fast: [Result("ReBAR", state, "what was found", "")])
     assert doctor.main(["--fast"]) == code
     shown = "" if state == "pass" else f"{state}  ReBAR  what was found\n\n"
     assert capsys.readouterr().out.startswith(shown)
@@ -150,7 +150,7 @@ def test_the_report_asks_torch_itself(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_text_is_aligned_and_remedies_stand_below() -> None:
-    verdicts = [Verdict("torch", PASS, "fine"), Verdict("open files", FAIL, "one two three four", "do this and that")]
+    verdicts = [Result("torch", PASS, "fine"), Result("open files", FAIL, "one two three four", "do this and that")]
     assert list(doctor.lines(verdicts, None, colors=False)) == [
         "pass  torch       fine",
         "fail  open files  one two three four",
@@ -161,13 +161,13 @@ def test_text_is_aligned_and_remedies_stand_below() -> None:
         "\033[31mfail\033[0m  open files  one two three four",
         "                  -> do this and that",
     ]
-    assert max(map(len, doctor.lines([Verdict("a", FAIL, "word " * 50)], 60, colors=False))) <= 60
-    *_, one, two = doctor.lines([Verdict("a", FAIL, "b", "command " * 30 + "\nanother")], 60, colors=False)
+    assert max(map(len, doctor.lines([Result("a", FAIL, "word " * 50)], 60, colors=False))) <= 60
+    *_, one, two = doctor.lines([Result("a", FAIL, "b", "command " * 30 + "\nanother")], 60, colors=False)
     assert one.endswith("-> " + "command " * 30) and two.endswith("-> another")
 
 
 def test_what_a_variable_holds_cannot_command_the_terminal() -> None:
-    (line,) = doctor.lines([Verdict("a", PASS, "NCCL_ALGO=\033[2J")], None, colors=False)
+    (line,) = doctor.lines([Result("a", PASS, "NCCL_ALGO=\033[2J")], None, colors=False)
     assert line == "pass  a  NCCL_ALGO=\\x1b[2J"
 
 

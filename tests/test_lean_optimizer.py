@@ -18,7 +18,7 @@ from titan_mi100.optim import lean
 from titan_mi100.optim.formats import (
     SIGNED,
     UNSIGNED,
-    Format,
+    StateFormat,
     block_size,
     decode,
     draw_noise,
@@ -35,7 +35,7 @@ KINDS = [kind for kind in product(("fp32", "bf16", "8bit"), ("fp32", "bf16_sr", 
 FORMATS = {"signed": SIGNED, "unsigned": UNSIGNED}
 
 
-def coded(values: Tensor, kind: Format, noise: Tensor | int, block: int = 16) -> tuple[Tensor, Tensor]:
+def coded(values: Tensor, kind: StateFormat, noise: Tensor | int, block: int = 16) -> tuple[Tensor, Tensor]:
     """Codes and exponents of rows of values."""
     codes = torch.empty(values.shape, dtype=torch.uint8)
     exponents = torch.empty(*values.shape[:-1], values.shape[-1] // block, dtype=torch.uint8)
@@ -44,11 +44,11 @@ def coded(values: Tensor, kind: Format, noise: Tensor | int, block: int = 16) ->
     return codes, exponents
 
 
-def decoded(codes: Tensor, exponents: Tensor, kind: Format) -> Tensor:
+def decoded(codes: Tensor, exponents: Tensor, kind: StateFormat) -> Tensor:
     return decode(codes, exponents, kind, torch.empty(codes.shape), torch.empty(codes.shape, dtype=torch.int32))
 
 
-def random_noise(kind: Format, shape: torch.Size, key: int) -> Tensor:
+def random_noise(kind: StateFormat, shape: torch.Size, key: int) -> Tensor:
     numbers, scratch = torch.arange(shape.numel(), dtype=torch.int32).view(shape), torch.empty(shape, dtype=torch.int32)
     noise = draw_noise(numbers, key, scratch)
     return part_of_noise(noise, 16 if kind.signed else 24, kind.shift, torch.empty_like(scratch))

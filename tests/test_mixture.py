@@ -20,7 +20,7 @@ from titan_mi100.data.made_up import random_rows
 from titan_mi100.data.mixture import Mixture, Segment, consumed_at
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.data.prepared import PADDING_ROW, SetFacts, SourceRows
-from titan_mi100.data.schedule import LONGEST_PERIOD, Schedule, shares_of
+from titan_mi100.data.schedule import LONGEST_PERIOD, RowSchedule, shares_of
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
@@ -41,7 +41,7 @@ def test_each_source_is_within_one_row_of_its_share_in_every_beginning_of_a_giga
     assert max(lengths) > 5 * min(lengths)
     wanted = np.array([w * length for w, length in zip(weights, lengths, strict=True)])
     shares = shares_of(wanted.tolist())
-    schedule, rows = Schedule(shares, seed=3), 10**9 // 8192
+    schedule, rows = RowSchedule(shares, seed=3), 10**9 // 8192
     order = np.array([schedule.source(place) for place in range(rows)])
     assert off(order, shares) < 1
     exact = wanted / wanted.sum()
@@ -54,13 +54,13 @@ def test_each_source_is_within_one_row_of_its_share_in_every_beginning_of_a_giga
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=9), st.integers(0, 9))
 def test_a_schedule_never_leaves_its_shares_and_counts_itself(numbers: list[int], seed: int) -> None:
     shares = shares_of(numbers)
-    schedule, period = Schedule(shares, seed), sum(shares)
+    schedule, period = RowSchedule(shares, seed), sum(shares)
     order = np.array([schedule.source(place) for place in range(2 * period)])
     assert off(order, shares) < 1
     assert (order[:period] == order[period:]).all()
     for source in range(len(shares)):
         places = np.flatnonzero(order == source).tolist()
-        assert [Schedule(shares, seed).place_of(source, i) for i in (0, len(places) - 1)] == [places[0], places[-1]]
+        assert [RowSchedule(shares, seed).place_of(source, i) for i in (0, len(places) - 1)] == [places[0], places[-1]]
         assert [schedule.count(source, place) for place in places] == list(range(len(places)))
 
 

@@ -14,7 +14,7 @@ from importlib import import_module
 
 from titan_mi100 import cli as tool
 from titan_mi100.machine import torch_build
-from titan_mi100.machine.checks import CHECKS, FAIL, FAST, PASS, Verdict, judge
+from titan_mi100.machine.checks import CHECKS, FAIL, FAST, PASS, Result, judge
 from titan_mi100.machine.facts import Facts, read
 from titan_mi100.wording import printable
 
@@ -59,7 +59,7 @@ def headline(facts: Facts) -> str:
     return f"{cards}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
 
 
-def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Iterator[str]:
+def lines(verdicts: Sequence[Result], width: int | None, colors: bool) -> Iterator[str]:
     """The verdicts as text. Remedies have lines of their own and are never wrapped, so that commands can be copied.
 
     Args:
@@ -76,7 +76,7 @@ def lines(verdicts: Sequence[Verdict], width: int | None, colors: bool) -> Itera
         yield from (f"{margin}-> {line}" for line in printable(verdict.remedy).splitlines())
 
 
-def summary(verdicts: Sequence[Verdict], checks: int) -> str:
+def summary(verdicts: Sequence[Result], checks: int) -> str:
     counts = [f"{sum(v.state == state for v in verdicts)} {state}" for state in _COLORS]
     return f"{', '.join(counts)}; {checks - len(verdicts)} checks do not apply here"
 

@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Pla
     return int(count or default_process_count()), trainer, parse_place(given), int(restarts)
 
 
-class Launcher(Protocol):
+class NodeLauncher(Protocol):
     """The work of a single node, see launch.Launcher. A method exits the process on failure or after a stop signal."""
 
     def check(self, world: int, rank: int = 0, folder: str = "") -> str:
@@ -87,7 +87,7 @@ class Launcher(Protocol):
 class Leader:
     """Node 0's launcher."""
 
-    def __init__(self, launcher: Launcher, host: Host, place: Place, processes: int) -> None:
+    def __init__(self, launcher: NodeLauncher, host: Host, place: Place, processes: int) -> None:
         self._launcher, self._host, self._place, self._processes = launcher, host, place, processes
         self._ready = set[Link]()  # connections of nodes that have prepared the data; a node that joins again has not
         self._checked = place.most  # the config was checked for this number of nodes
@@ -198,7 +198,7 @@ class Leader:
         return reports
 
 
-def follow(launcher: Launcher, place: Place, processes: int) -> int:
+def follow(launcher: NodeLauncher, place: Place, processes: int) -> int:
     """Follow the messages of node 0's launcher until the run has ended. Returns the exit code.
 
     Raises:
@@ -231,7 +231,7 @@ def follow(launcher: Launcher, place: Place, processes: int) -> int:
         link.close()
 
 
-def _follow(launcher: Launcher, link: Link, place: Place, processes: int) -> int:
+def _follow(launcher: NodeLauncher, link: Link, place: Place, processes: int) -> int:
     while True:
         # After a stop signal the run has ended here: wait for node 0's word. `rest` would say that nothing was trained.
         message = link.receive(_LOOK if launcher.is_stopped() else 0)

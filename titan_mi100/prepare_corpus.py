@@ -29,7 +29,7 @@ from titan_mi100.config.assets import CORPUS, PLAN
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
 from titan_mi100.data.shards import (
     BLANK,
-    Plan,
+    ShardPlan,
     atomic_file,
     cut_into_units,
     find_damage,
@@ -164,7 +164,7 @@ def _say(result: dict[str, Any], as_json: bool) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
+def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     """Collect everything that the shards depend on. Raises UserError: an option or an input file is wrong."""
     out = os.path.realpath(options.output_dir)
     for given in options.input:
@@ -188,7 +188,7 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> Plan:
         if len(found) != 1:
             raise UserError(f"--{name} {token!r}: is not a single token of this tokenizer; name one, or write none")
         ids[name] = found[0]
-    return Plan(
+    return ShardPlan(
         tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
         bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
         text_column="" if is_text else options.text_column, is_text=is_text,
@@ -225,7 +225,7 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
     return [file for file in found if once[os.path.realpath(file)] == file]
 
 
-def _write_or_check_plan(folder: Path, plan: Plan, by_time: bool) -> None:
+def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
     """Write plan.json; if it exists, check that it is the same plan.
 
     Args:
@@ -261,7 +261,7 @@ def _write_or_check_plan(folder: Path, plan: Plan, by_time: bool) -> None:
         raise UserError(f"{folder}: input files have changed since it was started; name another --output_dir")
 
 
-_worker: tuple[Path, Plan, Tokenizer, Any, Any]  # state of a worker; the last two are counters shared by all workers
+_worker: tuple[Path, ShardPlan, Tokenizer, Any, Any]  # a worker's state; the last two are counters of all workers
 
 
 def _init_worker(parent: int, *state: Any) -> None:
@@ -282,7 +282,7 @@ def _work_on_shard(number: int) -> Shard:
 
 
 def _make_shards(
-    folder: Path, plan: Plan, numbers: list[int], tokenizer: Tokenizer, workers: int, most_bad: float
+    folder: Path, plan: ShardPlan, numbers: list[int], tokenizer: Tokenizer, workers: int, most_bad: float
 ) -> None:
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     if not numbers:
@@ -321,7 +321,7 @@ def _make_shards(
         raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave these files out"]))
 
 
-def _check_readable(plan: Plan, shard: Shard, most_bad: float) -> None:
+def _check_readable(plan: ShardPlan, shard: Shard, most_bad: float) -> None:
     """Raises UserError: most rows of a shard cannot be read, so reading the other shards would be useless."""
     bad = _bad_count(shard)
     if bad >= _MANY_BAD and bad > max(0.5, most_bad) * (bad + shard.documents):
@@ -335,7 +335,7 @@ def _bad_count(shard: Shard) -> int:
     return sum(number for kind, number in shard.bad.items() if kind != BLANK)
 
 
-def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], most_bad: float) -> None:
+def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_bad: float) -> None:
     """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or no document is left."""
     _write_ledger(folder, plan, shards)
     bad, rows = sum(map(_bad_count, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
@@ -365,7 +365,7 @@ def _complete_corpus(folder: Path, plan: Plan, shards: list[Shard], most_bad: fl
     write_atomically(folder / CORPUS, json.dumps(asdict(corpus)))
 
 
-def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[int]) -> Any:
+def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Sequence[int]) -> Any:
     """(file, line, kind, detail) of each row that was left out. Args: numbers: the shards to look into."""
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
@@ -377,14 +377,14 @@ def _bad_rows(folder: Path, plan: Plan, shards: list[Shard], numbers: Sequence[i
             yield plan.files[file], before + place, kind, detail
 
 
-def _first_bad(folder: Path, plan: Plan, shards: list[Shard]) -> list[str]:
+def _first_bad(folder: Path, plan: ShardPlan, shards: list[Shard]) -> list[str]:
     numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
     bad = _bad_rows(folder, plan, shards, numbers)
     rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in bad if kind != BLANK)
     return [row for row, _ in zip(rows, range(_SHOWN), strict=False)]
 
 
-def _write_ledger(folder: Path, plan: Plan, shards: list[Shard]) -> None:
+def _write_ledger(folder: Path, plan: ShardPlan, shards: list[Shard]) -> None:
     """Write ledger.csv (counts per file, or per group of text files) and bad_rows.csv (each row that was left out)."""
     kinds = sorted({kind for shard in shards for kind in shard.bad})
     keys = ("bytes", "documents", "tokens", *kinds)

@@ -9,7 +9,7 @@ import torch
 from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.plain import Chunked, Eager, Sdpa
-from titan_mi100.attention.trial import Verdict, try_backend
+from titan_mi100.attention.trial import Trial, try_backend
 from titan_mi100.errors import UserError
 
 AUTO = "auto"
@@ -99,7 +99,7 @@ class _Trials:
     arch: str
     cache: Path
 
-    def of(self, name: str, launch: str = "") -> Verdict:
+    def of(self, name: str, launch: str = "") -> Trial:
         return try_backend(name, self.shape, self.device, self.arch, self.cache, launch)
 
     def refusal(self, name: str, launch: str = "") -> str:
@@ -126,7 +126,7 @@ class _Trials:
         return Choice(name, why, self.arch, verdicts[name].launch), said
 
 
-def _problem(verdict: Verdict) -> str:
+def _problem(verdict: Trial) -> str:
     if verdict.refused:
         return verdict.refused
     if not verdict.repeatable:

@@ -44,7 +44,7 @@ _ROUNDS = 5  # timed calls
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Trial:
     """The result of a trial.
 
     Attributes:
@@ -66,7 +66,7 @@ class Verdict:
     passed_over: str = ""
 
 
-def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Verdict:
+def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Trial:
     """The verdict on a backend: from the cache, or from a trial now.
 
     Args:
@@ -81,7 +81,7 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         return cache / "attention" / f"{name}-{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
 
     with suppress(UserError):
-        remembered: Verdict = read_checked(note(launch), Verdict, "")
+        remembered: Trial = read_checked(note(launch), Trial, "")
         again = f" (result of an earlier trial; remove {note(launch)} to try it again)" if remembered.refused else ""
         return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
@@ -116,22 +116,22 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _ask_child(question: dict[str, Any]) -> Verdict:
+def _ask_child(question: dict[str, Any]) -> Trial:
     where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     try:
         ended = subprocess.run(
             [*_CHILD, where], input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE
         )
     except subprocess.TimeoutExpired:
-        return Verdict(f"it hung: no answer within {_PATIENCE} s")
+        return Trial(f"it hung: no answer within {_PATIENCE} s")
     with suppress(ValueError, IndexError, TypeError):  # it printed something other than a verdict
-        return Verdict(**json.loads(ended.stdout.splitlines()[-1]))
+        return Trial(**json.loads(ended.stdout.splitlines()[-1]))
     how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    return Verdict(f"it crashed ({how}): {last[:300]}")
+    return Trial(f"it crashed ({how}): {last[:300]}")
 
 
-def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Verdict:
+def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Trial:
     """The child's part: try the backend in this process."""
     documents = random_documents(shape)
     tensors = inputs(shape, device)
@@ -145,7 +145,7 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
         verdict = reference.judge(backend)
         ms = _median_ms(backend, tensors, documents)
     except Exception as error:
-        return Verdict(_reason(error))
+        return Trial(_reason(error))
     if verdict.refused:
         return verdict
     kernel = running_kernel(backend, shape, documents, device)
@@ -171,13 +171,13 @@ class Reference:
         usual = forward_backward(Chunked(), tensors, documents)
         self._bar = _SLACK * max(*map(difference, usual, self._exact), torch.finfo(tensors[0].dtype).eps)
 
-    def judge(self, backend: Backend) -> Verdict:
+    def judge(self, backend: Backend) -> Trial:
         """The verdict on a backend's values. Compilers and launchers of kernels raise errors of any type."""
         found = forward_backward(backend, self.tensors, self.documents)
         again = forward_backward(backend, self.tensors, self.documents)
         off = max(map(difference, found, self._exact))
         if not off <= self._bar:  # `not <=` instead of `>`: a NaN must be refused too
-            return Verdict(f"wrong: its results differ from explicit attention by {off:.1e} (at most {self._bar:.1e})")
+            return Trial(f"wrong: its results differ from explicit attention by {off:.1e} (at most {self._bar:.1e})")
         repeatable = all(map(torch.equal, found, again))
         changed = with_another_first_document(self.tensors, self.documents)
         others = forward_backward(backend, changed, self.documents)
@@ -185,8 +185,8 @@ class Reference:
         for ours, theirs in zip(found, others, strict=True):
             a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
             if not (torch.equal(a, b) if repeatable else difference(a, b) <= self._bar):
-                return Verdict("wrong: the content of another document changes its results")
-        return Verdict(error=off, repeatable=repeatable)
+                return Trial("wrong: the content of another document changes its results")
+        return Trial(error=off, repeatable=repeatable)
 
 
 def random_documents(shape: Shape, seed: int = 0) -> Documents:

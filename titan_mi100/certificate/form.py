@@ -75,7 +75,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeasuredLayout:
     """The errors on documents of random lengths.
 
     Attributes:
@@ -92,7 +92,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Attention:
+class MeasuredAttention:
     """An attention backend.
 
     Attributes:
@@ -113,7 +113,7 @@ class Attention:
     explicit: bool  # it computes the full (seq, seq) scores
     launch: str
     repeatable: bool
-    layouts: list[Layout]
+    layouts: list[MeasuredLayout]
     ms: list[float]
 
 
@@ -151,7 +151,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MeasuredTransfer:
     """One timed transfer.
 
     Attributes:
@@ -170,7 +170,7 @@ class Transfer:
 @dataclass(frozen=True)
 class Collective:
     operation: str
-    transfers: list[Transfer]
+    transfers: list[MeasuredTransfer]
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Steps:
 
 
 KINDS: Mapping[str, Any] = {
-    "attention": Attention, "gemm": Gemm, "bandwidth": Bandwidth, "collective": Collective, "parity": Parity,
+    "attention": MeasuredAttention, "gemm": Gemm, "bandwidth": Bandwidth, "collective": Collective, "parity": Parity,
     "steps": Steps,
 }  # fmt: skip
 

@@ -11,13 +11,13 @@ from itertools import groupby
 from titan_mi100.certificate.form import (
     NOT_RUN,
     UNAVAILABLE,
-    Attention,
     Bandwidth,
     Certificate,
     Collective,
     Gemm,
     Losses,
     Machine,
+    MeasuredAttention,
     Parity,
     Part,
     Steps,
@@ -55,7 +55,7 @@ def _of_part(machine: Machine, part: Part) -> Verdict:
     if found is None:
         return Verdict(part.name, FAIL, f"{part.status}: {part.said}")
     problem, said = {
-        Attention: _attention,
+        MeasuredAttention: _attention,
         Gemm: lambda found: _gemm(found, _peak(machine, found.dtype)),
         Bandwidth: _bandwidth,
         Collective: _collective,
@@ -68,7 +68,7 @@ def _of_part(machine: Machine, part: Part) -> Verdict:
 Judged = tuple[str, str]  # (the problem, or ""; the numbers as text)
 
 
-def _attention(found: Attention) -> Judged:
+def _attention(found: MeasuredAttention) -> Judged:
     epsilon, problems = EPSILON[found.dtype], []
     worst: dict[str, tuple[float, float, float]] = {}  # tensor -> (error / limit, error, limit)
     for layout in found.layouts:
@@ -189,7 +189,7 @@ def _peak(machine: Machine, dtype: str) -> float | None:
     return gpu.tflops.get(dtype) if gpu else None
 
 
-def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attention]:
+def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[MeasuredAttention]:
     """The attention backends that a run may use in a dtype, the fastest first.
 
     A backend must be correct, repeatable, and must not compute the full (seq, seq) scores.
@@ -200,7 +200,7 @@ def ranking(parts: Sequence[Part], dtype: str, head_dim: int = 0) -> list[Attent
     found = [
         part.found
         for part in parts
-        if isinstance(part.found, Attention) and part.found.dtype == dtype and not _attention(part.found)[0]
+        if isinstance(part.found, MeasuredAttention) and part.found.dtype == dtype and not _attention(part.found)[0]
     ]
     found = [one for one in found if one.repeatable and not one.explicit]
     shapes = [one for one in found if head_dim in (0, one.head_dim)]

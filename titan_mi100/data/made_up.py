@@ -9,7 +9,15 @@ import numpy as np
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.encode import document_values
 from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.prepared import PADDING_DOCUMENT, Documents, Facts, PackedDataset, Prepared, SetFacts, SourceRows
+from titan_mi100.data.prepared import (
+    PADDING_DOCUMENT,
+    DataFacts,
+    DocumentTable,
+    PackedDataset,
+    Prepared,
+    SetFacts,
+    SourceRows,
+)
 
 _LENGTHS = (100, 500)  # shortest and longest random document in tokens; a document may be cut at the end of a row
 
@@ -19,7 +27,7 @@ def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad
     values = [document_values(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    return PackedDataset(Documents(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)
+    return PackedDataset(DocumentTable(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)
 
 
 def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: float, seed: int = 7) -> PackedDataset:
@@ -30,7 +38,7 @@ def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: floa
     cuts = np.cumsum(random.integers(*_LENGTHS, tokens // _LENGTHS[0]))
     starts = np.union1d(ends, cuts[cuts < tokens])
     packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
-    return PackedDataset(Documents(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
+    return PackedDataset(DocumentTable(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
 
 
 def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Prepared:
@@ -43,7 +51,7 @@ def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Pr
     named = [(name, rows) for name, rows in (("train", train), ("validation", validation)) if rows is not None]
     sets = [SourceRows(name, rows, _count(rows), fingerprint) for name, rows in named]
     counts = {source.name: source.counts for source in sets}
-    facts = Facts(train.seq_len, train.pad_id, 0, "none", [fingerprint], fingerprint, [], {}, counts, [], [])
+    facts = DataFacts(train.seq_len, train.pad_id, 0, "none", [fingerprint], fingerprint, [], {}, counts, [], [])
     return Prepared(Path(), sets[:1], sets[1:], facts, cached=True)
 
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from titan_mi100.data.prepared import PADDING_ROW, Row, SourceRows
-from titan_mi100.data.schedule import Schedule, shares_of
+from titan_mi100.data.schedule import RowSchedule, shares_of
 from titan_mi100.errors import UserError
 
 _MANY_EPOCHS, _TOO_MANY_EPOCHS = 10, 1000  # epochs of a source in a run: more are warned of, or refused
@@ -47,7 +47,7 @@ class _Phase(NamedTuple):
     """A part of a segment with the same active sources. The lists are indexed by a source's number in the schedule."""
 
     first_row: int
-    schedule: Schedule
+    schedule: RowSchedule
     sources: list[str]  # identities
     consumed: list[int]  # rows read before the phase
 
@@ -188,12 +188,12 @@ def _phases(segment: Segment, seed: int) -> tuple[list[_Phase], int | None]:
     phases, first, consumed = list[_Phase](), segment.first_row, dict(segment.consumed)
     if segment.on_exhausted == "repeat":
         keys = list(segment.shares)
-        schedule = Schedule(list(segment.shares.values()), seed)
+        schedule = RowSchedule(list(segment.shares.values()), seed)
         return [_Phase(first, schedule, keys, [consumed[key] for key in keys])], None
     while active := [key for key in segment.shares if consumed[key] < segment.rows[key]]:
         if segment.on_exhausted == "stop" and len(active) < len(segment.shares):
             break
-        schedule = Schedule([segment.shares[key] for key in active], seed)
+        schedule = RowSchedule([segment.shares[key] for key in active], seed)
         phases.append(_Phase(first, schedule, active, [consumed[key] for key in active]))
         left = [segment.rows[key] - consumed[key] for key in active]
         # The phase ends where the first active source gives its last row.

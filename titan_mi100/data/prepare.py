@@ -28,7 +28,7 @@ from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import LEDGER, REFUSED_LEDGER, Ledger, copy_ledger, has_trained
 from titan_mi100.data.packing import Packing, pack_rows
-from titan_mi100.data.prepared import Facts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
+from titan_mi100.data.prepared import DataFacts, Prepared, RefusedData, SetFacts, open_prepared, write_meta
 from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
 from titan_mi100.data.sources import open_sources
 from titan_mi100.data.tokenise import tokenise
@@ -129,7 +129,7 @@ def prepare_data(
         UserError: a file cannot be read, or the cache cannot be written.
     """
     files = expand_patterns([pattern.path for pattern in patterns(config)])
-    request = Request(config, files, tokenizer_path, chat_template, seq_len)
+    request = DataRequest(config, files, tokenizer_path, chat_template, seq_len)
     cache = cache_folder(config)
 
     def make(aside: Path) -> None:
@@ -166,7 +166,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class DataRequest:
     """The files to prepare, and how."""
 
     config: DataConfig
@@ -200,7 +200,7 @@ class Request:
         return Inputs(key, made_of, stamps)
 
 
-def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
+def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
     """Write all files of a prepared folder. If the data are refused: only the ledger and meta.json, with the reason.
 
     Args:
@@ -226,7 +226,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in counts.items()]
         chosen = np.any([mask for name, mask in sets.items() if name.startswith("train")], axis=0)
         enable_thinking, thinking_lines = _thinking_default(ledger, chosen)
-        facts = Facts(
+        facts = DataFacts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
             n_vocab=tokenizer.n_vocab,
@@ -247,7 +247,7 @@ def make_folder(folder: Path, request: Request, inputs: Inputs) -> None:
     write_meta(folder, inputs.key, facts, refusal, round(time.perf_counter() - started, 3))
 
 
-def open_files(request: Request) -> tuple[list[Source], Encoder]:
+def open_files(request: DataRequest) -> tuple[list[Source], Encoder]:
     """The files with their formats, and what encodes their records. Raises UserError: a file or a setting is wrong."""
     config, tokenizer = request.config, load_tokenizer(request.tokenizer_path)
     sources = [
@@ -287,7 +287,7 @@ def _pack_sets(
     return counts, fingerprints, plan.hexdigest()
 
 
-def _load_template(request: Request, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
+def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template; None if no file holds conversations."""
     if all(source.format.name in ("text", "tokens") for source in sources):
         if request.config.system_prompt:
@@ -353,7 +353,7 @@ def _count(packing: Packing, tokens: _Tokens, ledger: Ledger, chosen: np.ndarray
     )
 
 
-def _empty_set_problem(request: Request, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
+def _empty_set_problem(request: DataRequest, ledger: Ledger, sets: dict[str, np.ndarray]) -> str:
     config, sources = request.config, file_sources(request.config)
     empty = [name for name, chosen in sets.items() if not chosen.any()]
     for number, source in enumerate(sources):
@@ -379,7 +379,7 @@ def _lost_share_problem(ledger: Ledger, config: DataConfig) -> str:
 
 
 def _thinking_default(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
-    """`Facts.enable_thinking` by the majority of the rows to train on, and the line for the log about it."""
+    """`DataFacts.enable_thinking` by the majority of the rows to train on, and the line for the log about it."""
     votes = ledger.records["thinking"][chosen]
     without, with_it = int((votes < 0).sum()), int((votes > 0).sum())
     if not without + with_it:

@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentTable:
     """Tokenised documents, concatenated: document d is `values[starts[d]:starts[d + 1]]`."""
 
     values: np.ndarray  # (tokens,) uint32, as made by encode.document_values
@@ -89,7 +89,7 @@ class RowSet(Protocol):
 class PackedDataset:
     """A `RowSet`: the rows of a packing plan, built from their documents when they are read."""
 
-    def __init__(self, documents: Documents, packing: Packing, seq_len: int, pad_id: int) -> None:
+    def __init__(self, documents: DocumentTable, packing: Packing, seq_len: int, pad_id: int) -> None:
         self.documents, self.packing = documents, packing
         self.seq_len, self.pad_id = seq_len, pad_id
         self._order_of = functools.lru_cache(2)(self._shuffle)  # two epochs: reading ahead crosses an epoch's end
@@ -154,7 +154,7 @@ def total(counts: Collection[SetFacts]) -> SetFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DataFacts:
     """What a run needs to know about its data, besides the rows."""
 
     seq_len: int
@@ -201,7 +201,7 @@ class Prepared:
     folder: Path
     sources: list[SourceRows]
     validation: list[SourceRows]  # empty: no validation
-    facts: Facts
+    facts: DataFacts
     cached: bool = True  # whether the folder existed before
 
     def ledger(self) -> Path:
@@ -239,10 +239,10 @@ class _Meta:
     refused: str  # why the data are refused; "" if there are facts
     seconds: float  # duration of the preparation
     files: dict[str, str]  # name -> SHA-256, of all other files in the folder
-    facts: Facts | None  # None: refused
+    facts: DataFacts | None  # None: refused
 
 
-def write_meta(folder: Path, key: str, facts: Facts | None, refusal: str, seconds: float) -> None:
+def write_meta(folder: Path, key: str, facts: DataFacts | None, refusal: str, seconds: float) -> None:
     """Write `meta.json`. Call it last, because it holds the hashes of all other files. Args: see `_Meta`."""
     assert (facts is None) == bool(refusal)
     files = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
@@ -271,7 +271,7 @@ def open_prepared(folder: Path, cache: Path) -> Prepared:
     raise RefusedData(meta.refused, folder / "ledger.csv")
 
 
-def _open_files(folder: Path, facts: Facts, verified_path: Callable[[str], Path]) -> Prepared:
+def _open_files(folder: Path, facts: DataFacts, verified_path: Callable[[str], Path]) -> Prepared:
     """Memory-map the folder's arrays. Args: verified_path: checks a file by its name and returns its path."""
 
     def load(name: str) -> np.ndarray:
@@ -282,7 +282,7 @@ def _open_files(folder: Path, facts: Facts, verified_path: Callable[[str], Path]
         return SourceRows(name, PackedDataset(documents, packing, *shape), facts.sets[name], fingerprint)
 
     values, shape = np.memmap(verified_path("tokens.bin"), np.uint32, mode="r"), (facts.seq_len, facts.pad_id)
-    documents = Documents(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
+    documents = DocumentTable(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
     names, count = list(facts.sets), len(facts.fingerprints)
     train = list(map(packed, names[:count], facts.fingerprints))
     return Prepared(folder, train, list(map(packed, names[count:])), facts)

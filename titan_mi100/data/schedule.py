@@ -36,7 +36,7 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     return shares
 
 
-class Schedule:
+class RowSchedule:
     """A fixed order of sources. After any n rows, each source has given n * share / period rows, rounded up or down.
 
     With w = share / period, row k (from 0) of a source may not come before place floor(k / w) of the schedule, and must

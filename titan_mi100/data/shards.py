@@ -39,7 +39,7 @@ BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus tha
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """The content of plan.json: everything that the shards depend on."""
 
     tokenizer: str  # fingerprint
@@ -213,7 +213,7 @@ class _Counts:
 
 
 def make_shard(
-    folder: Path, plan: Plan, number: int, tokenizer: Tokenizer, progress: Callable[[int, int], None]
+    folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer, progress: Callable[[int, int], None]
 ) -> Shard:
     """Write the files of shard `number`, its .json last.
 
@@ -285,7 +285,7 @@ def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
         yield batch
 
 
-def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
+def _values(plan: ShardPlan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
     """A document's values as stored in a shard; empty if the tokenizer refuses the text."""
     ids, bad = list[int](), BadRecord(BLANK, "the tokenizer drops all of the text")
     try:
@@ -302,7 +302,7 @@ def _values(plan: Plan, document: _Document, tokenizer: Tokenizer, counts: _Coun
     return values
 
 
-def _documents(plan: Plan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
+def _documents(plan: ShardPlan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
     """The documents of a unit. Bad and blank rows are left out and counted."""
     for file in range(unit.first, unit.stop):
         path = plan.files[file]

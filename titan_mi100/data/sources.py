@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
-from titan_mi100.data.prepared import Facts, Prepared, SetFacts, SourceRows
+from titan_mi100.data.prepared import DataFacts, Prepared, SetFacts, SourceRows
 from titan_mi100.data.sets import HELD_OUT, file_sources, set_name
 from titan_mi100.errors import UserError
 
@@ -60,7 +60,7 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
 
 def _open_corpus(
     source: SourceConfig, corpus: Corpus, fingerprint: str, config: DataConfig, seq_len: int
-) -> tuple[list[SourceRows], Facts]:
+) -> tuple[list[SourceRows], DataFacts]:
     """Open a corpus.
 
     Returns:
@@ -86,11 +86,11 @@ def _open_corpus(
             found.append(SourceRows(source.name, view, counts, own))
             said += f", {len(rows):,} rows of {seq_len:,} {words}"
     made_of = {f"corpus {source.name}": own}
-    facts = Facts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [said], [])
+    facts = DataFacts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [said], [])
     return found, facts
 
 
-def _merged_facts(facts: Facts, more: Facts) -> Facts:
+def _merged_facts(facts: DataFacts, more: DataFacts) -> DataFacts:
     """Merge the facts of two sources. tokenizer, seq_len and pad_id are the same in both."""
     return replace(
         facts,

@@ -9,7 +9,7 @@ import numpy as np
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import REJECTED
 from titan_mi100.data.files import expand_patterns
-from titan_mi100.data.prepare import Request, open_files
+from titan_mi100.data.prepare import DataRequest, open_files
 from titan_mi100.data.sets import patterns
 from titan_mi100.data.tokenise import tokenise
 
@@ -30,7 +30,7 @@ def survey(config: Config, seconds: float) -> Survey:
     """
     files = expand_patterns([pattern.path for pattern in patterns(config.data)])
     shape = config.tokenizer_path(), config.model.chat_template, config.training.seq_len
-    sources, encoder = open_files(Request(config.data, files, *shape))
+    sources, encoder = open_files(DataRequest(config.data, files, *shape))
     chunks, sizes, until, share = [], list[int](), time.monotonic() + seconds, 1.0
     with closing(tokenise(sources, encoder, config.data.workers, sizes.append)) as reading:
         for chunk in reading:

@@ -10,7 +10,7 @@ from titan_mi100.pages.document import html_document
 from titan_mi100.wording import printable
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A part of a line.
 
     Attributes:
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     hint: str = ""
 
 
-Line = list[Part]
+Line = list[Piece]
 
 # kind -> the terminal's color code, and the page's element
 _STYLES = {
@@ -77,23 +77,23 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
     """
     if "read" in report:
         yield from _summary(report)
-    yield from ([Part(line["says"])] for line in report.get("where", []))
+    yield from ([Piece(line["says"])] for line in report.get("where", []))
     for row in report["shown"]:
         real = len(row["id"]) - row["padding"]
         yield _heading(f"row {row['row']} of {report['set']}: {len(row['documents'])} documents, {real:,} tokens")
-        yield [Part("supervised: "), Part("so", "supervised")]
+        yield [Piece("supervised: "), Piece("so", "supervised")]
         start = 0
         for place, document in enumerate(row["documents"]):
             inside = range(start, start := start + document["tokens"])
             count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
-            yield [Part(f"── document {place}: {document['where']}: {count} ──", "document")]
+            yield [Piece(f"── document {place}: {document['where']}: {count} ──", "document")]
             yield from _table(row, inside) if table else [_running(row, inside)]
         if row["padding"]:
-            yield [Part(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
+            yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
 
 
 def _heading(text: str) -> Line:
-    return [Part("\n"), Part(text, "heading")]
+    return [Piece("\n"), Piece(text, "heading")]
 
 
 def _running(row: dict[str, Any], inside: range) -> Line:
@@ -101,18 +101,18 @@ def _running(row: dict[str, Any], inside: range) -> Line:
     kinds = ("", "supervised")
     hint = "id {}, position {}".format
     return [
-        Part(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
+        Piece(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
         for i in inside
     ]
 
 
 def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
     """A document as a table with one line per token."""
-    yield [Part("   place       id   position  supervised  text")]
+    yield [Piece("   place       id   position  supervised  text")]
     for i in inside:
         text, supervised = row["text"][i].replace(" ", "·"), row["supervised"][i]
         line = f"{i:>8} {row['id'][i]:>8} {row['position'][i]:>10}  {'yes' if supervised else '-':<10}  {text}"
-        yield [Part(line, "supervised row" if supervised else "")]
+        yield [Piece(line, "supervised row" if supervised else "")]
 
 
 def _summary(report: dict[str, Any]) -> Iterator[Line]:
@@ -123,27 +123,27 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
         texts.append(
             f"for the counts and comparisons of tokens below, one document in {report['sampled']} was examined"
         )
-    yield from ([Part(text)] for text in texts)
+    yield from ([Piece(text)] for text in texts)
     yield _heading("options and their effects")
     for entry in report["options"]:
         effect = entry["effect"].replace("; ", "\n" + 30 * " ")
-        yield [Part(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}", "columns")]
+        yield [Piece(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}", "columns")]
     yield _heading(f"ledger: {report['ledger']['path']}")
     for status, rows in report["ledger"]["statuses"].items():
-        yield [Part(f"  {status}: {rows['rows']:,}")]
-        yield from ([Part(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
+        yield [Piece(f"  {status}: {rows['rows']:,}")]
+        yield from ([Piece(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
     yield _heading("documents by length (x: rows that did not fit, by their original length)")
     yield from _bars(report["lengths"], report["seq_len"])
     yield _heading("documents by supervised share in percent")
     yield from _bars(report["shares"], 0)
     yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
     yield from (
-        [Part(f"  {row['row']:>9,} {row['picture']} {row['documents']}", "columns")] for row in report["packing"]
+        [Piece(f"  {row['row']:>9,} {row['picture']} {row['documents']}", "columns")] for row in report["packing"]
     )
     yield _heading("the oddest documents")
     for odd in report["oddest"]:
-        yield [Part(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
-        yield [Part("    "), *(Part(text, "supervised" if supervised else "") for text, supervised in odd["excerpt"])]
+        yield [Piece(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
+        yield [Piece("    "), *(Piece(text, "supervised" if supervised else "") for text, supervised in odd["excerpt"])]
 
 
 def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
@@ -154,4 +154,4 @@ def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
         bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
         end = "  ─ seq_len" if entry["to"] == seq_len else ""
         count = entry["documents"] or entry["overlong"]
-        yield [Part(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}", "columns")]
+        yield [Piece(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}", "columns")]

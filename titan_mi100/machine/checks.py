@@ -28,7 +28,7 @@ _SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """The result of one check.
 
     Attributes:
@@ -45,10 +45,10 @@ class Verdict:
     stops: bool = False
 
 
-Check = Callable[[Facts], Verdict | None]
+Check = Callable[[Facts], Result | None]
 
 
-def judge(facts: Facts, fast: bool = False) -> list[Verdict]:
+def judge(facts: Facts, fast: bool = False) -> list[Result]:
     """Run the checks and return the verdicts of those that apply.
 
     Args:
@@ -65,7 +65,7 @@ def rocm_remedy(archs: Collection[str | None]) -> str:
     return "\n".join(places)
 
 
-def torch_build(facts: Facts) -> Verdict | None:
+def torch_build(facts: Facts) -> Result | None:
     """Is torch built for these cards, and can it use them?"""
     torch, cards, vendor = facts.torch, facts.visible(), facts.vendor()
     platform = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
@@ -74,37 +74,37 @@ def torch_build(facts: Facts) -> Verdict | None:
     if not torch.version:
         if not cards and not torch.problem:
             return None  # run_train.sh checks for torch itself
-        return Verdict("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
+        return Result("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
     if torch.problem and torch.usable is None and not cards:  # usable is 0 if torch answered that it sees no driver
-        return Verdict("torch", FAIL, f"{fact}; it cannot be imported: {torch.problem}", remedy)
+        return Result("torch", FAIL, f"{fact}; it cannot be imported: {torch.problem}", remedy)
     if not cards:
         where = "the cards are hidden from it" if facts.cards else "no GPU"
-        return Verdict("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
+        return Result("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
     if not (torch.hip if vendor == "amd" else torch.cuda):
         remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
-        return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
+        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
     if torch.usable is None and not torch.problem:
-        return Verdict("torch", PASS, fact)  # the fast checks do not import torch
+        return Result("torch", PASS, fact)  # the fast checks do not import torch
     if not torch.usable:
         why = torch.problem or "it does not say why"
         remedy = (
             "fix the other failed checks first; if there are none, install a driver that fits torch, or a torch that "
             "fits the driver"
         )
-        return Verdict("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
+        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
     if torch.usable != len(cards):
         remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
-        return Verdict("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
-    return Verdict("torch", PASS, f"{fact}; it sees {_named(cards)}")
+        return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
+    return Result("torch", PASS, f"{fact}; it sees {_named(cards)}")
 
 
-def driver(facts: Facts) -> Verdict | None:
+def driver(facts: Facts) -> Result | None:
     """Do the driver, ROCm on the machine and torch's ROCm fit? Does each Instinct card have its driver?"""
     versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
     versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
     if facts.driverless:
         remedy = "load it: sudo modprobe amdgpu; see why it skips a card: sudo dmesg | grep -e kfd -e amdgpu"
-        return Verdict("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
+        return Result("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
     if not facts.visible():
         return None
     built = _release(facts.torch.hip)
@@ -114,11 +114,11 @@ def driver(facts: Facts) -> Verdict | None:
             "AMD tests a driver with ROCm up to two releases older or newer; install a torch built for the ROCm of "
             "this machine"
         )
-        return Verdict("driver", WARN, fact, remedy)
-    return Verdict("driver", PASS, ", ".join(versions))
+        return Result("driver", WARN, fact, remedy)
+    return Result("driver", PASS, ", ".join(versions))
 
 
-def architecture(facts: Facts) -> Verdict | None:
+def architecture(facts: Facts) -> Result | None:
     """Do torch and its rocBLAS have code for each card's architecture?"""
     torch, name = facts.torch, "architecture"
     if facts.vendor() == "nvidia":  # PTX and code for older minor versions run too, see _runs; on AMD names must match
@@ -134,13 +134,13 @@ def architecture(facts: Facts) -> Verdict | None:
     if not archs or not known:
         return None
     if not missing:
-        return Verdict(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
+        return Result(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
     what = next(what for what, listed in known.items() if not missing <= set(listed))
     fact = f"{some(sorted(missing))}: {what} has code for {some(known[what], 20)} only"
-    return Verdict(name, FAIL, fact, remedy, stops=missing == archs)
+    return Result(name, FAIL, fact, remedy, stops=missing == archs)
 
 
-def gfx_override(facts: Facts) -> Verdict | None:
+def gfx_override(facts: Facts) -> Result | None:
     """HSA_OVERRIDE_GFX_VERSION makes ROCm treat every card as another architecture."""
     value = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
     if not value or facts.vendor() != "amd" or not facts.visible():
@@ -150,20 +150,20 @@ def gfx_override(facts: Facts) -> Verdict | None:
     archs = sorted({card.arch for card in facts.visible() if card.arch})
     remedy = "unset HSA_OVERRIDE_GFX_VERSION"
     if forced is None:
-        return Verdict(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
+        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
     others = [arch for arch in archs if arch != forced]
     if not others:
-        return Verdict(name, PASS, f"{fact}: equals the cards' own architecture")
+        return Result(name, PASS, f"{fact}: equals the cards' own architecture")
     lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
     # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
     if set(others) & {arch for arch, _ in GPUS} or any(set(others) & set(own) for own in lists):
         fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
-        return Verdict(name, FAIL, fact, f"{remedy}: this card does not need it")
+        return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
     fact += f" makes {some(others)} run code of {forced}"
-    return Verdict(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
+    return Result(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
 
 
-def visibility(facts: Facts) -> Verdict | None:
+def visibility(facts: Facts) -> Result | None:
     """Which cards are visible, and do the variables that hide cards contradict each other?"""
     cards, name = facts.present(), "visible cards"
     if not cards:
@@ -178,17 +178,17 @@ def visibility(facts: Facts) -> Verdict | None:
         if wrong not in ("", "-1"):
             fact += f"; {variable}: entry {shown(wrong)} names none of {len(before)} cards, numbered from 0"
             remedy = f"this entry and the ones after it are ignored silently; correct {variable}"
-            return Verdict(name, FAIL, fact, remedy)
+            return Result(name, FAIL, fact, remedy)
     if facts.vendor() == "nvidia" or len(given) < 2:
-        return Verdict(name, PASS, fact)
+        return Result(name, PASS, fact)
     hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
     if set(given) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
-        return Verdict(name, PASS, fact)
+        return Result(name, PASS, fact)
     remedy = "keep one of them: ROCR_ renumbers the cards for the others, and HIP_ replaces CUDA_VISIBLE_DEVICES"
-    return Verdict(name, WARN, f"{fact}: set twice", remedy)
+    return Result(name, WARN, f"{fact}: set twice", remedy)
 
 
-def device_files(facts: Facts) -> Verdict | None:
+def device_files(facts: Facts) -> Result | None:
     """May this user open the cards' device files? Their group is render on most systems, video on older ones."""
     own = {card.device_file for card in facts.visible()}
     if not own:
@@ -205,14 +205,14 @@ def device_files(facts: Facts) -> Verdict | None:
         remedy = f"sudo usermod -a -G {','.join(groups)} $USER, then log in again; a container needs --group-add"
         if not groups:
             remedy = f"sudo chgrp render {closed[0].path} && sudo chmod g+rw {closed[0].path}; a udev rule keeps it so"
-        return Verdict(name, FAIL, fact + (some(facts.groups) or "no group"), remedy, stops=none_works)
+        return Result(name, FAIL, fact + (some(facts.groups) or "no group"), remedy, stops=none_works)
     if absent:
         remedy = "start the container with --device=/dev/kfd --device=/dev/dri; without a container load the driver"
-        return Verdict(name, FAIL if none_works else WARN, f"{some(absent)}: missing", remedy, stops=none_works)
-    return Verdict(name, PASS, f"{some(file.path for file in files)}: can be opened")
+        return Result(name, FAIL if none_works else WARN, f"{some(absent)}: missing", remedy, stops=none_works)
+    return Result(name, PASS, f"{some(file.path for file in files)}: can be opened")
 
 
-def nccl_algo(facts: Facts) -> Verdict | None:
+def nccl_algo(facts: Facts) -> Result | None:
     """Does NCCL_ALGO leave an algorithm for all-gather and reduce-scatter, which FSDP uses? "tree" serves neither."""
     value = facts.environ.get("NCCL_ALGO")
     if not value or not facts.visible():
@@ -226,26 +226,26 @@ def nccl_algo(facts: Facts) -> Verdict | None:
         words = lists.get(function, lists.get(""))
         if words is None:
             fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that it does not name may have no algorithm"
-            return Verdict("NCCL_ALGO", WARN, fact, remedy)
+            return Result("NCCL_ALGO", WARN, fact, remedy)
         excludes = any(word.startswith("^") for word in words)
         left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excludes else _SERVE_ALL_GATHER & words
         if not left:
             fact = f"NCCL_ALGO={value} leaves no algorithm for {function}, which FSDP uses"
-            return Verdict("NCCL_ALGO", FAIL, fact, remedy)
-    return Verdict("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
+            return Result("NCCL_ALGO", FAIL, fact, remedy)
+    return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
 
 
-def expandable_segments(facts: Facts) -> Verdict | None:
+def expandable_segments(facts: Facts) -> Result | None:
     """On ROCm, most builds of torch ignore expandable_segments with a warning, and some hang."""
     given = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
     wanted = [name for name, value in given.items() if re.search(r"expandable_segments\s*:\s*true", value, re.I)]
     if facts.vendor() != "amd" or not facts.visible() or not wanted:
         return None
     fact = f"{wanted[0]}={given[wanted[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
-    return Verdict("expandable_segments", WARN, fact, f"remove expandable_segments:True from {wanted[0]}")
+    return Result("expandable_segments", WARN, fact, f"remove expandable_segments:True from {wanted[0]}")
 
 
-def iommu(facts: Facts) -> Verdict | None:
+def iommu(facts: Facts) -> Result | None:
     """An IOMMU that translates addresses can make transfers between AMD cards hang."""
     cards = [card for card in facts.visible() if card.iommu is not None]
     if facts.vendor() != "amd" or facts.used() < 2 or not cards:
@@ -254,42 +254,42 @@ def iommu(facts: Facts) -> Verdict | None:
     if translated:
         fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; RCCL can hang"
         remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
-        return Verdict("IOMMU", WARN, fact, remedy)
-    return Verdict("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
+        return Result("IOMMU", WARN, fact, remedy)
+    return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
 
 
-def shared_memory(facts: Facts) -> Verdict | None:
+def shared_memory(facts: Facts) -> Result | None:
     """NCCL and RCCL exchange data between processes in /dev/shm, and fail if it is full."""
     if facts.used() < 2:
         return None
     size = "missing" if facts.shm_free is None else f"{bytes_in_words(facts.shm_free)} free"
     if facts.shm_free is not None and facts.shm_free >= SHM_WANTED:
-        return Verdict("/dev/shm", PASS, size)
+        return Result("/dev/shm", PASS, size)
     remedy = "start the container with --shm-size=1g or --ipc=host; else sudo mount -o remount,size=8g /dev/shm"
-    return Verdict("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
+    return Result("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
 
 
-def open_files(facts: Facts) -> Verdict | None:
+def open_files(facts: Facts) -> Result | None:
     """Each process opens data files, checkpoint files and connections to other ranks."""
     if facts.open_files is None:
         return None
     fact = "no limit" if facts.open_files == UNLIMITED else f"{facts.open_files:,} per process"
     if facts.open_files >= FILES_WANTED:
-        return Verdict("open files", PASS, fact)
-    return Verdict("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
+        return Result("open files", PASS, fact)
+    return Result("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
 
 
-def compiler(facts: Facts) -> Verdict | None:
+def compiler(facts: Facts) -> Result | None:
     """Can Triton build the kernels of attention and of the 8-bit optimizer? It needs a C compiler and Python.h."""
     if not facts.visible():
         return None
     problem, remedy = facts.cannot_compile
     if problem:
-        return Verdict("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
-    return Verdict("C compiler", PASS, "Triton can build its kernels")
+        return Result("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
+    return Result("C compiler", PASS, "Triton can build its kernels")
 
 
-def memlock(facts: Facts) -> Verdict | None:
+def memlock(facts: Facts) -> Result | None:
     """The memory that a network card reads (RDMA) is locked, and counts against this limit."""
     if not facts.visible() or facts.memlock is None:
         return None
@@ -298,11 +298,11 @@ def memlock(facts: Facts) -> Verdict | None:
         remedy = (
             "ulimit -l unlimited, set in /etc/security/limits.d or by the batch system; Docker: --ulimit memlock=-1"
         )
-        return Verdict("memlock", WARN, f"{fact}, but {some(facts.rdma)} needs locked memory", remedy)
-    return Verdict("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
+        return Result("memlock", WARN, f"{fact}, but {some(facts.rdma)} needs locked memory", remedy)
+    return Result("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
 
 
-def pcie_link(facts: Facts) -> Verdict | None:
+def pcie_link(facts: Facts) -> Result | None:
     """Do all links between card and CPU have the card's lanes and speed? The current speed is not used: idle links slow
     down.
     """
@@ -311,74 +311,74 @@ def pcie_link(facts: Facts) -> Verdict | None:
     if not cards:
         return None
     if not slow:
-        return Verdict("PCIe link", PASS, f"{_link(cards[0])}, all that the card has")
+        return Result("PCIe link", PASS, f"{_link(cards[0])}, all that the card has")
     remedy = "use a slot with all lanes wired to the CPU, look at riser and bifurcation in the BIOS, reseat the card"
-    return Verdict("PCIe link", WARN, some(f"{card.name} at {card.address}: {_link(card)}" for card in slow), remedy)
+    return Result("PCIe link", WARN, some(f"{card.name} at {card.address}: {_link(card)}" for card in slow), remedy)
 
 
-def pcie_atomics(facts: Facts) -> Verdict | None:
+def pcie_atomics(facts: Facts) -> Result | None:
     """ROCm synchronises CPU and cards by PCIe atomics. A slot behind a chipset may not forward them."""
     cards = [card for card in facts.visible() if card.atomics is not None]
     without = [card for card in cards if not card.atomics]
     if without:
         remedy = "use a slot wired to the CPU, not to the chipset; in a virtual machine enable AtomicOps"
-        return Verdict("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
-    return Verdict("PCIe atomics", PASS, "on") if cards else None
+        return Result("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
+    return Result("PCIe atomics", PASS, "on") if cards else None
 
 
-def large_bar(facts: Facts) -> Verdict | None:
+def large_bar(facts: Facts) -> Result | None:
     """Another card can address only the part of a card's memory that its BAR maps."""
     cards = [card for card in facts.visible() if card.mapped and card.memory]
     small = [card for card in cards if _less(card.mapped, card.memory)]
     if small:
         sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or 0)}"
         remedy = "in the BIOS enable Above 4G Decoding and Resizable BAR, and disable CSM"
-        return Verdict("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
-    return Verdict("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
+        return Result("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
+    return Result("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
 
 
-def numa(facts: Facts) -> Verdict | None:
+def numa(facts: Facts) -> Result | None:
     """Automatic NUMA balancing interrupts processes to move their memory between nodes."""
     if not facts.visible() or facts.numa_nodes < 2 or facts.numa_balancing is None:
         return None
     if facts.numa_balancing:
         remedy = "sudo sysctl kernel.numa_balancing=0, and into /etc/sysctl.d to keep it"
-        return Verdict("NUMA", WARN, f"{facts.numa_nodes} nodes, automatic balancing is on", remedy)
-    return Verdict("NUMA", PASS, f"{facts.numa_nodes} nodes, automatic balancing is off")
+        return Result("NUMA", WARN, f"{facts.numa_nodes} nodes, automatic balancing is on", remedy)
+    return Result("NUMA", PASS, f"{facts.numa_nodes} nodes, automatic balancing is off")
 
 
-def power_cap(facts: Facts) -> Verdict | None:
+def power_cap(facts: Facts) -> Result | None:
     """Is the cards' power cap below their default?"""
     cards = [card for card in facts.visible() if card.watts and card.full_watts]
     capped = [card for card in cards if _less(card.watts, card.full_watts)]
     if capped:
         fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
         remedy = "sudo rocm-smi --resetpoweroverdrive, unless the power supply or the cooling needs the cap"
-        return Verdict("power cap", WARN, fact, remedy)
-    return Verdict("power cap", PASS, f"{cards[0].watts:.0f} W, the default") if cards else None
+        return Result("power cap", WARN, fact, remedy)
+    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the default") if cards else None
 
 
-def clock(facts: Facts) -> Verdict | None:
+def clock(facts: Facts) -> Result | None:
     """Is the driver set to a performance level that may keep the clock low?"""
     cards = [card for card in facts.visible() if card.level]
     held = [card for card in cards if card.level not in ("auto", "high", "perf_determinism")]
     if held:
         fact = f"{_named(held)}: held at level {some({card.level for card in held})}"
-        return Verdict("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")
-    return Verdict("clock", PASS, f"level {cards[0].level}") if cards else None
+        return Result("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")
+    return Result("clock", PASS, f"level {cards[0].level}") if cards else None
 
 
-def tunable_op(facts: Facts) -> Verdict | None:
+def tunable_op(facts: Facts) -> Result | None:
     """Is TunableOp tuning during the run? It times the libraries' kernels for each new shape of a matrix product."""
     if facts.vendor() != "amd" or not facts.visible():
         return None
     enabled, tuning = (facts.environ.get(f"PYTORCH_TUNABLEOP_{name}") for name in ("ENABLED", "TUNING"))
     if enabled != "1":
-        return Verdict("TunableOp", PASS, "off")
+        return Result("TunableOp", PASS, "off")
     if tuning == "0":
-        return Verdict("TunableOp", PASS, "on, with results of an earlier tuning")
+        return Result("TunableOp", PASS, "on, with results of an earlier tuning")
     fact = "tunes during the run: the first steps are slow, ranks may choose different kernels, and runs do not repeat"
-    return Verdict("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
+    return Result("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
 
 
 # at every start of a run; the doctor runs all

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from titan_mi100.errors import UserError
-from titan_mi100.machine.checks import PASS, Verdict, judge
+from titan_mi100.machine.checks import PASS, Result, judge
 from titan_mi100.machine.facts import System, read
 
 
@@ -34,5 +34,5 @@ def before_start(
         raise UserError("\n".join([*stopping, "no run can work here; python -m titan_mi100.doctor shows all checks"]))
 
 
-def _line(verdict: Verdict) -> str:
+def _line(verdict: Result) -> str:
     return f"{verdict.name}: {verdict.fact}; {verdict.remedy}".replace("\n", "; or ").replace("; or or", "; or")

@@ -103,7 +103,7 @@ class _Block:
         self.storage: Any = None
 
 
-class Ledger(TorchDispatchMode):
+class TensorLedger(TorchDispatchMode):
     """Records every storage that operations create, resize or free. Sizes are those requested, without rounding."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
                 self._note(storage, storage.nbytes())
         return result
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "TensorLedger":
         resize, ledger = torch.UntypedStorage.resize_, self
 
         # FSDP2 allocates and frees gathered weights by resizing their storage, which no dispatch mode sees.
@@ -273,7 +273,7 @@ class FakeRank:
     microbatches: int
     device_memory: int
     model: ParallelModel
-    ledger: Ledger
+    ledger: TensorLedger
     mode: FakeTensorMode
 
     def count_step(self) -> Count:
@@ -312,7 +312,7 @@ def as_rank(
             part = build()
         return part.to_empty(device=CPU)
 
-    with no_others.group(rank, ranks), Ledger() as ledger:
+    with no_others.group(rank, ranks), TensorLedger() as ledger:
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             attention = backend or FusedKernel()
@@ -333,7 +333,7 @@ def as_rank(
 
 
 def _step(
-    model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: Ledger, is_gpu: bool
+    model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: TensorLedger, is_gpu: bool
 ) -> tuple[int, int, int, int]:
     """Run a step.
 
@@ -374,7 +374,7 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
 
 
 def _copy_between_devices(
-    tensor: Tensor, ledger: Ledger, *to: Any, non_blocking: bool | None = None, **others: Any
+    tensor: Tensor, ledger: TensorLedger, *to: Any, non_blocking: bool | None = None, **others: Any
 ) -> Tensor:
     """Replace Tensor.to: FSDP2's copies between device and host. Both are CPU tensors here, so a copy is made
     explicitly and labelled by its destination.
@@ -386,7 +386,7 @@ def _copy_between_devices(
     return copy
 
 
-def _add_labelled(host: HostGradients, ledger: Ledger, gradient: Tensor, entry: Any) -> None:
+def _add_labelled(host: HostGradients, ledger: TensorLedger, gradient: Tensor, entry: Any) -> None:
     ledger.label([gradient], GRADIENTS)
     _ADD(host, gradient, entry)
 

@@ -23,7 +23,7 @@ _LARGEST_BLOCK, _LEAST_BLOCK, _MOST_PARTS = 256, 16, 8  # values; values; tensor
 
 
 @dataclass(frozen=True)
-class Format:
+class StateFormat:
     """An 8-bit float format.
 
     Attributes:
@@ -53,13 +53,13 @@ class Format:
         return torch.where(codes > magnitude, -found, found).float()
 
 
-SIGNED, UNSIGNED = Format(True, 3), Format(False, 4)
+SIGNED, UNSIGNED = StateFormat(True, 3), StateFormat(False, 4)
 # Built on import: later calls can run under FakeTensorMode (memory counting), where new tensors have no values.
 _TABLES = {kind: kind.table() for kind in (SIGNED, UNSIGNED)}
 
 
 @functools.cache
-def _on(device: torch.device, kind: Format) -> Tensor:
+def _on(device: torch.device, kind: StateFormat) -> Tensor:
     return _TABLES[kind].to(device)
 
 
@@ -77,7 +77,7 @@ def block_size(columns: int) -> int:
     return size
 
 
-def decode(codes: Tensor, exponents: Tensor, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
+def decode(codes: Tensor, exponents: Tensor, kind: StateFormat, out: Tensor, scratch: Tensor) -> Tensor:
     """Decode codes to fp32.
 
     Args:
@@ -94,7 +94,7 @@ def decode(codes: Tensor, exponents: Tensor, kind: Format, out: Tensor, scratch:
     return out
 
 
-def encode(values: Tensor, codes: Tensor, exponents: Tensor, kind: Format, noise: Tensor, scratch: Tensor) -> None:
+def encode(values: Tensor, codes: Tensor, exponents: Tensor, kind: StateFormat, noise: Tensor, scratch: Tensor) -> None:
     """Round values stochastically to one of the two nearest codes, so that the expected value is unchanged.
 
     A value below the smallest code becomes zero in the signed format. In the unsigned format it becomes the smallest

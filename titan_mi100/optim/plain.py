@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from titan_mi100.config.settings import OptimizerConfig
-from titan_mi100.optim.formats import SIGNED, UNSIGNED, Format, decode, draw_noise, encode, join_24_bits, part_of_noise
+from titan_mi100.optim.formats import (
+    SIGNED,
+    UNSIGNED,
+    StateFormat,
+    decode,
+    draw_noise,
+    encode,
+    join_24_bits,
+    part_of_noise,
+)
 
 
 class Scratch(NamedTuple):
@@ -116,13 +125,13 @@ def _dithered(change: Tensor, wide: Tensor, decay: float, s: Scratch) -> Tensor:
     return change.add_(noise.view(torch.float32).sub_(1 + 127.5 / 256).mul_(2.0**-23).mul_(power))
 
 
-def _load(tensors: dict[str, Tensor], name: str, kind: Format, out: Tensor, scratch: Tensor) -> Tensor:
+def _load(tensors: dict[str, Tensor], name: str, kind: StateFormat, out: Tensor, scratch: Tensor) -> Tensor:
     """Read a moment into `out` as fp32."""
     exponents = tensors.get(f"{name}_exponent")
     return out.copy_(tensors[name]) if exponents is None else decode(tensors[name], exponents, kind, out, scratch)
 
 
-def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: Format, bit: int, s: Scratch) -> None:
+def _store(tensors: dict[str, Tensor], name: str, value: Tensor, kind: StateFormat, bit: int, s: Scratch) -> None:
     """Write a moment in its stored format.
 
     Args:

@@ -23,7 +23,7 @@ from titan_mi100.files.child import call_in_child
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
 from titan_mi100.files.templates import read_template, template_files
 from titan_mi100.text.base import Tokenizer, named_tokens
-from titan_mi100.text.traced import Source, Traced, TracingEnvironment, trace
+from titan_mi100.text.traced import Origin, Traced, TracingEnvironment, trace
 from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, has_reasoning, reasoning_spans
 from titan_mi100.wording import shortened
 
@@ -346,11 +346,11 @@ def render_apart(path: str, template: str, eos_token: str, messages: list[Any], 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """The message with all its strings as `Traced`. Reasoning inside the content gets the field REASONING."""
     traced = {
-        key: trace(value, Source(index, REASONING if key in _REASONING_FIELDS else key))
+        key: trace(value, Origin(index, REASONING if key in _REASONING_FIELDS else key))
         for key, value in message.items()
     }
     if thoughts := reasoning_spans(message):
         content = message["content"]
         parts = zip(pairwise([0, *chain(*thoughts), len(content)]), cycle(("content", REASONING)), strict=False)
-        traced["content"] = Traced(content, [(stop - start, Source(index, field)) for (start, stop), field in parts])
+        traced["content"] = Traced(content, [(stop - start, Origin(index, field)) for (start, stop), field in parts])
     return traced

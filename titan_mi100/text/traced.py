@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MIXED = "*"  # field of a source whose characters come from several fields of one message, in unknown order
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """The origin of characters."""
 
     message: int  # index of the message; -1: the template's own text inside a `{% generation %}` block
@@ -23,7 +23,7 @@ class Source(NamedTuple):
     mark: int = 0  # number of the `{% generation %}` block that they are in; 0: none
 
 
-Run = tuple[int, Source | None]  # (number of characters, their source); None: the template's own text
+Run = tuple[int, Origin | None]  # (number of characters, their source); None: the template's own text
 
 
 class Traced(str):
@@ -137,12 +137,12 @@ def _as_rewritten(origin: Traced, text: str) -> str:
     return _whole(text, {source for _, source in origin.runs})
 
 
-def _whole(text: str, sources: set[Source | None]) -> str:
+def _whole(text: str, sources: set[Origin | None]) -> str:
     """The text with one source, if all sources belong to one message; otherwise a plain string."""
     first = next(iter(sources), None)
     if first is None or any(source is None or source.message != first.message for source in sources):
         return text
-    mixed = Source(first.message, MIXED, max(source.mark for source in sources if source is not None))
+    mixed = Origin(first.message, MIXED, max(source.mark for source in sources if source is not None))
     return Traced(text, [(len(text), first if len(sources) == 1 else mixed)])
 
 
@@ -159,7 +159,7 @@ def runs_of(text: str) -> tuple[Run, ...]:
     return text.runs if isinstance(text, Traced) else ((len(text), None),)
 
 
-def trace(value: Any, source: Source) -> Any:
+def trace(value: Any, source: Origin) -> Any:
     """Copy a JSON value with all its strings, including keys, as `Traced`."""
     if isinstance(value, str):
         return Traced(value, [(len(value), source)])
@@ -170,7 +170,7 @@ def trace(value: Any, source: Source) -> Any:
     return value
 
 
-def _sources(value: Any) -> set[Source | None]:
+def _sources(value: Any) -> set[Origin | None]:
     """The sources of all strings in a JSON value."""
     if isinstance(value, str):
         return {source for _, source in runs_of(value)}
@@ -206,7 +206,7 @@ class _GenerationTag(ext.Extension):
 
     def mark(self, caller: Callable[[], str]) -> str:
         text, number = caller(), next(_MARKS)
-        marked = [(n, source or Source(-1, "")) for n, source in runs_of(text)]
+        marked = [(n, source or Origin(-1, "")) for n, source in runs_of(text)]
         # Characters of a nested block keep its number. `issued` collects the numbers that must occur in the final text:
         # if one is missing there, the template has dropped or rewritten marked text.
         if any(n and not source.mark for n, source in marked):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from titan_mi100.text.traced import MIXED, Source, runs_of
+from titan_mi100.text.traced import MIXED, Origin, runs_of
 from titan_mi100.wording import shortened
 
-REASONING = "reasoning_content"  # `Source.field` of all reasoning, also of think blocks in the content
+REASONING = "reasoning_content"  # `Origin.field` of all reasoning, also of think blocks in the content
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TurnFinder:
     def __init__(self, text: str, end_of_turn: str) -> None:
         self.text, self.end_of_turn = str.__str__(text), end_of_turn
         self.marks: list[tuple[int, int, int]] = []  # (begin, end, number) of {% generation %} blocks, in order
-        self._spans: list[tuple[int, int, Source]] = []  # (begin, end, source) of text from messages, in order
+        self._spans: list[tuple[int, int, Origin]] = []  # (begin, end, source) of text from messages, in order
         self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # message -> (begin, end, field)
         end = 0
         for length, source in runs_of(text):
