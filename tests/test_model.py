@@ -7,7 +7,7 @@ import torch
 from conftest import documents_of, supervised_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from titan_mi100.attention.backends import PLAIN
+from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import document_mask
 from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
@@ -39,7 +39,7 @@ def reference(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Qwen3ForCa
 
 
 def ours(spec: ModelSpec, hf: Qwen3ForCausalLM, backend: str) -> Qwen3:
-    model = Qwen3(spec, PLAIN[backend]())
+    model = Qwen3(spec, make_backend(backend, "", "cpu"))
     weights = hf.state_dict()
     if spec.tie_word_embeddings:
         del weights["lm_head.weight"]

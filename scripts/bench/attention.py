@@ -15,15 +15,16 @@ import sys
 
 import torch
 
-from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
+from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.attention.trial import inputs, milliseconds
 from titan_mi100.cli import exit_code
+from titan_mi100.config.kernels import KERNELS
 from titan_mi100.parallel.distributed import device_name
 from titan_mi100.wording import shortened
 
-NAMES = ("sdpa", TRITON, *LIBRARY, *(name for name in PLAIN if name != "sdpa"))
+NAMES = tuple(KERNELS)
 
 
 def documents_of(batch: int, seq: int, length: int) -> Documents:

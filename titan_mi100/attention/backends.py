@@ -1,15 +1,10 @@
-"""All attention backends by name."""
+"""Makes the attention backend with a name of config/kernels.py."""
 
-from collections.abc import Mapping
+from importlib import import_module
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.attention.library import FlashAttention, Flex, TorchVarlen
-from titan_mi100.attention.plain import Chunked, Eager, Sdpa
+from titan_mi100.config.kernels import KERNELS
 from titan_mi100.errors import UserError
-
-PLAIN: Mapping[str, type[Backend]] = {kind.name: kind for kind in (Eager, Sdpa, Chunked)}
-LIBRARY: Mapping[str, type[Backend]] = {kind.name: kind for kind in (TorchVarlen, FlashAttention, Flex)}
-TRITON = "triton"
 
 
 def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
@@ -18,17 +13,15 @@ def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
     Args:
         why: the reason for the choice, for the log.
         arch: "gfx908", "sm90", "cpu"; a key of hardware.GPUS.
-        launch: launch settings of the Triton kernels; "": the first candidate of the architecture.
+        launch: launch settings of our kernels; "": the first candidate of the architecture.
 
     Raises:
         UserError: a package or kernel that the backend needs is missing.
     """
-    if name != TRITON:
-        return {**PLAIN, **LIBRARY}[name](why)
+    module, kind = KERNELS[name].source.split(":")
     try:
-        from titan_mi100.attention import triton_backend  # imported here: triton may not be installed
+        found = getattr(import_module(f"titan_mi100.attention.{module}"), kind)
     except ImportError as error:
-        raise UserError(f"Triton cannot be imported ({error})") from None
-    if not launch and arch not in triton_backend.CANDIDATES:
-        raise UserError(f"the kernels have no launch table for {arch}")
-    return triton_backend.Triton(why, launch or str(triton_backend.CANDIDATES[arch].first()))
+        raise UserError(f"{kind} cannot be imported ({error})") from None
+    backend: Backend = found.make(why, arch, launch)
+    return backend

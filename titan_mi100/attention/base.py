@@ -4,7 +4,7 @@ In every backend a token attends to itself and to the earlier tokens of its own 
 documents must not become a backend. Tensors are (batch, seq, heads, head_dim).
 
 `plain.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel, add a
-file with a subclass of Backend, and an entry in `backends.py`.
+file with a subclass of Backend, and a line in `config/kernels.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -79,6 +79,11 @@ class Backend(ABC):
 
     def __init__(self, why: str = "chosen by name") -> None:
         self.why = why
+
+    @classmethod
+    def make(cls, why: str, arch: str, launch: str) -> "Backend":
+        """Args as in backends.make_backend. Raises UserError: it cannot run."""
+        return cls(why)
 
     @abstractmethod
     def prepare(self, documents: Documents, device: torch.device) -> Any:

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import torch
 
-from titan_mi100.attention.backends import LIBRARY, PLAIN, TRITON, make_backend
+from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
-from titan_mi100.attention.plain import Chunked, Eager, Sdpa
+from titan_mi100.attention.plain import Chunked, Sdpa
 from titan_mi100.attention.trial import Trial, try_backend
+from titan_mi100.config.kernels import AUTO, EXPLICIT, KERNELS, OWN, REFERENCE
 from titan_mi100.errors import UserError
 
-AUTO = "auto"
-NAMES = (AUTO, TRITON, *LIBRARY, *PLAIN)
 # The fastest backend by architecture (a key of hardware.GPUS, or "cpu"), measured by scripts/bench/attention.py;
 # docs/PERFORMANCE.md has the figures. On other architectures the candidates are timed before the run.
 FASTEST: Mapping[str, str] = {"cpu": Sdpa.name}
-_CANDIDATES = (TRITON, *LIBRARY, Sdpa.name, Chunked.name)
+_CANDIDATES = [name for name in KERNELS if name != REFERENCE]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def choose(
     In this order: the backend that the run used before; the table FASTEST; the fastest in a trial.
 
     Args:
-        wanted: the config's value, one of NAMES.
+        wanted: the config's value, AUTO or one of KERNELS.
         arch: as in distributed.device_name: "gfx908:sramecc+:xnack-", "sm90", "cpu".
         cache: folder that stores the verdicts of trials.
         before: the choice that the run used until now; kept if it is still wanted and works.
@@ -79,8 +78,8 @@ def choose(
     if problem := trial.refusal(name):
         raise UserError(f"[model] attention_backend = {wanted}: {name} is refused on this machine: {problem}; use auto")
     why = f"measured fastest on {arch}" if wanted == AUTO else "chosen by name"
-    why = "reference implementation" if name == Eager.name else why
-    launch = trial.of(name).launch if name == TRITON else ""
+    why = "reference implementation" if name == REFERENCE else why
+    launch = trial.of(name).launch if name == OWN else ""
     return Choice(name, why, arch, launch), said
 
 
@@ -108,7 +107,7 @@ class _Trials:
         No trial is needed for the explicit backends, which are the reference of trials, nor for SDPA on a CPU, which
         the tests cover.
         """
-        if name in (Eager.name, Chunked.name) or (name == Sdpa.name and self.device.type == "cpu"):
+        if name in (REFERENCE, EXPLICIT) or (name == Sdpa.name and self.device.type == "cpu"):
             return ""
         return self.of(name, launch).refused
 
@@ -119,7 +118,7 @@ class _Trials:
         times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
         said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
         if not times:  # chunked needs no trial to be right; see `refused`
-            return Choice(Chunked.name, "every trial was refused; it needs no kernel", self.arch), said
+            return Choice(EXPLICIT, "every trial was refused; it needs no kernel", self.arch), said
         name = min(times, key=lambda name: times[name])
         timed = ", ".join(f"{other} {ms:.1f} ms" for other, ms in sorted(times.items(), key=lambda item: item[1]))
         why = f"fastest in a trial before this run, per layer: {timed}; there is no earlier measurement on {self.arch}"

@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_mi100.attention.backends import TRITON, make_backend
+from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.compiler import cannot_compile
+from titan_mi100.config.kernels import OWN
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.files.plain import read_checked
@@ -86,7 +87,7 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         return replace(remembered, refused=remembered.refused + again)
     log.info(f"attention: trying {name} on this device, once for this shape")
     verdict = _ask_child(question)
-    if name == TRITON and verdict.refused and any(cannot_compile()):
+    if name == OWN and verdict.refused and any(cannot_compile()):
         verdict = replace(verdict, refused=": ".join((verdict.refused, *cannot_compile())))
     if verdict.passed_over:
         log.warning(f"attention: {name} does not use these launch settings: {verdict.passed_over}")
@@ -139,7 +140,7 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
     try:
         backend = make_backend(name, "", arch, launch)
         reference = Reference(tensors, documents)
-        if name == TRITON and not launch:
+        if name == OWN and not launch:
             launch, passed_over = fastest_launch(reference, arch)
             backend = make_backend(name, "", arch, launch)
         verdict = reference.judge(backend)

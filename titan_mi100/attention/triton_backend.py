@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+from titan_mi100.errors import UserError
 
 
 class Tile(NamedTuple):
@@ -232,6 +233,12 @@ class Triton(Backend):
         """
         super().__init__(why)
         self.launch = launch
+
+    @classmethod
+    def make(cls, why: str, arch: str, launch: str) -> "Triton":
+        if not launch and arch not in CANDIDATES:
+            raise UserError(f"the kernels have no launch table for {arch}")
+        return cls(why, launch or str(CANDIDATES[arch].first()))
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)

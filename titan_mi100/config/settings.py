@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_mi100.config import assets, model_spec
 from titan_mi100.config.hub import no_such_model
+from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
@@ -44,7 +45,7 @@ class ModelConfig:
     attention_backend: str = _key(
         "auto",
         "attention kernel; auto: the fastest that works on this machine; eager: the reference",
-        choices=("auto", "triton", "varlen", "flash_attn", "flex", "sdpa", "chunked", "eager"),
+        choices=(AUTO, *KERNELS),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_mi100.attention.backends import TRITON, make_backend
+from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.plain import Chunked, Eager
 from titan_mi100.attention.running import running_kernel
@@ -21,6 +21,7 @@ from titan_mi100.attention.trial import (
     random_documents,
     with_another_first_document,
 )
+from titan_mi100.config.kernels import OWN
 from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.device import use_device
 from titan_mi100.parallel.distributed import device_name
@@ -44,7 +45,7 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
     arch = device_name(device)[1].split(":")[0]
     launch = ""
     backend = make_backend(name, "", arch)
-    if name == TRITON:
+    if name == OWN:
         reference = Reference(inputs(Shape(**shape), device), random_documents(Shape(**shape)))
         launch, _ = fastest_launch(reference, arch)
         backend = make_backend(name, "", arch, launch)

@@ -7,14 +7,13 @@ from typing import Any
 from titan_mi100.certificate.form import DTYPES, Machine
 from titan_mi100.config.check import check
 from titan_mi100.config.hardware import find_gpu
+from titan_mi100.config.kernels import KERNELS
 from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.plan import GIB, make_plan
 from titan_mi100.measure.children import Task
 from titan_mi100.measure.layouts import config_of
 
 MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
-_BACKENDS = ("sdpa", "chunked", "eager", "triton", "varlen", "flash_attn", "flex")
-_ALWAYS = _BACKENDS[:3]  # need nothing but PyTorch
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 # Kind of part -> fraction of the total time after which no part of this kind starts or goes on: each gets some time.
 SHARES: Mapping[str, float] = {
@@ -60,10 +59,10 @@ def _attention(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
     for (heads, kv_heads, head_dim), model in shapes.items():
         for dtype in DTYPES:
             shape = {"batch": 2, "seq": _seq(machine), "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-            for name in _BACKENDS:
+            for name, kernel in sorted(KERNELS.items(), key=lambda entry: not entry[1].is_plain):  # a stable sort
                 part, target = f"attention/{name}/{model}/{dtype}", "titan_mi100.measure.attention:measure"
                 arguments = {"name": name, "shape": {**shape, "dtype": dtype}}
-                yield Task(part, target, arguments, seconds=150, optional=name not in _ALWAYS)
+                yield Task(part, target, arguments, seconds=150, optional=not kernel.is_plain)
 
 
 def _gemm(machine: Machine, models: Sequence[str]) -> Iterable[Task]:

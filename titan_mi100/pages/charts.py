@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from titan_mi100.pages.bins import Bin, half_window, smoothed
 from titan_mi100.pages.tables import SOURCE
 
-_TINY = 1e-90  # smaller values are drawn as zero, so that scales stay finite
+_TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
 MOST_CURVES = 14  # per chart: seven colors, solid and dashed
 _DOTS = 60  # a curve with at most this many points also shows each point
 
@@ -43,8 +43,7 @@ class Chart(NamedTuple):
 
     Attributes:
         key: a name for files.
-        note: what the reader must know: bins, smoothing, the kind of scale.
-        is_percent: values are shares of 1.
+        note: what the reader must know: bins and smoothing.
         steps, values: first and last of each axis; those of values have room above and below.
         ticks: ticks of the value axis, with their labels.
     """
@@ -52,8 +51,6 @@ class Chart(NamedTuple):
     key: str
     title: str
     note: str
-    is_percent: bool
-    is_log: bool
     is_wide: bool
     curves: list[Curve]
     marks: list[Mark]
@@ -67,37 +64,31 @@ class Chart(NamedTuple):
 
     def up(self, value: float) -> float:
         """The vertical position of a value, from 0 (bottom) to 1."""
-        low, high, value = (math.log(each) if self.is_log else each for each in (*self.values, value))
+        low, high = self.values
         return (value - low) / (high - low)
 
 
 class _Kind(NamedTuple):
-    """How a key of metrics.jsonl is shown.
-
-    Attributes:
-        log_from: from this ratio of its largest to its smallest mean on, the scale is logarithmic.
-    """
+    """How a key of metrics.jsonl is shown."""
 
     key: str
     title: str
     from_zero: bool = False
-    is_percent: bool = False
-    log_from: float = math.inf
     is_smoothed: bool = False
 
 
 _KINDS = (
-    _Kind("loss", "Training loss (mean over supervised tokens, nats)", log_from=6, is_smoothed=True),
-    _Kind("validation_loss", "Validation loss (nats per token)", log_from=6),
+    _Kind("loss", "Training loss (mean over supervised tokens, nats)", is_smoothed=True),
+    _Kind("validation_loss", "Validation loss (nats per token)"),
     _Kind("bits_per_byte", "Validation bits per byte"),
     _Kind("lr", "Learning rate", from_zero=True),
-    _Kind("grad_norm", "Gradient norm before clipping", from_zero=True, log_from=30, is_smoothed=True),
+    _Kind("grad_norm", "Gradient norm before clipping", from_zero=True, is_smoothed=True),
     _Kind("tokens_per_second", "Throughput (tokens/s)", from_zero=True, is_smoothed=True),
-    _Kind("seconds", "Time of a step (s)", from_zero=True, log_from=30, is_smoothed=True),
-    _Kind("mfu", "Model FLOPs utilisation (MFU)", from_zero=True, is_percent=True, is_smoothed=True),
+    _Kind("seconds", "Time of a step (s)", from_zero=True, is_smoothed=True),
+    _Kind("mfu", "Model FLOPs utilisation (MFU)", from_zero=True, is_smoothed=True),
     _Kind("peak_memory_gib", "Peak memory so far (GiB)", from_zero=True),
-    _Kind("data_wait", "Data wait (share of a step)", from_zero=True, is_percent=True, is_smoothed=True),
-    _Kind("loss_scale", "Loss scale of fp16", log_from=4),
+    _Kind("data_wait", "Data wait (share of a step)", from_zero=True, is_smoothed=True),
+    _Kind("loss_scale", "Loss scale of fp16"),
 )
 
 
@@ -162,38 +153,28 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
 
 
 def _chart(kind: _Kind, source: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
-    means = [value for curve in curves for value in (*curve.strong, *(each.mean for each in curve.bins))]
-    values = [
-        *means,
-        *(end for curve in curves if curve.has_band for each in curve.bins for end in (each.low, each.high)),
-    ]
+    values = [value for curve in curves for value in (*curve.strong, *(each.mean for each in curve.bins))]
+    values += [end for curve in curves if curve.has_band for each in curve.bins for end in (each.low, each.high)]
     low, high = min(values), max(values)
-    is_log = low > _TINY and max(means) / min(means) >= kind.log_from
-    if is_log:
-        room = (high / low) ** 0.04
-        ends = low / room, high * room
-    else:
-        low = min(low, 0.0) if kind.from_zero else low
-        is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
-        room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
-        ends = (low if low == 0 and kind.from_zero else low - room), high + room
+    low = min(low, 0.0) if kind.from_zero else low
+    is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
+    room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
+    ends = (low if low == 0 and kind.from_zero else low - room), high + room
     last = max(last, *(each.last for curve in curves for each in curve.bins[-1:]))
     return Chart(
         key=f"{kind.key}_{source}" if source else kind.key,
         title=f"{kind.title}, source {source}" if source else kind.title,
-        note=_note(curves, is_log),
-        is_percent=kind.is_percent,
-        is_log=is_log,
+        note=_note(curves),
         is_wide=kind.key == "loss",
         curves=curves,
         marks=[mark for mark in marks if mark.step <= last],
         steps=(0, max(last, 1)),
         values=ends,
-        ticks=log_ticks(*ends) if is_log else linear_ticks(*ends, is_percent=kind.is_percent),
+        ticks=ticks(*ends),
     )
 
 
-def _note(curves: list[Curve], is_log: bool) -> str:
+def _note(curves: list[Curve]) -> str:
     counts, widths = [len(curve.bins) for curve in curves], [_width(curve) for curve in curves]
     is_binned = max(widths) > 1
     values = f"{_range(counts)} value{'s' * (max(counts) > 1)}"
@@ -202,7 +183,7 @@ def _note(curves: list[Curve], is_log: bool) -> str:
         found.append("shaded: minimum to maximum")
     if windows := [2 * half_window(len(curve.bins)) + 1 for curve in curves if curve.is_faint]:
         found.append(f"strong: smoothed over {_range(windows)} {'bins' if is_binned else 'values'}")
-    return "; ".join([*found, *(["logarithmic scale"] if is_log else [])])
+    return "; ".join(found)
 
 
 def _range(numbers: list[int]) -> str:
@@ -220,32 +201,18 @@ def dots(curve: Curve) -> bool:
     return len(curve.bins) <= _DOTS and not curve.is_faint
 
 
-def linear_ticks(low: float, high: float, most: int = 5, is_percent: bool = False) -> list[tuple[float, str]]:
+def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     """Round values from low to high for the axis, about `most` of them."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     values = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    scale = 100 if is_percent else 1
-    largest = max(map(abs, values), default=0.0) * scale
+    largest = max(map(abs, values), default=0.0)
     if largest and not 1e-3 <= largest < 1e7:
-        return [(value, f"{value * scale:.3g}{'%' if is_percent else ''}") for value in values]
-    digits = max(0, -math.floor(math.log10(step * scale) + 1e-9))
-    digits += (
-        abs(round(step * scale * 10**digits) - step * scale * 10**digits) > 1e-6
-    )  # one more digit for steps such as 2.5
-    return [(value, f"{value * scale:,.{digits}f}{'%' if is_percent else ''}") for value in values]
-
-
-def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Values 1, 2 and 5 times powers of ten from low to high; with many decades only some powers of ten."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, (last - first) // 6)
-    factors = (1, 2, 5) if last - first <= 3 else (1,)
-    values = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
-    return [
-        (value, f"{value:,.10g}" if 1e-3 <= value < 1e6 else f"{value:.0e}") for value in values if low <= value <= high
-    ]
+        return [(value, f"{value:.3g}") for value in values]
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    digits += abs(round(step * 10**digits) - step * 10**digits) > 1e-6  # one more for steps such as 2.5
+    return [(value, f"{value:,.{digits}f}") for value in values]
 
 
 def step_ticks(last: int, most: int = 6) -> list[int]:

@@ -56,16 +56,14 @@ path.at { stroke-width: 1; stroke-dasharray: 3 3; opacity: .7 }
 # Shows the values at the mouse pointer. It reads them from the drawn paths, so the page contains each value only once.
 SCRIPT = """
 for (const area of document.querySelectorAll('.area')) {
-  const set = area.dataset, steps = [+set.first, +set.last], ends = [+set.low, +set.high], log = set.log === 'true';
+  const set = area.dataset, steps = [+set.first, +set.last], ends = [+set.low, +set.high];
   const lines = [...area.querySelectorAll('path[data-name]')].map(path => ({
     name: path.dataset.name,
     points: path.getAttribute('d').slice(1).split(' ').map(pair => pair.split(',').map(Number)) }));
   const out = area.closest('figure').querySelector('output'), cursor = document.createElement('i');
-  const style = { maximumSignificantDigits: 4, style: set.percent === 'true' ? 'percent' : 'decimal' };
-  const shown = value => value && Math.abs(value) < 1e-3 && !style.style.startsWith('p')
-    ? value.toExponential(2) : value.toLocaleString('en', style);
-  const valueAt = y => { const up = 1 - y / 10000;
-    return log ? ends[0] * (ends[1] / ends[0]) ** up : ends[0] + up * (ends[1] - ends[0]); };
+  const shown = value => value && Math.abs(value) < 1e-3
+    ? value.toExponential(2) : value.toLocaleString('en', { maximumSignificantDigits: 4 });
+  const valueAt = y => ends[0] + (1 - y / 10000) * (ends[1] - ends[0]);
   const show = event => {
     const box = area.getBoundingClientRect();
     const x = 10000 * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
@@ -98,8 +96,7 @@ def figure(chart: Chart) -> str:
         f"<output></output><small>{text(chart.note)}</small></figcaption>{_key(chart, kinds)}"
         f'<div class="plot" style="--labels:{width}ch">{_mark_rows(chart, kinds)}<div class="y">{ticks}</div>'
         f'<div class="area" data-first="{chart.steps[0]}" data-last="{chart.steps[1]}" data-low="{chart.values[0]!r}" '
-        f'data-high="{chart.values[1]!r}" data-log="{str(chart.is_log).lower()}" '
-        f'data-percent="{str(chart.is_percent).lower()}">{_drawing(chart, kinds)}</div>'
+        f'data-high="{chart.values[1]!r}">{_drawing(chart, kinds)}</div>'
         f'<div class="x">{steps}</div></div></figure>\n'
     )
 

@@ -9,8 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +119,11 @@ def summarise(events: Iterable[Any]) -> Summary:
         copies = [span for span in inside if span.category in _ON_DEVICE[1:]]
     else:
         collectives = [span for span in inside if _is_on_host(span)]
-        computing, copies = _operators(inside), []
+        # An operator that starts a collective may wait for it; those of ATen inside it compute. The library's own
+        # threads hold parts of collectives.
+        others = {span.thread for span in collectives}
+        computing = [span for span in inside if span.name.startswith("aten::") and span.thread not in others]
+        copies = []
     compute, communication, copying = (_union(kind, start, stop) for kind in (computing, collectives, copies))
     return Summary(
         on_gpu=bool(on_device),
@@ -149,44 +152,6 @@ def _span(event: Any) -> Span | None:
 
 def _is_on_host(span: Span) -> bool:
     return span.category == "user_annotation" and _COLLECTIVE_ON_HOST.match(span.name) is not None
-
-
-def _operators(spans: Sequence[Span]) -> list[Span]:
-    """The operators that compute.
-
-    An operator that starts a collective may wait for it, so it does not count as computing, but other operators inside
-    it do. Operators inside a collective belong to the collective.
-    """
-    computing: list[Span] = []
-    for tree in _trees(span for span in spans if span.category == "cpu_op" or _is_on_host(span)):
-        communicates = [_is_on_host(span) or span.name.startswith("c10d::") for span, _ in tree]
-        inside = list(communicates)
-        for place, (_, parent) in enumerate(tree):  # a parent comes before what is in it
-            inside[place] = inside[place] or (parent is not None and inside[parent])
-        for place in reversed(range(len(tree))):
-            if (parent := tree[place][1]) is not None:
-                communicates[parent] = communicates[parent] or communicates[place]
-        computing += [tree[n][0] for n in range(len(tree)) if not communicates[n] and not inside[n]]
-    return computing
-
-
-def _trees(spans: Iterable[Span]) -> list[list[tuple[Span, int | None]]]:
-    """The spans of each thread, sorted by start, each with the index of its parent span."""
-    threads: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in spans:
-        threads[span.thread].append(span)
-    found = []
-    for own in threads.values():
-        own.sort(key=lambda span: (span.start, -span.stop))
-        tree: list[tuple[Span, int | None]] = []
-        open_: list[int] = []
-        for place, span in enumerate(own):
-            while open_ and tree[open_[-1]][0].stop < span.stop:
-                open_.pop()
-            tree.append((span, open_[-1] if open_ else None))
-            open_.append(place)
-        found.append(tree)
-    return found
 
 
 def _union(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:

@@ -1,0 +1,24 @@
+"""The attention kernels by name, in the order in which they are tried. To add one: its file in attention/, a line here.
+
+Imports no torch.
+"""
+
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    source: str  # module in attention/ and class
+    is_plain: bool = False  # needs nothing but PyTorch
+
+
+KERNELS = {
+    "triton": Kernel("triton_backend:Triton"),
+    "varlen": Kernel("library:TorchVarlen"),
+    "flash_attn": Kernel("library:FlashAttention"),
+    "flex": Kernel("library:Flex"),
+    "sdpa": Kernel("plain:Sdpa", is_plain=True),
+    "chunked": Kernel("plain:Chunked", is_plain=True),
+    "eager": Kernel("plain:Eager", is_plain=True),
+}
+OWN, EXPLICIT, REFERENCE = "triton", "chunked", "eager"  # our kernels; needs no kernel; S x S scores in full
+AUTO = "auto"
