@@ -1,19 +1,32 @@
 """Integer arithmetic of a layout: degrees of parallelism, the pipeline's stages, and the batch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from titan_mi100.config.problem import ConfigError, Problem
 
-_DEGREES = tuple(
-    f"parallelism.{name}"
-    for name in (
-        *("data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree"),
-        *("pipeline_parallel_degree", "zero_stage"),
-    )
-)
+
+class Axis(NamedTuple):
+    """An axis of the mesh of ranks."""
+
+    key: str  # its degree in [parallelism]
+    reads_rows: bool = False  # its ranks read different rows
+
+
+# From the outermost to the innermost: ranks that communicate most are next to each other. Tensor parallel sends most; a
+# pipeline sends least, so neighbouring stages may be on different nodes.
+AXES = {
+    "pp": Axis("pipeline_parallel_degree"),
+    "dp_replicate": Axis("data_parallel_replicate_degree", reads_rows=True),
+    "dp_shard": Axis("data_parallel_shard_degree", reads_rows=True),
+    "tp": Axis("tensor_parallel_degree"),
+}
+DATA_PARALLEL = [name for name, axis in AXES.items() if axis.reads_rows]
+_DEGREES = (*(f"parallelism.{axis.key}" for axis in AXES.values()), "parallelism.zero_stage")
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
 
@@ -49,13 +62,14 @@ class Layout:
     @property
     def dp_degree(self) -> int:
         """Ranks that read different rows."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(getattr(self, name) for name in DATA_PARALLEL)
+
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, in the order of AXES."""
+        return tuple(getattr(self, name) for name in AXES)
 
     def twin(self, rank: int) -> int:
-        """The rank in the first replica that holds the same shard; the rank itself if it is in the first replica.
-
-        Ranks are numbered along the mesh axes pp, dp_replicate, dp_shard, tp, the last innermost.
-        """
+        """The rank in the first replica that holds the same shard; the rank itself if it is in the first replica."""
         replica = self.dp_shard * self.tp  # ranks of a replica in one pipeline stage
         return rank - rank // replica % self.dp_replicate * replica
 

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_mi100.config.hardware import Gpu
-from titan_mi100.config.layout import SCHEDULES
+from titan_mi100.config.layout import AXES, DATA_PARALLEL, SCHEDULES
 from titan_mi100.config.settings import Config
-from titan_mi100.config.traffic import AXES, WORLD, Traffic, Work
+from titan_mi100.config.traffic import WORLD, Traffic, Work
 
 # Share of a device's peak rate that a step reaches while it computes. Fitted so that the modelled step of Llama-3 8B
 # (FSDP2 over 64 MI250X GCDs, one row of 8,192 tokens each, selective recomputation) takes the published time: 1,333
 # tokens/s per GCD. It is the only fitted number; `scripts/bench/scaling.py fit` computes it again.
 EFFICIENCY = 0.4293
-_DATA_PARALLEL = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ def step_time(
     """
     computing = work.flops / (gpu.tflops[dtype] * 1e12 * efficiency)
     sending, spread = _by_axis(work.traffic, gpu), _by_axis(work.by_microbatch, gpu)
-    all_spread = microbatches * sum(spread[axis] for axis in _DATA_PARALLEL)
-    once = sum(sending[axis] for axis in _DATA_PARALLEL) - all_spread
+    all_spread = microbatches * sum(spread[axis] for axis in DATA_PARALLEL)
+    once = sum(sending[axis] for axis in DATA_PARALLEL) - all_spread
     waiting = computing * bubble / (1 - bubble)
-    exposed = {axis: sending[axis] for axis in (*AXES, WORLD) if axis not in _DATA_PARALLEL}
+    exposed = {axis: sending[axis] for axis in (*AXES, WORLD) if axis not in DATA_PARALLEL}
     exposed["dp"] = exposed_seconds(once, all_spread, computing + waiting, microbatches, gpu.overlap)
     return StepTime(computing, waiting, sending, exposed)
 

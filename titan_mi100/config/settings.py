@@ -7,7 +7,7 @@ from typing import Any
 from titan_mi100.config import assets, model_spec
 from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.kernels import AUTO, KERNELS
-from titan_mi100.config.layout import SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
+from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
 
@@ -429,14 +429,8 @@ class Config:
 
     def layout(self, world_size: int) -> Layout:
         p = self.parallelism
-        return resolve_layout(
-            world_size,
-            dp_shard=p.data_parallel_shard_degree,
-            dp_replicate=p.data_parallel_replicate_degree,
-            tp=p.tensor_parallel_degree,
-            pp=p.pipeline_parallel_degree,
-            zero_stage=p.zero_stage,
-        )
+        degrees = {name: getattr(p, axis.key) for name, axis in AXES.items()}
+        return resolve_layout(world_size, **degrees, zero_stage=p.zero_stage)
 
     def batch(self, world_size: int) -> Batch:
         t, ranks = self.training, self.layout(world_size).dp_degree

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from titan_mi100.config.hardware import Gpu
-from titan_mi100.config.layout import Layout
+from titan_mi100.config.layout import AXES, Layout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # the axes of the mesh; the last is the innermost
 WORLD = "world"
 _RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
 OPERATIONS = (*_RING, "send", "receive", "barrier")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.hardware import count_gpus
-from titan_mi100.config.layout import Layout
+from titan_mi100.config.layout import AXES, DATA_PARALLEL, Layout
 from titan_mi100.config.scheduler import device_index
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
@@ -147,20 +147,18 @@ def _keep_freed_memory() -> None:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Build the mesh of all ranks with the axes (pp, dp_replicate, dp_shard, tp).
-
-    The order puts ranks that communicate most next to each other: tensor parallel, the innermost axis, sends most; a
-    pipeline sends least, so neighbouring stages may be on different nodes.
-    """
-    shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+    """Build the mesh of all ranks, with the axes of layout.AXES."""
+    return init_device_mesh(device.type, layout.shape(), mesh_dim_names=tuple(AXES))
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
     """The data-parallel rank, which decides which rows a rank reads. The ranks of a pipeline and of a tensor-parallel
     group have the same one.
     """
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    rank = 0
+    for name in DATA_PARALLEL:
+        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+    return rank
 
 
 def device_name(device: torch.device) -> tuple[str, str, int]:
