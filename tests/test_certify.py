@@ -474,30 +474,16 @@ def test_a_product_of_another_card_has_a_verdict_and_is_not_the_models_rate(monk
     ]
 
 
-SOURCE = """
-@jit(a=1, b=[None, -2.5e-3])
-def kernel(x, /, *rest, size: constexpr = 64, **more):
-    for i in range(size):
-        x[i, ...] |= {**more} if x is not None else f"{i!r:>{size}.3g} {x=} {i:>{size}}" "é"
-    return lambda y: (y := x @ rest[::2], rb"\\0")
-"""
-
-
-def test_the_hash_of_the_kernels_follows_their_code_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_of_the_kernels_follows_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
     file = tmp_path / "optim" / "kernels.py"
     file.parent.mkdir()
-
-    def of(text: str) -> str:
-        file.write_text(text)
-        return machine.hash_of_kernels()
-
-    before = of(SOURCE)
-    said = SOURCE.replace("**more):\n", '**more):  # why\n    """What\n    it does."""\n\n')
-    assert of(f'"""Kernels."""\n# more\n{said}') == before
-    for old, new in (("64", "128"), ("-2.5", "2.5"), ("|=", "&="), ("is not", "is"), (".3g", ".4g"), ("rb", "b")):
-        assert old in SOURCE and of(SOURCE.replace(old, new, 1)) != before, old
-    assert before.startswith("35f67002ca3aab08")  # in each version of Python
+    file.write_text("a = 1")
+    before = machine.hash_of_kernels()
+    file.write_text("a = 2")
+    assert machine.hash_of_kernels() != before
+    file.write_text("a = 1")
+    assert machine.hash_of_kernels() == before
 
 
 def test_the_command_itself_imports_no_torch() -> None:

@@ -35,9 +35,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise UserError("--write needs --search, which finds what is written; add it")
     if options.write and os.path.lexists(options.write):
         raise UserError(f"{options.write}: exists already, and is not overwritten; name another file with --write")
-    ignored = [name for name in ("count", "tokens") if options.search and getattr(options, name)]
-    if ignored:
-        raise UserError(f"--{ignored[0]} is for one config, not for --search; leave it out")
+    if options.search and options.tokens:
+        raise UserError("--tokens is for one config, not for --search; leave it out")
     gpu, card = find_card(options.device, options.memory, "mi100")
     if (options.search or options.tokens) and not gpu.tflops:
         raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
@@ -45,13 +44,7 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.search:
         return _search(options, config, card, gpu)
     plan = make_plan(config, options.gpus, card, gpu)
-    found = _as_json(plan)
-    if not options.json:
-        print("\n".join(_lines(plan, gpu, options.tokens)), flush=True)
-    if options.count:
-        found["counted"] = _count(plan, options.json)
-    if options.json:
-        print(json.dumps(found))
+    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens)))
     return 0 if plan.fits else 1
 
 
@@ -169,28 +162,6 @@ def _words(plan: Plan) -> str:
     )
 
 
-def _count(plan: Plan, as_json: bool) -> list[dict[str, Any]]:
-    """The memory as counted by the run's own code on fake tensors (no values); printed as text unless it is for JSON.
-
-    Raises:
-        UserError: the config compiles the model.
-    """
-    if plan.config.compile.enable:
-        raise UserError("--count cannot count compiled code; add --compile.enable false")
-    from titan_mi100.memory.counter import count, ranks_of_stages  # imported here: torch takes seconds
-
-    found = []
-    for number, rank in enumerate(ranks_of_stages(plan.config, plan.ranks)):
-        counted = count(plan.config, plan.ranks, rank, plan.card)
-        found.append(asdict(counted))
-        if as_json:
-            continue
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in counted.categories.items())
-        off = plan.memory[number].peak / counted.peak - 1
-        print(f"\ncounted, {_column(plan, number)}: {counted.peak / GIB:.2f} GiB (the plan is {off:+.1%}): {parts}")
-    return found
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.planner",
@@ -205,7 +176,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
-    add("--count", action="store_true", help="also count memory with the run's own code on fake tensors (seconds)")
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
