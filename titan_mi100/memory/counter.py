@@ -40,8 +40,8 @@ from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.memory import no_others
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
-from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
@@ -307,7 +307,7 @@ def as_rank(
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
     is_gpu = device_memory > 0
 
-    def make(build: Callable[[], Qwen3]) -> Qwen3:
+    def make(build: Callable[[], CausalLM]) -> CausalLM:
         with unset_fake_temporarily():  # the model is built on the meta device, as in a run; only then it becomes fake
             part = build()
         return part.to_empty(device=CPU)

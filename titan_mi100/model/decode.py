@@ -1,6 +1,6 @@
 """Token generation with a cache of keys and values (KV cache).
 
-It runs the model's own modules: `Block.before_attention` and `after_attention`, with an attention between them that
+It runs the model's own modules: `Layer.before` and `after`, with an attention between them that
 reads the cache. tests/test_generate.py compares it with transformers' `generate` and logits processors.
 """
 
@@ -18,8 +18,8 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import cached
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import at_least_fp32
-from titan_mi100.model.qwen3 import Qwen3, rotary_tables
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Generated(NamedTuple):
 
 @torch.no_grad()
 def generate(
-    model: Qwen3,
+    model: CausalLM,
     prompts: Sequence[list[int]],
     sampling: Sampling,
     stop_ids: Collection[int],
@@ -134,7 +134,7 @@ class KVCache:
     so that the newest token of every row is in the last used column.
     """
 
-    def __init__(self, model: Qwen3, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    def __init__(self, model: CausalLM, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
         """Allocate the cache for the prompts and the new tokens. Padding is a document of its own, so no prompt attends
         to it.
         """
@@ -162,7 +162,7 @@ class KVCache:
         return stored[0], stored[1]
 
 
-def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
+def forward(model: CausalLM, ids: Tensor, cache: KVCache) -> Tensor:
     """Run the model on new tokens and append them to the cache: first `cache.prompts`, then one token per row.
 
     Args:
@@ -175,13 +175,13 @@ def forward(model: Qwen3, ids: Tensor, cache: KVCache) -> Tensor:
     assert decoder.norm is not None
     columns = torch.arange(until, device=ids.device)
     positions, visible = columns[cache.used :] - cache.padding, columns >= cache.padding
-    cos, sin = rotary_tables(positions, decoder.spec.head_dim, decoder.spec.rope_theta)
+    where = decoder.kind.where(decoder.spec, positions)
     x = decoder.embed(ids)
     for layer, block in enumerate(decoder.blocks()):
-        q, k, v = block.before_attention(x, cos, sin)
+        q, k, v = block.before(x, where)
         stored = cache.put(layer, k, v)
         attended = cached(q, *stored, visible) if cache.used else block.backend(q, k, v, cache.documents)
-        x = block.after_attention(x, attended)
+        x = block.after(x, attended)
     cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
 

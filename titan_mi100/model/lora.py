@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.init import Read, draw
 from titan_mi100.model.layers import Linear
 from titan_mi100.model.nf4 import NF4Linear
-from titan_mi100.model.qwen3 import Qwen3
 
 _SAMPLE = 4096  # bytes per tensor that enter the fingerprint of the base weights
 
@@ -40,7 +40,7 @@ class NF4LoRALinear(LoRALinear, NF4Linear):
     """A frozen NF4 linear layer with an adapter. `super().forward` in LoRALinear is NF4Linear's here."""
 
 
-def apply_lora(model: Qwen3, config: LoRAConfig, dtype: torch.dtype) -> None:
+def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
     """Freeze a model (or a pipeline stage) and add adapters to its linear layers, in place.
 
     Args:
@@ -49,7 +49,7 @@ def apply_lora(model: Qwen3, config: LoRAConfig, dtype: torch.dtype) -> None:
     """
     model.requires_grad_(False)
     for layer in model.model.blocks():
-        for parent in (layer.self_attn, layer.mlp):
+        for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if not isinstance(child, Linear):
                     continue

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.offload import HostGradients
 
@@ -21,7 +21,7 @@ class AloneModel(ParallelModel):
     Mixed precision as under DDP: fp32 weights that are cast where they are used (layers.local_weight), fp32 gradients.
     """
 
-    def __init__(self, model: Qwen3, mesh: DeviceMesh, device: torch.device, is_gpu: bool) -> None:
+    def __init__(self, model: CausalLM, mesh: DeviceMesh, device: torch.device, is_gpu: bool) -> None:
         """Args:
         model: on `device`, see build.parallelize.
         is_gpu: train as on a GPU, without TiedRows.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Backend, Documents, to_device
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
@@ -40,7 +40,7 @@ class ParallelModel(ABC):
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
     """
 
-    parts: list[Qwen3]
+    parts: list[CausalLM]
     device: torch.device
     _tp: DeviceMesh
     counts_rows = True
@@ -223,7 +223,7 @@ def supervised_index(columns: Tensor) -> Tensor:
     return torch.from_numpy(flat if len(flat) else np.zeros(1, dtype=np.int64))
 
 
-def read_on_host(model: Qwen3, device: torch.device) -> None:
+def read_on_host(model: CausalLM, device: torch.device) -> None:
     """Add a pre-hook that converts `document_ends` and `supervised_columns` to the model's arguments on the CPU.
 
     Call it after `fully_shard`: a hook that is prepended later runs first, and FSDP2's own pre-hook moves every tensor
@@ -243,7 +243,7 @@ def read_on_host(model: Qwen3, device: torch.device) -> None:
 
 
 def describe_on_host(backend: Backend, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see Qwen3.forward."""
+    """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
     described["documents"] = backend.prepare(Documents.from_ends(inputs["document_ends"]), device)
     described["supervised"] = to_device(supervised_index(inputs["supervised_columns"]), device)

@@ -14,6 +14,7 @@ from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_lay
 from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory, head_loss
 from titan_mi100.model.qwen3 import Qwen3
@@ -36,7 +37,7 @@ def build_model(
     backend: Backend,
     supervised_share: float,
     head_memory: HeadMemory | None = None,
-    make: Callable[[Callable[[], Qwen3]], Qwen3] | None = None,
+    make: Callable[[Callable[[], CausalLM]], CausalLM] | None = None,
     is_gpu: bool | None = None,
 ) -> ParallelModel:
     """Build the model in its layout, on this rank's device. The weights are not initialised.
@@ -58,7 +59,7 @@ def build_model(
         head_memory = replace(head_memory, kept_elements=kept)
     loss = functools.partial(head_loss, memory=head_memory)
 
-    def build(stage: Stage | None) -> Qwen3:
+    def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
             model = Qwen3(spec, backend, stage)
         model.head_loss = loss
@@ -66,7 +67,7 @@ def build_model(
         read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model
 
-    def part(stage: Stage | None = None) -> Qwen3:
+    def part(stage: Stage | None = None) -> CausalLM:
         place = torch.device("cpu") if config.memory.offload == "weights" else device
         return make(lambda: build(stage)) if make else build(stage).to_empty(device=place)
 
@@ -98,7 +99,7 @@ def is_sharded(config: Config, layout: Layout) -> bool:
     return layout.zero_stage > 0 and (layout.dp_degree > 1 or config.memory.offload == "weights")
 
 
-def parallelize(model: Qwen3, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
+def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
     """Apply LoRA, tensor parallel, compile, activation checkpointing and FSDP2 to a model, in place, in this order.
 
     Args:
@@ -142,7 +143,7 @@ def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share:
     return split_layers(spec.num_hidden_layers, stages, first, last)
 
 
-def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
+def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> None:
     """Compile each block, or the parts before and after its attention. All blocks share one compiled graph.
 
     Args:
@@ -152,11 +153,11 @@ def apply_compile(model: Qwen3, config: CompileConfig, is_whole: bool) -> None:
     whole = is_whole and model.model.backend.is_traceable
     if config.enable:
         for layer in model.model.blocks():
-            for name in ("forward",) if whole else ("before_attention", "after_attention"):
+            for name in ("forward",) if whole else ("before", "after"):
                 setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
 
 
-def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool, on_host: bool) -> None:
+def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, on_host: bool) -> None:
     """Let each block recompute its activations in backward.
 
     Args:
@@ -164,7 +165,7 @@ def apply_activation_checkpointing(model: Qwen3, mode: str, is_random: bool, on_
         is_random: there is dropout, so the recomputation must draw the same random numbers.
         on_host: with `full`: the input of a block, the only tensor it saves, waits in host memory.
     """
-    parts = {"none": (), "selective": ("before_attention", "after_attention"), "full": ("forward",)}[mode]
+    parts = {"none": (), "selective": ("before", "after"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
             method = getattr(layer, name)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from titan_mi100.config.settings import ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.logging import log
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
 from titan_mi100.wording import bytes_in_words
@@ -33,7 +33,7 @@ class ReplicatedModel(ParallelModel):
 
     def __init__(
         self,
-        model: Qwen3,
+        model: CausalLM,
         mesh: DeviceMesh,
         training: TrainingConfig,
         parallelism: ParallelismConfig,

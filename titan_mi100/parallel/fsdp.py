@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import TrainingConfig
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
 
@@ -19,7 +19,7 @@ from titan_mi100.parallel.dtypes import reduce_dtype
 class ShardedModel(ParallelModel):
     """A model that `apply_fsdp` has sharded; tensor parallel may have split its weights before."""
 
-    def __init__(self, model: Qwen3, mesh: DeviceMesh, zero_stage: int, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, mesh: DeviceMesh, zero_stage: int, device: torch.device) -> None:
         """Args:
         model: on `device`, parallelised over the mesh (see build.parallelize).
         zero_stage: 1, 2 or 3.
@@ -47,7 +47,9 @@ class ShardedModel(ParallelModel):
         free_gathered(self.parts)
 
 
-def apply_fsdp(model: Qwen3, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False) -> None:
+def apply_fsdp(
+    model: CausalLM, mesh: DeviceMesh, training: TrainingConfig, layout: Layout, on_host: bool = False
+) -> None:
     """Shard over the mesh's dp_shard axis, replicate over dp_replicate (HSDP), and set compute and reduction dtypes.
 
     Each block is an FSDP group: its weights are gathered together. A tied embedding stays in the root's group, because

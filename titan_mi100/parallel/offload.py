@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.optim import host
 from titan_mi100.parallel.distributed import Gradients, local_part, sum_of_squares
 
@@ -36,7 +36,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
     the CPU does no arithmetic. If too many gradients wait for this, backward waits.
     """
 
-    def __init__(self, parts: Sequence[Qwen3], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[CausalLM], device: torch.device) -> None:
         """Args:
         parts: the model's parts, materialised, on `device`. Gradients of vectors stay on the device.
         """

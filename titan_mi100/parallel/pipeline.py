@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
@@ -27,7 +27,7 @@ class PipelinedModel(ParallelModel):
 
     def __init__(
         self,
-        part: Callable[[Stage], Qwen3],
+        part: Callable[[Stage], CausalLM],
         cuts: Sequence[Stage],
         schedule: str,
         microbatches: int,
@@ -82,7 +82,7 @@ class PipelinedModel(ParallelModel):
         stages = [part.model.stage for part in self.parts]
         return received_per_microbatch(stages) * self._hidden.numel() * self._hidden.itemsize
 
-    def _stage(self, index: int, part: Qwen3) -> PipelineStage:
+    def _stage(self, index: int, part: CausalLM) -> PipelineStage:
         """Wrap a stage for torch. Shapes of inputs and outputs are given; otherwise torch would run a forward first."""
         is_first, is_last = index == 0, index == self._stages - 1
         return PipelineStage(

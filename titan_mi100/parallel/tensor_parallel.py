@@ -20,16 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRALinear
-from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
-_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # split by output: heads, intermediate size
-_ROWS = ("o_proj", "down_proj")  # split by input
 
-
-def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     """Split the weights over the ranks, and add the collectives as forward hooks, in place.
 
     Args:
@@ -40,19 +37,14 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
     gather = functools.partial(_gather_output, group.group_name)
     scatter = functools.partial(_scatter_output, group.group_name)
     for layer in model.model.blocks():
-        for name in _COLUMNS + _ROWS:
-            linear = getattr(layer.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else layer.mlp, name)
-            _distribute(linear, mesh, Shard(0) if name in _COLUMNS else Shard(1))
-            if isinstance(linear, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
-                _distribute(linear.lora_A, mesh, Replicate() if name in _COLUMNS else Shard(1))
-                _distribute(linear.lora_B, mesh, Shard(0) if name in _COLUMNS else Replicate())
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            _distribute(norm, mesh, Replicate())
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _distribute(norm, mesh, Replicate())
-            norm.register_forward_hook(gather)  # its output feeds the split layers
-        layer.self_attn.o_proj.register_forward_hook(scatter)
-        layer.mlp.down_proj.register_forward_hook(scatter)
+        for name, split in layer.splits.items():
+            module, by_output = layer.get_submodule(name), split.dim == 0
+            _distribute(module, mesh, Replicate() if split.dim is None else Shard(split.dim))
+            if isinstance(module, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
+                _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
+                _distribute(module.lora_B, mesh, Shard(0) if by_output else Replicate())
+            if split.gathers or split.scatters:
+                module.register_forward_hook(gather if split.gathers else scatter)
     if model.model.embed_tokens is not None:
         _distribute(model.model.embed_tokens, mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)
@@ -65,7 +57,7 @@ def apply_tensor_parallel(model: Qwen3, mesh: DeviceMesh) -> None:
         model.head_loss = functools.partial(model.head_loss, group=group)
 
 
-def sum_replicated_gradients(parts: Sequence[Qwen3], mesh: DeviceMesh) -> None:
+def sum_replicated_gradients(parts: Sequence[CausalLM], mesh: DeviceMesh) -> None:
     """Sum the gradients of replicated weights over the tp axis, in place. Each rank has computed a partial sum.
 
     A norm's gradient covers this rank's part of the sequence or of the heads. The same holds for LoRA's A of a layer
