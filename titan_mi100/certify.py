@@ -124,11 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
-    add(
-        "--minutes",
-        type=_minutes,
-        help="time limit for all parts (default 10); parts that were not run are named",
-    )
+    add("--minutes", type=_minutes, help="time limit for all parts (default 10); parts that were not run are named")
     add(
         "--model",
         type=_model,

@@ -369,11 +369,7 @@ def _about(
 
 
 def _choose(
-    config: Config,
-    spec: ModelSpec,
-    layout: Layout,
-    world: World,
-    found: Found | None,
+    config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None
 ) -> tuple[Choice, HeadMemory]:
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.

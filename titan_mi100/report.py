@@ -79,9 +79,7 @@ def _make_names_unique(runs: list[dict[str, Any]]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.report",
-        description=__doc__.splitlines()[0],
-        epilog="See docs/REPORT.md.",
+        prog="python -m titan_mi100.report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md."
     )
     add = parser.add_argument
     add(

@@ -40,12 +40,7 @@ class Choice:
 
 
 def choose(
-    wanted: str,
-    shape: Shape,
-    device: torch.device,
-    arch: str,
-    cache: Path,
-    before: Choice | None = None,
+    wanted: str, shape: Shape, device: torch.device, arch: str, cache: Path, before: Choice | None = None
 ) -> tuple[Choice, list[str]]:
     """Choose the backend for the config's `attention_backend`. It tries kernels on the device: call it on one rank.
 

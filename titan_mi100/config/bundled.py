@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         description="List the bundled configs, or print one: to read it, or to make your own of it. A config of yours "
-        'can inherit from it with base = "NAME.toml".',
+        'can inherit from it with base = "NAME.toml".'
     )
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="print this one")
     return parser

@@ -12,12 +12,7 @@ _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides
 
 
 def end_costs(
-    spec: ModelSpec,
-    local_batch_size: int,
-    seq_len: int,
-    supervised_share: float,
-    recompute: bool,
-    frozen: bool = False,
+    spec: ModelSpec, local_batch_size: int, seq_len: int, supervised_share: float, recompute: bool, frozen: bool = False
 ) -> tuple[float, float]:
     """Cost of the embedding and of the head for one microbatch, in units of a block's cost.
 

@@ -13,16 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from titan_mi100.data.file_type import (
-    BYTE_ORDER_MARK,
-    GZIP,
-    HEAD,
-    PARQUET,
-    WANTED,
-    ZSTD,
-    first_byte,
-    refusal,
-)
+from titan_mi100.data.file_type import BYTE_ORDER_MARK, GZIP, HEAD, PARQUET, WANTED, ZSTD, first_byte, refusal
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.data.strict_json import UNREAD
 from titan_mi100.errors import UserError

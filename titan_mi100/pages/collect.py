@@ -177,11 +177,7 @@ def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {key: _number(found.get(key)) for key in ("least", "most", "card", "step_seconds", "mfu", "bubble")}
     keys = ("step", "peak_memory_gib", "step_seconds", "mfu")
     seen = {key: _number(measured.get(key)) for key in keys} if isinstance(measured, dict) else {}
-    return {
-        **numbers,
-        "measured": seen,
-        "worst": {"moment": worst[1], "categories": worst[2]} if worst else None,
-    }
+    return {**numbers, "measured": seen, "worst": {"moment": worst[1], "categories": worst[2]} if worst else None}
 
 
 def _sizes(categories: object) -> dict[str, float]:

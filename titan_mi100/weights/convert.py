@@ -21,15 +21,7 @@ from torch import Tensor
 from titan_mi100 import cli as tool
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.config.assets import (
-    CONFIG,
-    GENERATION,
-    Assets,
-    config_dtype,
-    export_assets,
-    naming_dtype,
-    read_assets,
-)
+from titan_mi100.config.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.config.model_spec import ModelSpec, parameter_count
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
