@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -169,17 +168,6 @@ def test_text_is_aligned_and_remedies_stand_below() -> None:
 def test_what_a_variable_holds_cannot_command_the_terminal() -> None:
     (line,) = doctor.lines([Result("a", PASS, "NCCL_ALGO=\033[2J")], None, colors=False)
     assert line == "pass  a  NCCL_ALGO=\\x1b[2J"
-
-
-def test_certify_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    got: list[object] = []
-    certify = types.ModuleType("titan_mi100.certify")
-    certify.main = lambda argv: got.append(argv) or 7  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_mi100.certify", certify)
-    assert doctor.main(["--table", "--certify", "run/"]) == 7
-    assert doctor.main(["--fast", "--certify"]) == 2 and len(got) == 1
-    assert "--fast and --certify exclude each other; leave one out" in capsys.readouterr().err
-    assert got == [["--table", "run/"]]
 
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

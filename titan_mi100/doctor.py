@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
 
 from titan_mi100 import cli as tool
 from titan_mi100.machine import torch_build
@@ -23,14 +22,7 @@ _PLAIN = "\033[0m"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--certify" in arguments:
-        if "--fast" in arguments:
-            return tool.exit_code(lambda: _parser().error("--fast and --certify exclude each other; leave one out"))
-        arguments.remove("--certify")
-        # imported here, because it takes seconds: it imports torch
-        return import_module("titan_mi100.certify").main(arguments)
-    return tool.exit_code(lambda: _show(_parser().parse_args(arguments)))
+    return tool.exit_code(lambda: _show(_parser().parse_args(argv)))
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -90,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
     add("--fast", action="store_true", help="only the checks of every run's start (milliseconds); print the problems")
-    add("--certify", action="store_true", help="measure the cards; takes the options of titan_mi100.certify")
     return parser
 
 
