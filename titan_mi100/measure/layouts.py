@@ -24,7 +24,7 @@ def config_of(row: dict[str, Any], ranks: int) -> settings.Config:
             local_batch_size=row["batch"],
             gradient_accumulation_steps=row["ga"],
             mixed_precision_param=row["dtype"],
-        ),  # fmt: skip
+        ),
         parallelism=parallelism[row["layout"]],
         activation_checkpoint=settings.ActivationCheckpointConfig(mode=row["checkpointing"]),
     )
