@@ -17,6 +17,9 @@ elif argv[1] == "titan_mi100.harness":  # the real one, but what it starts is th
     runpy.run_module("titan_mi100.harness", run_name="__main__", alter_sys=True)
 """
     + """\
+elif argv[0] == "-I":  # the child in which transformers would read the folder's files: nothing is wrong with them
+    for question in sys.stdin:
+        print('{"found": "", "refused": "", "full": false}', flush=True)
 elif argv[1] == "titan_mi100.convert.dcp_to_hf":
     log("export", argv[1:])
     if code := int(os.environ.get("STUB_EXPORT_CODE", "0")):

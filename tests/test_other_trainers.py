@@ -11,6 +11,7 @@ import pytest
 from conftest import REPO
 
 from titan_mi100.config import other_trainers
+from titan_mi100.config.check import check_start
 from titan_mi100.config.hub import hub_id
 from titan_mi100.config.load import _convert, load_config
 from titan_mi100.config.model_spec import PRESETS, to_hf_config
@@ -348,8 +349,9 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
         assert line.endswith(f"; fetch it: hf download Qwen/Qwen3-0.6B --local-dir {path}")
     shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
-    [line] = [line for line in errors_of("--checkpoint.initial_load_path", "Qwen3-0.6B") if "weights" in line]
-    assert line.endswith("no weights (*.safetensors); fetch it: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=f"has no model: .*; download the whole folder again; fetch it: {command}$"):
+        check_start(load_config(["--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "rows.jsonl"]))
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
         assert hub_id(path) == "", path

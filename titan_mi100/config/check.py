@@ -127,7 +127,10 @@ def check_start(config: Config) -> None:
     if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
         return
     if load:
-        check_weights(Path(load), parameter_shapes(spec))
+        try:
+            check_weights(Path(load), parameter_shapes(spec))
+        except UserError as error:
+            raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
     trained = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else parameter_shapes(spec)
     count, state = sum(map(math.prod, trained.values())), STATE_BYTES[config.optimizer.state]
