@@ -251,7 +251,8 @@ def worker(folder: Path) -> None:
 def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
     """Each cell's differences from one process, by number of processes; then the cells whose schedule cannot run."""
     degrees = [cell.parallelism.get("pipeline_parallel_degree", 1) for cell in jobs]
-    refusals = [check_schedule(cell.schedule, pp, cell.accumulation) for cell, pp in zip(jobs, degrees, strict=True)]
+    asked = [check_schedule(cell.schedule, pp, cell.accumulation) for cell, pp in zip(jobs, degrees, strict=True)]
+    refusals = [refused and str(refused) for refused in asked]
     references = {str(reference_of(cell)): reference_of(cell) for cell in jobs}
     exact = dict(zip(references, launch(list(references.values()), folder), strict=True))
     results: list[Result] = []
