@@ -60,8 +60,9 @@ titan_set_up() {
     # shellcheck source=scripts/setup_env.sh
     source "$TITAN_REPO/scripts/setup_env.sh" || return 1
   fi
-  # Copy the package, one megabyte: srun forwards its standard input to every task.
-  tar -c -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 |
+  # Copy the package, one megabyte: srun forwards its standard input to every task. -h: the configs behind a link are
+  # copied as files, as the link's target is not there, and nodes that share the folder would unlink each other's.
+  tar -c -h -C "$TITAN_REPO" --exclude=__pycache__ titan_mi100 |
     titan_on_each bash -c 'mkdir -p "$1" && tar --overwrite -xf - -C "$1"' - "$TITAN_LOCAL/code" || return 1
   export PYTHONPATH=$TITAN_LOCAL/code${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
   export TRITON_CACHE_DIR=$TITAN_LOCAL/triton TORCHINDUCTOR_CACHE_DIR=$TITAN_LOCAL/inductor
