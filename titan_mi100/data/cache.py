@@ -168,4 +168,4 @@ def _acquire_lock(lock: int) -> bool:
         if not has_waited:
             log.info("another process is preparing the same data; waiting for it")
         has_waited = True
-        time.sleep(0.05)
+        time.sleep(0.01)
