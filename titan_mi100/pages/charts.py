@@ -1,4 +1,4 @@
-"""The charts of a report: curves, values and scales. figures.py draws them. Imports no torch."""
+"""The charts of a report: loss, validation loss and throughput. figures.py draws them. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from titan_mi100.pages.tables import SOURCE
 
 _TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
 MOST_CURVES = 14  # per chart: seven colors, solid and dashed
-_DOTS = 60  # a curve with at most this many points also shows each point
 
 
 class Curve(NamedTuple):
@@ -17,16 +16,16 @@ class Curve(NamedTuple):
 
     Attributes:
         color: number of the palette's color; from 7 on also dashed.
-        strong: what the strong line shows at each bin: the smoothed means, or the means.
-        is_faint: also draw the means faintly.
+        values: what the line shows at each bin: the smoothed means, or the means.
+        window: number of bins that enter a smoothed value; 1: not smoothed.
         has_band: also draw the range from minimum to maximum.
     """
 
     name: str
     color: int
     bins: Sequence[Bin]
-    strong: Sequence[float]
-    is_faint: bool
+    values: Sequence[float]
+    window: int
     has_band: bool
 
 
@@ -42,13 +41,10 @@ class Chart(NamedTuple):
     """Curves over steps.
 
     Attributes:
-        key: a name for files.
         note: what the reader must know: bins and smoothing.
         steps, values: first and last of each axis; those of values have room above and below.
-        ticks: ticks of the value axis, with their labels.
     """
 
-    key: str
     title: str
     note: str
     is_wide: bool
@@ -56,7 +52,6 @@ class Chart(NamedTuple):
     marks: list[Mark]
     steps: tuple[int, int]
     values: tuple[float, float]
-    ticks: list[tuple[float, str]]
 
     def across(self, step: float) -> float:
         """The horizontal position of a step, from 0 to 1."""
@@ -68,28 +63,12 @@ class Chart(NamedTuple):
         return (value - low) / (high - low)
 
 
-class _Kind(NamedTuple):
-    """How a key of metrics.jsonl is shown."""
-
-    key: str
-    title: str
-    from_zero: bool = False
-    is_smoothed: bool = False
-
-
-_KINDS = (
-    _Kind("loss", "Training loss (mean over supervised tokens, nats)", is_smoothed=True),
-    _Kind("validation_loss", "Validation loss (nats per token)"),
-    _Kind("bits_per_byte", "Validation bits per byte"),
-    _Kind("lr", "Learning rate", from_zero=True),
-    _Kind("grad_norm", "Gradient norm before clipping", from_zero=True, is_smoothed=True),
-    _Kind("tokens_per_second", "Throughput (tokens/s)", from_zero=True, is_smoothed=True),
-    _Kind("seconds", "Time of a step (s)", from_zero=True, is_smoothed=True),
-    _Kind("mfu", "Model FLOPs utilisation (MFU)", from_zero=True, is_smoothed=True),
-    _Kind("peak_memory_gib", "Peak memory so far (GiB)", from_zero=True),
-    _Kind("data_wait", "Data wait (share of a step)", from_zero=True, is_smoothed=True),
-    _Kind("loss_scale", "Loss scale of fp16"),
-)
+# key of metrics.jsonl -> title, and whether its curve is smoothed
+_KINDS = {
+    "loss": ("Training loss (mean over supervised tokens, nats)", True),
+    "validation_loss": ("Validation loss (nats per token)", False),
+    "tokens_per_second": ("Throughput (tokens/s)", True),
+}
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
@@ -100,21 +79,21 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
     """
     last = max(run["metrics"].get("last_step") or 0 for run in runs)
     found = []
-    for kind in _KINDS:
-        keys = [kind.key]
-        if kind.key == "validation_loss":
+    for kind, (title, is_smoothed) in _KINDS.items():
+        keys = [kind]
+        if kind == "validation_loss":
             keys += sorted({key for run in runs for key in _series(run) if key.startswith(SOURCE)})
         # The sources of one run are curves of one chart. With several runs or too many sources, each source has its
         # own chart.
         is_together = len(runs) == 1 and len(keys) <= MOST_CURVES
         for group in [keys] if is_together else [[key] for key in keys]:
-            curves = [_curve(runs, number, key, kind) for number in range(len(runs)) for key in group]
+            curves = [_curve(runs, number, key, is_smoothed) for number in range(len(runs)) for key in group]
             if is_together:
                 curves = [curve._replace(color=place) for place, curve in enumerate(curves)]
             shown = [curve for curve in curves if curve.bins]
             if shown:
-                source = group[0].removeprefix(SOURCE) if group[0] != kind.key else ""
-                found.append(_chart(kind, source, shown, _marks(runs) if kind.key == "loss" else [], last))
+                source = f", source {group[0].removeprefix(SOURCE)}" if group[0] != kind else ""
+                found.append(_chart(kind, title + source, shown, _marks(runs) if kind == "loss" else [], last))
     return found
 
 
@@ -122,16 +101,14 @@ def _series(run: dict[str, Any]) -> dict[str, Any]:
     return run["metrics"].get("series", {})
 
 
-def _curve(runs: Sequence[dict[str, Any]], number: int, key: str, kind: _Kind) -> Curve:
+def _curve(runs: Sequence[dict[str, Any]], number: int, key: str, is_smoothed: bool) -> Curve:
     bins = _series(runs[number]).get(key, {}).get("bins", [])
-    alone = len(runs) == 1
-    name = runs[number]["name"]
+    alone, name = len(runs) == 1, runs[number]["name"]
     if alone:
-        name = key.removeprefix(SOURCE) if key.startswith(SOURCE) else "all" if kind.key == "validation_loss" else key
-    is_smoothed = kind.is_smoothed and half_window(len(bins)) > 0
-    strong = smoothed(bins) if is_smoothed else [each.mean for each in bins]
-    has_band = alone and any(each.high > each.low for each in bins)
-    return Curve(name, number, bins, strong, is_smoothed, has_band)
+        name = "all" if key == "validation_loss" else key.removeprefix(SOURCE)
+    window = 2 * half_window(len(bins)) + 1 if is_smoothed else 1
+    values = smoothed(bins) if window > 1 else [each.mean for each in bins]
+    return Curve(name, number, bins, values, window, alone and any(each.high > each.low for each in bins))
 
 
 def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
@@ -152,37 +129,32 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
     return found
 
 
-def _chart(kind: _Kind, source: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
-    values = [value for curve in curves for value in (*curve.strong, *(each.mean for each in curve.bins))]
+def _chart(kind: str, title: str, curves: list[Curve], marks: list[Mark], last: int) -> Chart:
+    values = [value for curve in curves for value in curve.values]
     values += [end for curve in curves if curve.has_band for each in curve.bins for end in (each.low, each.high)]
     low, high = min(values), max(values)
-    low = min(low, 0.0) if kind.from_zero else low
     is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
     room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
-    ends = (low if low == 0 and kind.from_zero else low - room), high + room
     last = max(last, *(each.last for curve in curves for each in curve.bins[-1:]))
     return Chart(
-        key=f"{kind.key}_{source}" if source else kind.key,
-        title=f"{kind.title}, source {source}" if source else kind.title,
+        title=title,
         note=_note(curves),
-        is_wide=kind.key == "loss",
+        is_wide=kind == "loss",
         curves=curves,
         marks=[mark for mark in marks if mark.step <= last],
         steps=(0, max(last, 1)),
-        values=ends,
-        ticks=ticks(*ends),
+        values=(low - room, high + room),
     )
 
 
 def _note(curves: list[Curve]) -> str:
     counts, widths = [len(curve.bins) for curve in curves], [_width(curve) for curve in curves]
-    is_binned = max(widths) > 1
     values = f"{_range(counts)} value{'s' * (max(counts) > 1)}"
-    found = [f"means of {_range(counts)} bins of {_range(widths)} steps" if is_binned else values]
+    found = [f"means of {_range(counts)} bins of {_range(widths)} steps" if max(widths) > 1 else values]
     if any(curve.has_band for curve in curves):
         found.append("shaded: minimum to maximum")
-    if windows := [2 * half_window(len(curve.bins)) + 1 for curve in curves if curve.is_faint]:
-        found.append(f"strong: smoothed over {_range(windows)} {'bins' if is_binned else 'values'}")
+    if windows := [curve.window for curve in curves if curve.window > 1]:
+        found.append(f"smoothed over {_range(windows)} {'bins' if max(widths) > 1 else 'values'}")
     return "; ".join(found)
 
 
@@ -194,11 +166,6 @@ def _range(numbers: list[int]) -> str:
 def _width(curve: Curve) -> int:
     """The number of steps of the widest bin."""
     return max((each.last - each.first + 1 for each in curve.bins), default=1)
-
-
-def dots(curve: Curve) -> bool:
-    """Whether each point is drawn as a dot."""
-    return len(curve.bins) <= _DOTS and not curve.is_faint
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
@@ -213,11 +180,3 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     digits += abs(round(step * 10**digits) - step * 10**digits) > 1e-6  # one more for steps such as 2.5
     return [(value, f"{value:,.{digits}f}") for value in values]
-
-
-def step_ticks(last: int, most: int = 6) -> list[int]:
-    """Round step numbers from 0 on for the axis."""
-    rough = max(last / most, 1)
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return list(range(0, last + 1, step))

@@ -1,7 +1,5 @@
 """The frame of our HTML pages: one file each, light and dark, no network. Imports no torch."""
 
-from base64 import b64encode
-from hashlib import sha256
 from html import escape
 
 from titan_mi100.wording import printable
@@ -25,21 +23,18 @@ def text(value: object) -> str:
     return escape(printable(str(value)))
 
 
-def html_document(title: str, style: str, body: str, script: str = "") -> str:
-    """A complete HTML page in one file. Its content security policy allows only this script and no network access.
+def html_document(title: str, style: str, body: str) -> str:
+    """A complete HTML page in one file. Its content security policy allows no script and no network access.
 
     Args:
         title: plain text.
         style: CSS of this page; it follows the CSS of all pages.
         body: HTML; every text in it must be escaped by `text`.
-        script: JavaScript; the page must be readable without it.
     """
-    # The policy names the script's hash, so a script that came in through unescaped data would not run.
-    allowed = f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" if script else "'none'"
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
         f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text(title)}</title><style>{_STYLE}{style}</style>\n"
     )
-    return f"{head}{body}{f'<script>{script}</script>' if script else ''}</html>\n"
+    return f"{head}{body}</html>\n"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from titan_mi100.pages.charts import Chart, Curve, dots, step_ticks
+from titan_mi100.pages.charts import Chart, Curve, ticks
 from titan_mi100.pages.document import text
 
 _UNITS = 10_000  # width and height of the SVG's coordinate system
@@ -20,9 +20,7 @@ STYLE = """
 .chart { margin: 0; padding: .8em 1em .6em; border: 1px solid var(--line); border-radius: 8px; min-width: 0 }
 .chart.wide { grid-column: 1 / -1 }
 .chart figcaption { line-height: 1.35 }
-.chart small, .key { color: var(--soft) } .chart small, .chart output { display: block }
-.chart small, .chart output, .key { font-size: .8rem; font-variant-numeric: tabular-nums }
-.chart output:not(:empty) + small { display: none }
+.chart small, .key { color: var(--soft); font-size: .8rem } .chart small { display: block }
 .key { list-style: none; margin: .2em 0; padding: 0; display: flex; flex-wrap: wrap; gap: .1em 1.2em }
 .plot { display: grid; grid-template-columns: var(--labels) 1fr; margin: .8em 1.2em .2em 0; font-size: .75rem;
   color: var(--soft); font-variant-numeric: tabular-nums; line-height: 1 }
@@ -33,15 +31,12 @@ STYLE = """
 .plot .x span { top: .6em; transform: translateX(-50%) }
 .plot .marks { grid-column: 2; height: 1.2em }
 .plot .marks span { transform: translateX(-50%); cursor: help }
-.area { height: 11em; touch-action: pan-y }
+.area { height: 11em }
 .wide .area { height: 19em }
 .area svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible }
-.area i { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--text); pointer-events: none }
-path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round }
+path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round }
 path.grid { stroke: var(--line); stroke-width: 1 }
-path.faint { stroke-width: 1; opacity: .4 }
 path.band { stroke: none; opacity: .25 }
-path.dots { stroke-width: 6; stroke-linecap: round }
 path.dashed { stroke-dasharray: 7 4 }
 path.at { stroke-width: 1; stroke-dasharray: 3 3; opacity: .7 }
 .k0 { stroke: var(--c0) } .k1 { stroke: var(--c1) } .k2 { stroke: var(--c2) } .k3 { stroke: var(--c3) }
@@ -53,51 +48,19 @@ path.at { stroke-width: 1; stroke-dasharray: 3 3; opacity: .7 }
 @media (max-width: 40em) { .plot .x span:nth-child(even) { display: none } .wide .area { height: 14em } }
 """
 
-# Shows the values at the mouse pointer. It reads them from the drawn paths, so the page contains each value only once.
-SCRIPT = """
-for (const area of document.querySelectorAll('.area')) {
-  const set = area.dataset, steps = [+set.first, +set.last], ends = [+set.low, +set.high];
-  const lines = [...area.querySelectorAll('path[data-name]')].map(path => ({
-    name: path.dataset.name,
-    points: path.getAttribute('d').slice(1).split(' ').map(pair => pair.split(',').map(Number)) }));
-  const out = area.closest('figure').querySelector('output'), cursor = document.createElement('i');
-  const shown = value => value && Math.abs(value) < 1e-3
-    ? value.toExponential(2) : value.toLocaleString('en', { maximumSignificantDigits: 4 });
-  const valueAt = y => ends[0] + (1 - y / 10000) * (ends[1] - ends[0]);
-  const show = event => {
-    const box = area.getBoundingClientRect();
-    const x = 10000 * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const nearest = lines.map(line => line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
-    const at = nearest.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)[0];
-    const step = Math.round(steps[0] + at / 10000 * (steps[1] - steps[0]));
-    const said = lines.map((line, i) => Math.abs(nearest[i][0] - at) > 100 ? ''  // it has no value here
-      : (line.name === 'smoothed' ? ', ' : '; ') + line.name + ' ' + shown(valueAt(nearest[i][1])));
-    out.textContent = 'step ' + step.toLocaleString('en') + ': ' + said.join('').slice(2);
-    cursor.style.left = at / 100 + '%';
-    area.append(cursor);
-  };
-  area.addEventListener('pointermove', show);
-  area.addEventListener('pointerdown', show);
-  area.addEventListener('pointerleave', () => { out.textContent = ''; cursor.remove(); });
-}
-"""
-
 
 def figure(chart: Chart) -> str:
     """The chart as HTML."""
-    width = max((len(label) for _, label in chart.ticks), default=1) + 1
-    ticks = "".join(f'<span style="top:{100 * (1 - chart.up(at)):.2f}%">{label}</span>' for at, label in chart.ticks)
-    steps = "".join(
-        f'<span style="left:{100 * chart.across(at):.2f}%">{at:,}</span>' for at in step_ticks(chart.steps[1])
-    )
+    values, steps = ticks(*chart.values), (at for at, _ in ticks(*chart.steps) if at == int(at))
+    width = max((len(label) for _, label in values), default=1) + 1
+    left = "".join(f'<span style="top:{100 * (1 - chart.up(at)):.2f}%">{label}</span>' for at, label in values)
+    below = "".join(f'<span style="left:{100 * chart.across(at):.2f}%">{at:,.0f}</span>' for at in steps)
     kinds = [kind for kind in SYMBOLS if any(mark.kind == kind for mark in chart.marks)]
     return (
         f'<figure class="chart{" wide" if chart.is_wide else ""}"><figcaption><b>{text(chart.title)}</b>'
-        f"<output></output><small>{text(chart.note)}</small></figcaption>{_key(chart, kinds)}"
-        f'<div class="plot" style="--labels:{width}ch">{_mark_rows(chart, kinds)}<div class="y">{ticks}</div>'
-        f'<div class="area" data-first="{chart.steps[0]}" data-last="{chart.steps[1]}" data-low="{chart.values[0]!r}" '
-        f'data-high="{chart.values[1]!r}">{_drawing(chart, kinds)}</div>'
-        f'<div class="x">{steps}</div></div></figure>\n'
+        f"<small>{text(chart.note)}</small></figcaption>{_key(chart, kinds)}"
+        f'<div class="plot" style="--labels:{width}ch">{_mark_rows(chart, kinds)}<div class="y">{left}</div>'
+        f'<div class="area">{_drawing(chart, kinds)}</div><div class="x">{below}</div></div></figure>\n'
     )
 
 
@@ -138,7 +101,7 @@ def _classes(color: int) -> str:
 
 def _drawing(chart: Chart, kinds: Iterable[str]) -> str:
     """The drawing as SVG: grid, marks and curves."""
-    grid = "".join(f"M0,{_y(chart, at)} {_UNITS},{_y(chart, at)}" for at, _ in chart.ticks)
+    grid = "".join(f"M0,{_y(chart, at)} {_UNITS},{_y(chart, at)}" for at, _ in ticks(*chart.values))
     paths = [f'<path class="grid" d="{grid}"/>']
     for kind in kinds:
         marks = [mark for mark in chart.marks if mark.kind == kind][:_MOST_MARKS]
@@ -154,20 +117,12 @@ def _drawing(chart: Chart, kinds: Iterable[str]) -> str:
 
 def _curve(chart: Chart, curve: Curve) -> list[str]:
     classes, across, found = _classes(curve.color), [(each.first + each.last) / 2 for each in curve.bins], list[str]()
-    shown_name = text(curve.name) if len(chart.curves) > 1 else ""
     if curve.has_band:
         upper = _points(chart, across, [each.high for each in curve.bins])
         lower = _points(chart, across, [each.low for each in curve.bins])
         found.append(f'<path class="band {classes}" d="M{" ".join([*upper, *lower[::-1]])}Z"/>')
-    if curve.is_faint:
-        means = _points(chart, across, [each.mean for each in curve.bins])
-        found.append(f'<path class="faint {classes}" data-name="{shown_name}" d="M{" ".join(means)}"/>')
-    strong = _points(chart, across, curve.strong)
-    name = "smoothed" if curve.is_faint else shown_name
-    found.append(f'<path class="{classes}" data-name="{name}" d="M{" ".join(strong)}"/>')
-    if dots(curve):
-        found.append(f'<path class="dots {classes}" d="{"".join(f"M{point}h0" for point in strong)}"/>')
-    return found
+    points = " ".join(_points(chart, across, curve.values))
+    return [*found, f'<path class="{classes}" d="M{points}h0"/>']  # h0: a single point is a dot
 
 
 def _points(chart: Chart, steps: Sequence[float], values: Sequence[float]) -> list[str]:

@@ -67,7 +67,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     else:
         body.append(config_differences(runs))
         body += [_folded(run) for run in runs]
-    return html_document(f"Report: {title}", _STYLE, "".join(body), figures.SCRIPT)
+    return html_document(f"Report: {title}", _STYLE, "".join(body))
 
 
 def _about(runs: Sequence[dict[str, Any]]) -> str:
