@@ -22,7 +22,7 @@ COUNTED = (*PRODUCT, "tests")
 
 # The core: config, attention, model, parallel, the loop, checkpoint. Folders and files below titan_mi100/.
 CORE = (
-    *("config", "attention", "model", "optim", "parallel", "checkpoint"),
+    *("shapes", "config", "attention", "model", "optim", "parallel", "checkpoint"),
     *("train.py", "open_run.py", "trainer.py", "run/evaluate.py", "run/progress.py"),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )

@@ -14,11 +14,12 @@ from test_convert import folder_of, nothing_in, same, tensors, tool
 from test_model import SPECS
 from transformers import AutoModelForCausalLM
 
-from titan_mi100.config.model_spec import PRESETS, adapter_shapes, to_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.base import adapter_shapes
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.weights import convert
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged_source

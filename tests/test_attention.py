@@ -107,7 +107,7 @@ def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
 def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) -> None:
     """Under fake tensors whatever depends on a value, such as nonzero or item, raises."""
     backend = make_backend(name, "", "cpu")
-    described = describe_on_host(backend, model_inputs(microbatch(), CPU), CPU)
+    described = describe_on_host(Qwen3(SPECS[head], backend).model, model_inputs(microbatch(), CPU), CPU)
     with FakeTensorMode() as mode:
         model = Qwen3(SPECS[head], backend)
         inputs = tree_map_only(torch.Tensor, mode.from_tensor, described)
@@ -137,7 +137,7 @@ def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None
     sharded.forward_backward([microbatch()], 1)
     (kwargs,) = seen
     assert set(kwargs) == {"input_ids", "labels", "positions", "documents", "supervised"}
-    assert kwargs["documents"] == Documents(2, 20, (9, 5, 4, 2, 20))
+    assert kwargs["documents"] == {"attention": Documents(2, 20, (9, 5, 4, 2, 20))}
 
 
 class Written(TorchDispatchMode):

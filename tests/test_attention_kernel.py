@@ -121,7 +121,7 @@ def whole_step(backend: Backend, wrap: Any = None) -> list[torch.Tensor]:
         layer.forward = wrap(layer.forward) if wrap else layer.forward
     ids = torch.randint(0, 64, (2, 24))
     documents = documents_of((torch.arange(24) >= 13).long().expand(2, 24).contiguous())
-    prepared = backend.prepare(documents, CPU)
+    prepared = model.model.prepare(documents, CPU)
     loss = model(ids, documents=prepared, labels=ids, supervised=torch.arange(48))
     loss.sum().backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]

@@ -214,7 +214,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_weights_gives_the_model_and_must_agree_with_a_preset(tmp_path: Path) -> None:
-    from titan_mi100.config.model_spec import PRESETS, to_hf_config
+    from titan_mi100.shapes.families import PRESETS, to_hf_config
 
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(PRESETS["8B"])))
     (tmp_path / "model.safetensors").touch()

@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config import assets
-from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig, OptimizerConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.generation import engine as inference
@@ -37,6 +36,7 @@ from titan_mi100.logging import log
 from titan_mi100.model import decode
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.families import PRESETS
 from titan_mi100.weights import convert
 from titan_mi100.weights import hf as hf_io
 from titan_mi100.weights.source import open_source, open_weights

@@ -11,8 +11,8 @@ from conftest import REPO, torchrun
 from gloo.job_ddp import RANK_1, SPEC, START, config_of, run
 
 from titan_mi100.config.check import check
-from titan_mi100.config.model_spec import parameter_count
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.base import parameter_count
 from titan_mi100.wording import bytes_in_words
 
 RANKS = (0, 1)

@@ -1,11 +1,12 @@
 """How degrees, batches and stages follow from the config."""
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
 
-from titan_mi100.config.costs import end_costs
+from titan_mi100.config.costs import stage_costs
 from titan_mi100.config.layout import (
     Batch,
     Layout,
@@ -17,7 +18,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.shapes.families import PRESETS
 
 
 def test_a_run_keeps_its_rows_per_step_on_other_ranks_or_is_told_what_fits() -> None:
@@ -87,9 +88,27 @@ def test_no_split_of_the_layers_has_a_cheaper_costliest_stage(stages: int) -> No
             return max(n + first * (i == 0) + last * (i == stages - 1) for i, n in enumerate(counts))
 
         every = [counts for counts in itertools.product(range(1, 10), repeat=stages) if sum(counts) == 9]
-        counts = split_layers(9, stages, first, last)
+        counts = split_layers([1.0] * 9, first, last, stages)
         assert tuple(counts) in every
         assert costliest(counts) == min(map(costliest, every))
+
+
+@pytest.mark.parametrize(("stages", "first", "last"), [(2, 0.0, 0.0), (3, 0.5, 2.5), (4, 0.0, 1.0)])
+def test_layers_of_unequal_cost_are_cut_where_the_dearest_stage_is_cheapest(
+    stages: int, first: float, last: float
+) -> None:
+    costs = [1.0, *random.Random(stages).choices((0.25, 0.5, 1.0), k=8)]
+    cuts = itertools.combinations(range(1, 9), stages - 1)
+    every = [[stop - start for start, stop in itertools.pairwise((0, *cut, 9))] for cut in cuts]
+
+    def dearest(counts: list[int]) -> float:
+        edges = [0, *itertools.accumulate(counts)]
+        of_stages = [sum(costs[start:stop]) for start, stop in itertools.pairwise(edges)]
+        of_stages[0], of_stages[-1] = of_stages[0] + first, of_stages[-1] + last
+        return max(of_stages)
+
+    found = split_layers(costs, first, last, stages)
+    assert sum(found) == 9 and dearest(found) == pytest.approx(min(map(dearest, every)))
 
 
 def test_stages_cover_the_layers_in_order_and_lie_as_the_schedules_want() -> None:
@@ -103,14 +122,15 @@ def test_stages_cover_the_layers_in_order_and_lie_as_the_schedules_want() -> Non
 def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> None:
     spec = PRESETS["0.6B"]
     block = 2048 * 1024 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072  # its matrices: 15.7M; the head has 155.6M
-    first, last = end_costs(spec, 64, 1024, 1.0, recompute=True)
+    layers, first, last = stage_costs(spec, 64, 1024, 1.0, recompute=True)
+    assert layers == [1.0] * 28
     logits = 151936 * 60 * 40 / 8  # their way through memory, as multiplications of four passes
     assert last == pytest.approx((151936 * 1024 + logits) / (block + 2 * 16 * 128 * 1024 / 2), rel=0.01)
     assert first < 0.02  # 64 rows share the traffic of the weight's gradient
-    half = end_costs(spec, 64, 1024, 0.5, recompute=True)
+    half = stage_costs(spec, 64, 1024, 0.5, recompute=True)[1:]
     assert half[0] == first and half[1] == pytest.approx(last / 2, rel=0.01)
     # of frozen weights a block makes 3 products instead of 4, and so does the head
-    first, frozen = end_costs(spec, 64, 1024, 1.0, recompute=True, frozen=True)
+    _, first, frozen = stage_costs(spec, 64, 1024, 1.0, recompute=True, frozen=True)
     unit = block + 2 * 16 * 128 * 1024 / 2
     assert first == 0 and frozen * 3 == pytest.approx((3 * 151936 * 1024 + 4 * logits) / unit, rel=0.01)
 

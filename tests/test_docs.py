@@ -22,13 +22,13 @@ from forked import ForkServer
 from titan_mi100 import launch
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
-from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.config.toml_file import tomllib
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format, parse_record
 from titan_mi100.errors import UserError
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 PAGES = pages()
 every_page = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

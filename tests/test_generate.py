@@ -23,22 +23,24 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 
 from titan_mi100 import exact_match, generate
 from titan_mi100.attention import plain
-from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.generation.answers import read_rows
 from titan_mi100.model import decode
-from titan_mi100.model.decode import Generated, KVCache, Sampling, check_lengths
+from titan_mi100.model.decode import Cache, Generated, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.wording import printable
 
 SPECS = {
-    "tied": ModelSpec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
-    "untied": ModelSpec(720, 48, 80, 2, 6, 1, 8, False, rope_theta=1e6, max_position_embeddings=512),
-    "files": ModelSpec(709, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),  # the tokenizer's
+    "tied": Qwen3Spec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
+    "untied": Qwen3Spec(720, 48, 80, 2, 6, 1, 8, False, rope_theta=1e6, max_position_embeddings=512),
+    "files": Qwen3Spec(709, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),  # the tokenizer's
 }
 LENGTHS = [1, 2, 5, 13, 34, 55, 8, 21, 3, 89, 144, 7, 1, 30, 64, 11, 17, 100, 4, 42]
 
@@ -129,7 +131,7 @@ def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar:
         model = ours(spec, hf, backend).to(dtype)
         rows = random_prompts([31, 12, 20])
         prompts = [row[:-10] for row in rows]
-        cache = KVCache(model, prompts, 10)
+        cache = Cache(model, prompts, 10)
         logits = [decode.forward(model, cache.prompts, cache)]
         for place in range(-10, 0):
             logits.append(decode.forward(model, torch.tensor([[row[place]] for row in rows]), cache))
@@ -144,7 +146,7 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
     head, sdpa = Qwen3.head, torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(Qwen3, "head", lambda *a: seen.append(tuple(a[1].shape)) or head(*a))
     prompts = random_prompts([9, 4])
-    cache = KVCache(model, prompts, 2)
+    cache = Cache(model, prompts, 2)
     decode.forward(model, cache.prompts, cache)
 
     def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **mask: Any) -> torch.Tensor:
@@ -154,7 +156,7 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
     monkeypatch.setattr(plain.F, "scaled_dot_product_attention", recorded)
     decode.forward(model, torch.tensor([[1], [2]]), cache)
     assert seen == [(2, 1, 64)] * 2
-    assert read == [(2, cache._keys_and_values.untyped_storage().data_ptr(), False)] * 6  # of 3 layers
+    assert read == [(2, state.untyped_storage().data_ptr(), False) for state in cache.states for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -585,7 +587,7 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 700}))
-    small = reference(ModelSpec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4))
+    small = reference(Qwen3Spec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4))
     small.save_pretrained(copy)
     with pytest.raises(UserError, match=r"ids up to 708, the model only 700"):
         inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from titan_mi100.attention.plain import Eager
-from titan_mi100.config.model_spec import _ONLY, _ROPES, _WITHOUT_EFFECT, parameter_shapes, read_hf_config, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.families import read_hf_config, to_hf_config
+from titan_mi100.shapes.qwen3 import _ONLY, _ROPES, _WITHOUT_EFFECT
 from titan_mi100.weights.hf import HFWeights
 
 BASE = to_hf_config(SPECS["tied"])

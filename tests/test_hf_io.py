@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
 
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.weights import convert
 from titan_mi100.weights.dcp import write_dcp
 from titan_mi100.weights.hf import HFWeights

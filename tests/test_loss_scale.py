@@ -9,14 +9,14 @@ import torch
 from conftest import torchrun
 from gloo.job_overflow import WHERE, let_step_overflow
 
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.open_run import Run, open_run
 from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
+SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 
 
 def opened(world: World, folder: Path | None = None, **training: object) -> Run:
@@ -132,7 +132,7 @@ def test_fp16_learns_as_bf16_does(world: World) -> None:
         total = a + b + (noise if random.random() < 0.5 else 0)
         ids = np.array([a, b, 10, total % 10], dtype=np.int32)
         documents.append((ids, np.array([False, False, False, True])))
-    spec = ModelSpec(16, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
+    spec = Qwen3Spec(16, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
     losses = {}
     for dtype in ("bfloat16", "float16"):
         training = TrainingConfig(seq_len=16, local_batch_size=16, steps=100, mixed_precision_param=dtype)

@@ -10,20 +10,22 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.plain import document_mask
-from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
 from titan_mi100.model import layers
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.layers import multiply
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
+from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 BACKENDS = ["eager", "chunked", "sdpa"]
 PAD = 208  # a token of these tests' documents
 SPECS = {
-    "tied": ModelSpec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, pad_token_id=PAD),
-    "untied": ModelSpec(311, 64, 96, 3, 4, 2, 16, False, rope_theta=1e6, pad_token_id=PAD),
-    "one key head": ModelSpec(311, 48, 80, 2, 6, 1, 8, True, rope_theta=1e6),
-    "as many key heads": ModelSpec(311, 48, 80, 2, 3, 3, 16, False, rope_theta=1e6),
-    "wide heads": ModelSpec(311, 40, 64, 2, 4, 2, 32, True, rope_theta=1e6, rms_norm_eps=1e-5),
+    "tied": Qwen3Spec(311, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, pad_token_id=PAD),
+    "untied": Qwen3Spec(311, 64, 96, 3, 4, 2, 16, False, rope_theta=1e6, pad_token_id=PAD),
+    "one key head": Qwen3Spec(311, 48, 80, 2, 6, 1, 8, True, rope_theta=1e6),
+    "as many key heads": Qwen3Spec(311, 48, 80, 2, 3, 3, 16, False, rope_theta=1e6),
+    "wide heads": Qwen3Spec(311, 40, 64, 2, 4, 2, 32, True, rope_theta=1e6, rms_norm_eps=1e-5),
 }
 
 
@@ -78,7 +80,7 @@ def test_changing_one_document_leaves_the_others_bit_identical(backend: str) -> 
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(0, spec.vocab_size, (2, 40), generator=generator)
     ids_of = torch.tensor([[0] * 13 + [1] * 9 + [2] * 11 + [-1] * 7, [0] * 30 + [1] * 10])
-    documents = model.model.backend.prepare(documents_of(ids_of), ids.device)
+    documents = model.model.prepare(documents_of(ids_of), ids.device)
     positions = torch.cat([torch.arange(n) for n in (13, 9, 11, 7, 30, 10)]).view(2, 40)
     before = model(ids, positions, documents)
     for row, start, stop in ((0, 0, 13), (0, 13, 22), (0, 22, 33), (0, 33, 40), (1, 0, 30), (1, 30, 40)):
@@ -99,7 +101,7 @@ def test_packed_documents_have_the_logits_they_have_alone(backend: str) -> None:
     model = ours(spec, reference(spec), backend)
     lengths = (7, 1, 16)
     ids = torch.randint(0, spec.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(5))
-    documents = model.model.backend.prepare(Documents(1, sum(lengths), lengths), ids.device)
+    documents = model.model.prepare(Documents(1, sum(lengths), lengths), ids.device)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(ids, positions, documents)[0]
     alone = torch.cat([model(part[None])[0] for part in ids[0].split(list(lengths))])

@@ -8,10 +8,11 @@ import pytest
 
 from titan_mi100.config.costs import train_flops
 from titan_mi100.config.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
-from titan_mi100.config.model_spec import PRESETS, parameter_count, read_hf_config, to_hf_config
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
 from titan_mi100.optim.optimizer import lr_factor
+from titan_mi100.shapes.base import parameter_count
+from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 
 
 def test_presets_have_the_published_parameter_counts() -> None:

@@ -17,12 +17,12 @@ from conftest import REPO
 
 from titan_mi100 import new_config as new
 from titan_mi100.config.load import load_config
-from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.plan import GIB, make_plan, with_settings
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey
 from titan_mi100.errors import UserError
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 Run = Callable[..., tuple[int, str, str]]
 

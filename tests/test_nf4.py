@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.config.check import check
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, quantize
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.base import ModelSpec
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}  # 4 heads: blocks of 64, on two ranks too
 SPECS = {name: dataclasses.replace(spec, **WIDE) for name, spec in MODELS.items()}

@@ -14,9 +14,9 @@ from titan_mi100.config import other_trainers
 from titan_mi100.config.check import check_start
 from titan_mi100.config.hub import hub_id
 from titan_mi100.config.load import _convert, load_config
-from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.errors import UserError
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.weights.source import open_weights
 
 try:

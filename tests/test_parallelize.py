@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -28,6 +27,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model, layers_per_stage
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.families import PRESETS
 
 LAYERS = 3
 
@@ -65,7 +65,7 @@ def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "
 def run(model: Qwen3, boundary: int) -> torch.Tensor:
     ids = torch.arange(64).view(2, 32)
     documents = documents_of((ids % 32 >= boundary).long())
-    return model(ids, documents=documents, labels=ids, supervised=torch.arange(64))
+    return model(ids, documents=model.model.prepare(documents, ids.device), labels=ids, supervised=torch.arange(64))
 
 
 @pytest.mark.parametrize(

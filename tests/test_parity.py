@@ -11,8 +11,8 @@ from conftest import REPO, random_documents, torchrun
 from gloo.job_parity import run_split
 from test_model import SPECS, reference
 
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.base import ModelSpec
 
 SEQ_LEN, ROWS = 32, 8
 MODELS = {name: SPECS[name] for name in ("tied", "untied")}  # an odd vocabulary: FSDP2's shards are uneven

@@ -27,7 +27,6 @@ from test_malformed import ALL_LINES, GOOD, mutated
 
 from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.config.model_spec import PRESETS, to_hf_config
 from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
 from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
@@ -38,6 +37,7 @@ from titan_mi100.data.prepared import PackedDataset, Prepared, RefusedData
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.files.durable import sha256_of
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_model import reference
 from torch import Tensor
 
-from titan_mi100.config.model_spec import PRESETS
+from titan_mi100.shapes.families import PRESETS
 
 SPEC = dataclasses.replace(
     PRESETS["debug"], hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from titan_mi100.config.model_spec import parameter_shapes, read_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
 from titan_mi100.files.stored import open_dcp, open_torch
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.weights.hf import HFWeights

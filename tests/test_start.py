@@ -17,11 +17,12 @@ from test_trainer import SPEC
 
 from titan_mi100.config.check import check_start
 from titan_mi100.config.load import config_from_command_line, load_config
-from titan_mi100.config.model_spec import parameter_count, parameter_shapes, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files import library
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
+from titan_mi100.shapes.base import parameter_count, parameter_shapes
+from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.weights.convert import to_hf
 from titan_mi100.weights.source import open_source
 

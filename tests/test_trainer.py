@@ -12,7 +12,6 @@ from torch import nn
 
 from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     CheckpointConfig,
     Config,
@@ -30,8 +29,9 @@ from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.opening import log_layout
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.rows import fit_progress
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
+SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 
 
 def opened(world: World, wants_to_stop: Callable[[], bool] = lambda: False, rows: int = 6) -> Run:

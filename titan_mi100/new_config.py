@@ -25,7 +25,6 @@ from titan_mi100.config.device import positive, size_gib
 from titan_mi100.config.hardware import count_gpus
 from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.load import load_config
-from titan_mi100.config.model_spec import read_hf_config
 from titan_mi100.config.plan import GIB, Plan, make_plan, with_settings
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config
@@ -34,6 +33,7 @@ from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_page
 from titan_mi100.files.patterns import matching_files
+from titan_mi100.shapes.families import read_hf_config
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
 

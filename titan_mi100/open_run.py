@@ -31,7 +31,6 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.assets import ending_turns, run_assets
 from titan_mi100.config.hardware import compile_advice, dtype_advice, find_gpu
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepare import cache_folder
@@ -57,6 +56,8 @@ from titan_mi100.run.record import open_record
 from titan_mi100.run.rows import fit_progress, last_step, open_rows
 from titan_mi100.run.samples import Sampler, open_sampler
 from titan_mi100.run.stragglers import Stragglers
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import fingerprint
 from titan_mi100.trainer import Flags, Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
@@ -358,7 +359,7 @@ def _about(
         "rows": data.train_counts.rows,
         "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
         "fingerprints": {
-            "model": asdict(spec),
+            "model": fingerprint(spec),
             "tokenizer": data.facts.tokenizer,
             "data": of_rows,
             "seed": config.training.seed,
@@ -374,10 +375,15 @@ def _choose(
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
     """
-    heads, kv_heads = spec.num_attention_heads // layout.tp, spec.num_key_value_heads // layout.tp
+    (heads, kv_heads, size), tp = spec.attention, layout.tp
     training, arch = config.training, distributed.device_name(world.device)[1]
     shape = Shape(
-        training.local_batch_size, training.seq_len, heads, kv_heads, spec.head_dim, training.mixed_precision_param
+        training.local_batch_size,
+        training.seq_len,
+        heads // tp,
+        kv_heads // tp,
+        size,
+        training.mixed_precision_param,
     )
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None

@@ -20,7 +20,6 @@ import torch
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.cli import exit_code
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     CheckpointConfig,
     Config,
@@ -34,6 +33,8 @@ from titan_mi100.data.prepare import prepare_data
 from titan_mi100.open_run import open_run
 from titan_mi100.optim import lean
 from titan_mi100.parallel import distributed
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.text.load import load_tokenizer
 
 KINDS = {
@@ -85,7 +86,7 @@ def train(config: Config, spec: ModelSpec, world: distributed.World, plain: bool
 
 def measure(options: argparse.Namespace, folder: Path, world: distributed.World) -> dict[str, Any]:
     vocabulary = load_tokenizer(options.tokenizer).n_vocab
-    spec = ModelSpec(
+    spec = Qwen3Spec(
         -(-vocabulary // 128) * 128, options.hidden, 3 * options.hidden, options.layers, options.hidden // 64,
         options.hidden // 128, 64, True, rope_theta=1e6,
     )  # fmt: skip

@@ -22,7 +22,8 @@ from safetensors import safe_open
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.assets import CONFIG, _json
-from titan_mi100.config.model_spec import PRESETS, ModelSpec, parameter_shapes, to_hf_config
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.weights.base import Kind
 from titan_mi100.weights.hf import write_hf
 

@@ -17,10 +17,10 @@ import torch
 from step import MODELS
 
 from titan_mi100.cli import exit_code
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.measure.device import samples
 from titan_mi100.measure.products import weights_of
 from titan_mi100.parallel.distributed import device_name
+from titan_mi100.shapes.base import ModelSpec
 
 DTYPES = ("float32", "bfloat16", "float16")  # in the order of preference
 _SLOWER = 1.1

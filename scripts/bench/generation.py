@@ -16,11 +16,12 @@ from step import MODELS
 
 from titan_mi100.attention.choice import without_trial
 from titan_mi100.cli import exit_code
-from titan_mi100.config.model_spec import ModelSpec, to_hf_config
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import device_name, fill_parameters
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import to_hf_config
 
 Answers = Callable[[], list[list[int]]]
 

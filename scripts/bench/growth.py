@@ -21,10 +21,10 @@ from step import open_bench
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.parallel import distributed
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(4096, 256, 768, 4, 4, 2, 64, True, rope_theta=1e6, max_position_embeddings=40_960)
+SPEC = Qwen3Spec(4096, 256, 768, 4, 4, 2, 64, True, rope_theta=1e6, max_position_embeddings=40_960)
 SHORT = 200
 _TOKENS = 8192  # of a step, at least: else what a step costs once is most of it
 

@@ -38,7 +38,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from titan_mi100.cli import exit_code
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.load import load_config
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.loader import collate
 from titan_mi100.data.made_up import made_up, packed
@@ -48,6 +47,8 @@ from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import peak_memory_gib
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 RANKS, WARMUP = 2, 2  # processes of `bubble`, and its steps before those that count
 DEFAULTS = [  # of `stages`
@@ -120,7 +121,7 @@ class Watch:
 def spec_of(cell: Cell) -> ModelSpec:
     """Equal layers; the embedding and the head are as good as nothing."""
     heads = max(2, cell.hidden // 64)
-    return ModelSpec(64, cell.hidden, 3 * cell.hidden, cell.layers, heads, heads // 2, cell.hidden // heads, False)
+    return Qwen3Spec(64, cell.hidden, 3 * cell.hidden, cell.layers, heads, heads // 2, cell.hidden // heads, False)
 
 
 def config_of(cell: Cell) -> Config:

@@ -17,14 +17,15 @@ from pathlib import Path
 
 from titan_mi100.config.hardware import DEVICES
 from titan_mi100.config.load import load_config
-from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.config.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import Work
 from titan_mi100.rehearsal.session import rehearse
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
-LLAMA_3_8B = ModelSpec(128_256, 4096, 14_336, 32, 32, 8, 128, False, rope_theta=500_000.0)
+LLAMA_3_8B = Qwen3Spec(128_256, 4096, 14_336, 32, 32, 8, 128, False, rope_theta=500_000.0)
 
 
 @dataclass(frozen=True)

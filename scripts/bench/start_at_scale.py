@@ -40,11 +40,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_mi100.cli import exit_code
-from titan_mi100.config.model_spec import ModelSpec, parameter_shapes
 from titan_mi100.files import child
 from titan_mi100.files.stored import open_dcp
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(151936, 4096, 12288, 36, 32, 8, 128, False, rope_theta=1e6, max_position_embeddings=40_960)  # 8B
+SPEC = Qwen3Spec(151936, 4096, 12288, 36, 32, 8, 128, False, rope_theta=1e6, max_position_embeddings=40_960)  # 8B
 ADDRESS, PER_PEER = 154, 8  # bytes of a rank's gloo address, and of what it adds for each peer if it connects to all
 AXES = (20, 32, 8)  # ranks of a group along dp_replicate, dp_shard, tp
 MOMENTS = ("exp_avg", "exp_avg_sq")

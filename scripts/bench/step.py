@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.costs import train_flops
-from titan_mi100.config.model_spec import PRESETS, ModelSpec
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -40,12 +39,15 @@ from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.open_run import Run, open_run
 from titan_mi100.parallel import distributed
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import PRESETS
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 _LONG = {"rope_theta": 1e6, "max_position_embeddings": 40_960}
 MODELS = {
-    "103m": ModelSpec(151_936, 512, 1536, 8, 8, 4, 64, True, **_LONG),
-    "281m": ModelSpec(151_936, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
-    "281m-4096": ModelSpec(4096, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
+    "103m": Qwen3Spec(151_936, 512, 1536, 8, 8, 4, 64, True, **_LONG),
+    "281m": Qwen3Spec(151_936, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
+    "281m-4096": Qwen3Spec(4096, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
     **PRESETS,
 }
 COPIES = (

@@ -27,7 +27,6 @@ import sweep_table
 import torchrun_job
 
 from titan_mi100.cli import exit_code
-from titan_mi100.config import model_spec
 from titan_mi100.config.check import check
 from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.settings import (
@@ -37,6 +36,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.shapes import families
 
 WORKER = Path(__file__).with_name("sweep_worker.py")
 T_EFF = 100_000  # tokens per step of --preset teff
@@ -270,7 +270,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Row]]:
     }
     for name, (default, options) in free.items():
         parser.add_argument(f"--{name}", nargs="+", help=f"default: {default}", **options)
-    parser.add_argument("--flavor", choices=list(model_spec.PRESETS), help="default: 0.6B, of the preset debug: debug")
+    parser.add_argument("--flavor", choices=list(families.PRESETS), help="default: 0.6B, of the preset debug: debug")
     parser.add_argument("--seq", type=_count, help="tokens per row; default: 1024, of the preset debug: 64")
     parser.add_argument("--nproc", type=_count, help="processes; default: the GPUs, or 2 on CPU")
     parser.add_argument("--steps", type=_count, default=32, help="that are timed")

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from step import MODELS
 
-from titan_mi100.config.model_spec import to_hf_config
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -32,6 +31,7 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.model.init import initial_values
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
+from titan_mi100.shapes.families import to_hf_config
 
 SEED = 7
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)

@@ -23,10 +23,11 @@ from chaos.watch import SEEN, START, Watch
 from conftest import REPO, job_environment
 from safetensors.torch import save_file
 
-from titan_mi100.config.model_spec import parameter_shapes, read_hf_config, to_hf_config
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.files.stored import StoredTensors, open_dcp, open_torch
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.families import read_hf_config, to_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.weights.hf import HFWeights

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(16, 8, 8, 1, 2, 1, 4, True)
+SPEC = Qwen3Spec(16, 8, 8, 1, 2, 1, 4, True)
 Build = Callable[[Path], None]
 
 

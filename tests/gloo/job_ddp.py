@@ -14,15 +14,15 @@ import torch.distributed as dist
 from gloo.job_parity import CONSTANT, save
 from torch import Tensor
 
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.logging import log
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
-SPEC = ModelSpec(320, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
+SPEC = Qwen3Spec(320, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
 START = 6  # the first compressed step
 RANK_1 = {"zero_stage": 0, "powersgd_rank": 1, "powersgd_start_step": START}
 COLD = {**RANK_1, "powersgd_rank": 2, "powersgd_warm_start": False}

@@ -33,7 +33,6 @@ from conftest import torchrun
 from gloo.job_parity import CONSTANT, keep_gradients, save, whole
 
 from titan_mi100.config.layout import SCHEDULES, check_schedule
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
@@ -50,6 +49,8 @@ from titan_mi100.open_run import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.samples import answer_greedily
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 PROMPTS, ANSWER = 5, 6  # held-out prompts, and tokens of an answer
@@ -136,7 +137,7 @@ def spec_of(cell: Cell) -> ModelSpec:
     """Grouped heads; initial weights large enough that attention is not uniform; documents hold the padding token."""
     rest = {"rope_theta": 10_000.0, "initializer_range": 0.1, "pad_token_id": 208}
     size = 2 if cell.is_lean else 1  # wide enough for blocks of the optimizer's state
-    return ModelSpec(320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied, **rest)
+    return Qwen3Spec(320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied, **rest)
 
 
 def dataset() -> PackedDataset:

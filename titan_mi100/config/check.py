@@ -12,12 +12,13 @@ from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
-from titan_mi100.config.model_spec import ALL_LINEAR, LINEARS, ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
+from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.families import LINEARS, known_fields
 from titan_mi100.wording import bytes_in_words, has_control_characters
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
@@ -88,7 +89,7 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     if validation.patience and not validation.freq:
         what = f"= {validation.patience} needs freq, the steps between validations"
         found.append(Problem("validation.patience", what, ("validation.freq",)))
-    known = [*FINGERPRINTS, *(f"model.{f.name}" for f in fields(ModelSpec))]
+    known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
@@ -179,9 +180,7 @@ def check_layout(config: Config, world_size: int) -> list[Problem]:
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     """The first input size of a linear layer that 64 does not divide on each tensor-parallel rank; "": none."""
-    heads = spec.num_attention_heads * spec.head_dim
-    inputs = (("hidden_size", spec.hidden_size, 1), ("num_attention_heads x head_dim", heads, tp),
-              ("intermediate_size", spec.intermediate_size, tp))  # fmt: skip
+    inputs = ((name, size, tp if is_split else 1) for name, (size, is_split) in spec.input_sizes().items())
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (64 * n)), "")
 
 
@@ -198,12 +197,9 @@ def _check_model(config: Config, spec: ModelSpec) -> list[Problem]:
     if seq_len > (most := spec.max_position_embeddings):
         what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
         found.append(Problem("training.seq_len", what, _MODEL))
-    named = {
-        name: getattr(spec, name)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    }
+    named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
-        divisors = range(1, min(tp, spec.num_key_value_heads) + 1)
+        divisors = range(1, min(tp, *named.values()) + 1)
         fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
         what = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
         found.append(Problem("parallelism.tensor_parallel_degree", f"{what}must be a multiple", _MODEL_AND_ROW))

@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes
 
 _FLOP_PER_BYTE = 40  # bf16 FLOPs that a GPU computes in the time of moving one byte, roughly
 _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
 
 
-def end_costs(
+def stage_costs(
     spec: ModelSpec, local_batch_size: int, seq_len: int, supervised_share: float, recompute: bool, frozen: bool = False
-) -> tuple[float, float]:
-    """Cost of the embedding and of the head for one microbatch, in units of a block's cost.
+) -> tuple[list[float], float, float]:
+    """Cost of each layer, of the embedding and of the head for one microbatch, in units of the dearest layer's cost.
 
-    A block costs its matrix products over all tokens (one forward, two backward, one more if recomputed) and attention
+    A layer costs its matrix products over all tokens (one forward, two backward, one more if recomputed) and attention
     over rows of one document. The head costs the same for its (vocab, hidden) weight over the supervised tokens, is
     always recomputed, and moves its logits through memory several times. Embedding and head each write a gradient of
     the weight's size and add it to the fp32 sum.
@@ -26,15 +26,16 @@ def end_costs(
         frozen: the weights have no gradients: one matrix product less, and no gradients to move.
     """
     tokens = local_batch_size * seq_len
-    shapes = [shape for name, shape in parameter_shapes(spec).items() if name.startswith("model.layers.0.")]
-    block = 2 * tokens * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    block += 4 * spec.num_attention_heads * spec.head_dim * tokens * (seq_len + 1) // 2
-    block *= 3 + recompute - frozen
+    costs = [
+        (2 * tokens * layer.products + layer.pair_flops * tokens * (seq_len + 1) // 2) * (3 + recompute - frozen)
+        for layer in spec.layers
+    ]
+    block = max(costs)
     weight = spec.vocab_size * spec.hidden_size
     moved = 0 if frozen else 12 * weight * _FLOP_PER_BYTE  # bf16 gradient written and read, fp32 sum read and written
     supervised = tokens * supervised_share
     head = (4 - frozen) * 2 * weight * supervised + _BYTES_PER_LOGIT * _FLOP_PER_BYTE * spec.vocab_size * supervised
-    return moved / block, (moved + head) / block
+    return [cost / block for cost in costs], moved / block, (moved + head) / block
 
 
 def train_flops(
@@ -72,16 +73,11 @@ def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: s
     A block's last matrix product is not recomputed: no backward needs its result.
     """
     blocks, attention = _forward_flops(spec, tokens, attention_pairs)
-    blocks -= 2 * spec.num_hidden_layers * spec.hidden_size * spec.intermediate_size * tokens
+    blocks -= 2 * sum(layer.last_product for layer in spec.layers) * tokens
     return {"none": 0, "selective": blocks, "full": blocks + attention}[mode]
 
 
 def _forward_flops(spec: ModelSpec, tokens: int, attention_pairs: int) -> tuple[int, int]:
     """Forward FLOPs of the blocks: of their weight matrices, and of attention."""
-    matrices = sum(
-        math.prod(shape)
-        for name, shape in parameter_shapes(spec).items()
-        if len(shape) == 2 and name.startswith("model.layers.")
-    )
-    attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * attention_pairs
-    return 2 * matrices * tokens, attention
+    attention = sum(layer.pair_flops for layer in spec.layers) * attention_pairs
+    return 2 * sum(layer.products for layer in spec.layers) * tokens, attention

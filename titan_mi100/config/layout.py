@@ -260,13 +260,22 @@ def received_per_microbatch(stages: Sequence[Stage]) -> int:
     return sum(from_before * (not stage.first) + (not stage.last) for stage in stages)
 
 
-def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) -> list[int]:
-    """Layers per stage that make the most expensive stage as cheap as possible.
+def split_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, stages: int) -> list[int]:
+    """Layers per stage that make the most expensive stage as cheap as possible; see costs.stage_costs.
 
     Args:
-        first_cost, last_cost: cost of the embedding in the first stage and of the head in the last, in layers.
+        layer_costs: cost of each layer, 1 for the dearest.
+        first_cost, last_cost: cost of the embedding in the first stage and of the head in the last.
     """
+    layers = len(layer_costs)
     assert layers >= stages
+    if min(layer_costs) < 1:  # the smallest limit on a stage's cost with which all layers find a place
+        low, high = 0.0, sum(layer_costs, first_cost + last_cost)
+        for _ in range(60):
+            middle = (low + high) / 2
+            fits = _layers_within(middle, layer_costs, first_cost, last_cost, stages)
+            low, high = (low, middle) if fits else (middle, high)
+        return _layers_within(high, layer_costs, first_cost, last_cost, stages)
     counts, cost = [1] * stages, [1.0] * stages
     cost[0] += first_cost
     cost[-1] += last_cost
@@ -275,6 +284,19 @@ def split_layers(layers: int, stages: int, first_cost: float, last_cost: float) 
         cheapest = min(range(stages), key=lambda stage: (cost[stage], -stage))
         counts[cheapest] += 1
         cost[cheapest] += 1
+    return counts
+
+
+def _layers_within(limit: float, costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
+    """Layers per stage so that none costs more than the limit, the last stages full; empty: there are none."""
+    counts, left = list[int](), len(costs)
+    for stage in range(stages - 1, -1, -1):
+        cost, count = (last if stage == stages - 1 else 0.0) + (first if stage == 0 else 0.0), 0
+        while left > stage and (count == 0 or stage == 0 or cost + costs[left - 1] <= limit):
+            cost, count, left = cost + costs[left - 1], count + 1, left - 1
+        if cost > limit:
+            return []
+        counts.insert(0, count)
     return counts
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titan_mi100.config.costs import end_costs
+from titan_mi100.config.costs import stage_costs
 from titan_mi100.config.layout import (
     SCHEDULES,
     Batch,
@@ -18,8 +18,8 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.settings import Config
+from titan_mi100.shapes.base import Layer, ModelSpec, Values, adapter_shapes
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -79,8 +79,8 @@ def _stages(config: Config, spec: ModelSpec, layout: Layout) -> list[list[Stage]
     counts = list(p.pipeline_parallel_layers_per_stage)
     if not counts:
         t, recompute = config.training, config.activation_checkpoint.mode != "none"
-        ends = end_costs(spec, t.local_batch_size, t.seq_len, 1.0, recompute, config.lora.rank > 0)
-        counts = split_layers(spec.num_hidden_layers, layout.pp * schedule.stages_per_rank, *ends)
+        costs = stage_costs(spec, t.local_batch_size, t.seq_len, 1.0, recompute, config.lora.rank > 0)
+        counts = split_layers(*costs, layout.pp * schedule.stages_per_rank)
     cuts = stages_of(counts)
     return [
         [cuts[index] for index in stages_on(rank, layout.pp, len(cuts), schedule.v_shaped)] for rank in range(layout.pp)
@@ -100,21 +100,24 @@ class _Rank:
         self.tokens = training.local_batch_size * training.seq_len
         self.compute = _BYTES[training.mixed_precision_param]
         self.first, self.last = any(s.first for s in stages), any(s.last for s in stages)
-        self.layers = sum(len(stage.layers) for stage in stages)
+        self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
+        self.layers = [spec.layers[number] for number in sorted(numbers)]
         self.tied, self.lora = spec.tie_word_embeddings, config.lora.rank
         self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
         self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
         self.shard = layout.dp_shard if self.is_fsdp else 1
-        shapes = parameter_shapes(spec)
-        self.block = sum(math.prod(x) for name, x in shapes.items() if name.startswith("model.layers.0.")) / layout.tp
+        self.weights = sum(layer.size for layer in self.layers) / layout.tp
+        self.block = max((layer.size for layer in self.layers), default=0) / layout.tp
         self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
         self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
         # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
-        self.block_bytes = self.block * (0.5 + self.compute / 64 if self.is_nf4 else self.compute)
+        self.bytes_each = 0.5 + self.compute / 64 if self.is_nf4 else self.compute
+        self.block_bytes = self.block * self.bytes_each
         self.end_bytes = self.vocabulary * self.compute
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
-        self.adapters = sum(map(math.prod, adapters.values())) / spec.num_hidden_layers / layout.tp
+        mine = (math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers)
+        self.adapters = sum(mine) / layout.tp
         master, self.beside = MASTER_BYTES[config.optimizer.master]
         self.master = max(master, self.compute) if self.compute > 4 else master
         # bytes of a gradient value where it is reduced
@@ -134,10 +137,10 @@ class _Rank:
         several = self.batch.gradient_accumulation_steps > 1
         before = sums if several and stay_so_long else 0.0
         copies = self._weight_copies()
-        is_kept = self.config.activation_checkpoint.mode == "none"
-        waiting_layers = min(2, self.layers) if self.inputs_on_host else self.layers
-        kept = waiting_layers * self._kept() * self._in_flight() + self._rotary()
-        kept += copies * self.layers if is_kept else 0.0
+        is_kept = self.mode == "none"
+        by_layer = [self._bytes(layer.kept[self.mode]) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        kept = sum(by_layer) * self._in_flight() + self._rotary()
+        kept += self.weights * copies if is_kept else 0.0
 
         def at(**more: float) -> dict[str, float]:
             names = {name.replace(" ", "_"): name for name in CATEGORIES}
@@ -163,7 +166,7 @@ class _Rank:
         if self.first and end and not stay_so_long:  # the embedding's gradient is not there yet
             sums = self._gradient_sums(trained - self.vocabulary)
         if self.layers:
-            inside = self._inside() + (0.0 if is_kept else copies)
+            inside = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block * copies)
             one = 0.0 if self.lora else self.block * self.compute
             gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0)
             gathered += self._reduced(self.block)
@@ -172,7 +175,7 @@ class _Rank:
             last = at(gradients=first, activations=kept + inside, communication=gathered)
             yield "backward of the last block", last
             yield "backward of the first block", at(
-                gradients=sums + waiting + one, activations=kept - (waiting_layers - 1) * self._kept() + inside,
+                gradients=sums + waiting + one, activations=kept - sum(by_layer[1:]) + inside,
                 communication=gathered,
             )  # fmt: skip
         if self.first and end:
@@ -192,15 +195,16 @@ class _Rank:
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
-        trained = self.layers * self.adapters if self.lora else self.layers * self.block + self.ends * self.vocabulary
-        frozen = self.layers * self.block_bytes + self.ends * self.end_bytes if self.lora else 0.0
+        trained = self.adapters if self.lora else self.weights + self.ends * self.vocabulary
+        frozen = self.weights * self.bytes_each + self.ends * self.end_bytes if self.lora else 0.0
         state = trained * (STATE_BYTES[self.config.optimizer.state] + self.beside)
         return trained, (trained * self.master + frozen) / self.shard, state / self.shard
 
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        found = self.layers * self._pinned(self._kept()) * self._in_flight() if self.inputs_on_host else 0.0
+        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
+        found = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             found += trained * self.master / self.shard + state
         if self.offload == "weights":
@@ -217,8 +221,8 @@ class _Rank:
     def _weights_pinned(self) -> float:
         """Pinned bytes of all weights: each matrix is rounded up separately."""
         bytes_each = (self.compute if self.lora else self.master) / self.shard / self.layout.tp
-        shapes = {name: math.prod(shape) for name, shape in parameter_shapes(self.spec).items() if len(shape) == 2}
-        return sum(self._pinned(size * bytes_each) for size in shapes.values())
+        matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
+        return sum(self._pinned(size * bytes_each) for size in matrices)
 
     def _gradient_sums(self, trained: float) -> float:
         """Bytes of gradients that are accumulated over microbatches, or wait to be copied to the host."""
@@ -241,55 +245,30 @@ class _Rank:
             return min(microbatches, pp + 1)
         return min(microbatches, pp - self.rank)
 
-    def _per_token(self) -> tuple[float, float, float, float]:
-        """Number of values per token on this rank: hidden state, MLP, queries, keys."""
-        spec, tp = self.spec, self.layout.tp
-        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        return spec.hidden_size / tp, spec.intermediate_size / tp, heads / tp, kv_heads / tp
+    def _bytes(self, values: Values) -> float:
+        """Bytes on this rank of values per token."""
+        return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 
-    def _saved(self) -> float:
-        """Bytes that autograd saves for a block's backward without recomputation; norms are in fp32."""
-        hidden, mlp, q, k = self._per_token()
-        c = self.compute
-        return self.tokens * (hidden * (6 * c + 8) + q * (2 * c + 8) + k * (2 * c + 8) + mlp * 4 * c)
-
-    def _kept(self) -> float:
-        """Bytes that a block keeps from forward to backward."""
-        hidden, _, q, k = self._per_token()
-        by_mode = {
-            "none": self._saved(),
-            "selective": self.tokens * self.compute * (hidden + 2 * q + 2 * k),
-            "full": self.tokens * self.compute * hidden,
-        }
-        return by_mode[self.config.activation_checkpoint.mode]
-
-    def _inside(self) -> float:
-        """Bytes that a block's backward needs besides what was kept."""
-        hidden, mlp, _, _ = self._per_token()
-        mode, c = self.config.activation_checkpoint.mode, self.compute
-        moving = self.tokens * c * (2 * mlp + 2 * hidden)
-        if self.is_nf4:  # one dequantised matrix, and the indices of its lookup
-            moving += self.spec.hidden_size * mlp * (c + 2)
-        if mode == "none":
-            return moving
-        if mode == "full":
-            return self._saved() + moving
-        return self.tokens * (hidden * (3 * c + 4) + mlp * 4 * c) + moving
+    def _inside(self, layer: Layer) -> float:
+        """Bytes that a layer's backward needs besides what was kept."""
+        found = self._bytes(layer.inside[self.mode])
+        # one dequantised matrix, and the indices of its lookup
+        return found + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
 
     def _rotary(self) -> float:
-        return self.tokens * 8 * self.spec.head_dim
+        return self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
         if self.layout.pp == 1:
             return 0.0
-        one = self.tokens * self.compute * self._per_token()[0]
+        one = self.tokens * self.compute * self.spec.hidden_size / self.layout.tp
         return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
 
     def _weight_copies(self) -> float:
-        """Bytes of a block's weights, cast to the dtype of the computation, if FSDP2 does not gather them."""
+        """Bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them."""
         is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
-        return self.block * self.compute if is_cast else 0.0
+        return self.compute if is_cast else 0.0
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
@@ -317,7 +296,7 @@ class _Rank:
         if not self.is_fsdp:
             return 0.0
         if self.layout.zero_stage < 3:
-            return self.layers * self.block_bytes + self.ends * self.end_bytes
+            return self.weights * self.bytes_each + self.ends * self.end_bytes
         return by_group + more
 
     def _reduced(self, elements: float) -> float:

@@ -10,10 +10,10 @@ from titan_mi100.config.check import check
 from titan_mi100.config.costs import flops_of_steps, recomputed_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
-from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.config.scaling import bubble_share, exposed_seconds
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import REACHED, reached
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
 
 GIB = 1 << 30
 # Largest relative error of the plan against the counter, above and below, over the configs of tests/test_memory.py.

@@ -4,12 +4,14 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titan_mi100.config import assets, model_spec
+from titan_mi100.config import assets
 from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
+from titan_mi100.shapes import families
+from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
 
 # what must not change on resume
 FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
@@ -34,7 +36,7 @@ class JobConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    flavor: str = _key("", f"{', '.join(model_spec.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
+    flavor: str = _key("", f"{', '.join(families.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
     tokenizer_path: str = _key(
         "", "HF folder, .tiktoken or sentencepiece .model file; empty: checkpoint.initial_load_path", path=True
     )
@@ -292,7 +294,7 @@ class LoRAConfig:
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
     dropout: float = _key(0.0, "dropout of the adapters' inputs")
     target_modules: tuple[str, ...] = _key(
-        model_spec.LINEARS, "linear layers of each block that get an adapter; all-linear: all of them"
+        families.LINEARS, "linear layers of each block that get an adapter; all-linear: all of them"
     )
     base: str = _key(
         "whole",
@@ -303,8 +305,8 @@ class LoRAConfig:
     base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
 
     def __post_init__(self) -> None:
-        if self.target_modules == (model_spec.ALL_LINEAR,):  # everything else sees the names of the layers
-            object.__setattr__(self, "target_modules", model_spec.LINEARS)
+        if self.target_modules == (ALL_LINEAR,):  # everything else sees the names of the layers
+            object.__setattr__(self, "target_modules", families.LINEARS)
 
 
 @dataclass(frozen=True)
@@ -398,16 +400,16 @@ class Config:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     notes: tuple[str, ...] = ()
 
-    def spec(self) -> model_spec.ModelSpec:
+    def spec(self) -> ModelSpec:
         """The model's shape: the preset, or the `config.json` beside the weights that are loaded.
 
         Raises:
             UserError: unknown preset, unreadable config.json, or the two disagree.
         """
         flavor, load = self.model.flavor, self.checkpoint.initial_load_path
-        preset, folder = model_spec.PRESETS.get(flavor), assets.folder_of(load)
+        preset, folder = families.PRESETS.get(flavor), assets.folder_of(load)
         if flavor and not preset:
-            what = f"= {flavor!r} is not known{did_you_mean(flavor, model_spec.PRESETS)}"
+            what = f"= {flavor!r} is not known{did_you_mean(flavor, families.PRESETS)}"
             raise ConfigError([Problem("model.flavor", what)])
         if not flavor and not load:
             what = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
@@ -416,8 +418,8 @@ class Config:
             return preset
         if not os.path.exists(load):
             raise ConfigError([no_such_model(load, self.job.config_file)])
-        spec = model_spec.read_hf_config(folder)
-        if preset and (differing := model_spec.differences(preset, spec)):
+        spec = families.read_hf_config(folder)
+        if preset and (differing := differences(preset, spec)):
             what = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
             what += "leave flavor out to take the folder's"
             raise ConfigError([Problem("model.flavor", what, ("checkpoint.initial_load_path",))])
@@ -440,5 +442,5 @@ class Config:
 
 def lora_identity(lora: LoRAConfig) -> dict[str, Any]:
     """The LoRA settings that must not change on resume, as JSON values."""
-    targets = [name for name in model_spec.LINEARS if name in lora.target_modules]
+    targets = [name for name in families.LINEARS if name in lora.target_modules]
     return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}

@@ -13,15 +13,16 @@ import torch
 
 from titan_mi100.attention.choice import without_trial
 from titan_mi100.config.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
-from titan_mi100.config.model_spec import parameter_shapes
 from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object
 from titan_mi100.files.templates import template_files
 from titan_mi100.model.decode import Generated, Sampling, generate
+from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import device_name, fill_parameters
+from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged_source
@@ -34,7 +35,7 @@ _KNOWN = frozenset(
     eos_token_id bos_token_id pad_token_id do_sample temperature top_k top_p max_length max_new_tokens use_cache
     cache_implementation output_attentions output_hidden_states output_logits output_scores return_dict_in_generate
     transformers_version _from_model_config
-    """.split()  # noqa: SIM905 (as in config/model_spec.py)
+    """.split()  # noqa: SIM905 (as in shapes/qwen3.py)
 )
 
 
@@ -96,11 +97,11 @@ class Model:
         sampled = base_fingerprint(read, shapes) if not all(self._manifests) else ""
         return hashlib.sha256(json.dumps([*self._manifests, sampled]).encode()).hexdigest()
 
-    def load(self) -> Qwen3:
+    def load(self) -> CausalLM:
         """Build the network on the device, with its weights."""
         verify_files(self.source.path)
         with torch.device("meta"):
-            network = Qwen3(self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
+            network = MODELS[self.spec.model_type](self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), self.source.weights.read)
         network.merge()

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.settings import (
     Config,
     LRSchedulerConfig,
@@ -17,6 +16,7 @@ from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.files.schema import if_finite
 from titan_mi100.open_run import open_run
 from titan_mi100.parallel.distributed import init_distributed
+from titan_mi100.shapes.families import PRESETS
 
 _SEQ = 128
 LAYOUTS = {"fsdp2": 3, "ddp": 0}  # zero_stage

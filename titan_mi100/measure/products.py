@@ -1,13 +1,15 @@
 """Measures matrix products of a model's shapes, and the memory bandwidth of one device."""
 
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from titan_mi100.config.model_spec import PRESETS, ModelSpec
 from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.device import samples, use_device
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import PRESETS
 
 _SHARE = 16  # an array takes 1/16 of the card's free memory
 _LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes: the largest array; the array on a CPU
@@ -15,16 +17,14 @@ _LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes: the largest array; the array on a
 
 def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
     """Name of a weight -> (outputs, inputs, number of such weights in the model)."""
-    heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_hidden_layers
-    return {
-        "q": (heads, hidden, layers),
-        "k, v": (kv_heads, hidden, 2 * layers),
-        "o": (hidden, heads, layers),
-        "gate, up": (inner, hidden, 2 * layers),
-        "down": (hidden, inner, layers),
-        "head": (spec.vocab_size, hidden, 1),
-    }
+    found: dict[str, tuple[int, int, int]] = {}
+    for layer in spec.layers:
+        matrices = [(name, p.shape) for name, p in layer.parameters.items() if p.role == "matrix"]
+        for (outputs, inputs), group in groupby(matrices, lambda each: each[1]):  # neighbours of one shape
+            names = [name.split(".")[-2].removesuffix("_proj") for name, _ in group]
+            before = found.get(", ".join(names), (0, 0, 0))[2]
+            found[", ".join(names)] = (outputs, inputs, before + len(names))
+    return {**found, "head": (spec.vocab_size, spec.hidden_size, 1)}
 
 
 def gemm(model: str, tokens: int, dtype: str, card: int = 0, only: str = "") -> dict:

@@ -8,10 +8,11 @@ from titan_mi100.certificate.form import DTYPES, Machine
 from titan_mi100.config.check import check
 from titan_mi100.config.hardware import find_gpu
 from titan_mi100.config.kernels import KERNELS
-from titan_mi100.config.model_spec import PRESETS
 from titan_mi100.config.plan import GIB, make_plan
 from titan_mi100.measure.children import Task
 from titan_mi100.measure.layouts import config_of
+from titan_mi100.shapes.base import AttentionShape
+from titan_mi100.shapes.families import PRESETS
 
 MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -52,13 +53,12 @@ def _seq(machine: Machine) -> int:
 
 
 def _attention(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
-    shapes: dict[tuple[int, ...], str] = {}
+    shapes: dict[AttentionShape, str] = {}
     for model in models:
-        spec = PRESETS[model]
-        shapes.setdefault((spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim), model)
-    for (heads, kv_heads, head_dim), model in shapes.items():
+        shapes.setdefault(PRESETS[model].attention, model)
+    for attention, model in shapes.items():
         for dtype in DTYPES:
-            shape = {"batch": 2, "seq": _seq(machine), "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+            shape = {"batch": 2, "seq": _seq(machine), **attention._asdict()}
             for name, kernel in sorted(KERNELS.items(), key=lambda entry: not entry[1].is_plain):  # a stable sort
                 part, target = f"attention/{name}/{model}/{dtype}", "titan_mi100.measure.attention:measure"
                 arguments = {"name": name, "shape": {**shape, "dtype": dtype}}

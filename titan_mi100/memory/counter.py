@@ -36,7 +36,6 @@ from titan_mi100.config.memory import (
     OPTIMIZER,
     PARAMETERS,
 )
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import Microbatch
 from titan_mi100.memory import no_others
@@ -52,6 +51,7 @@ from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import build_mesh
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.pipeline import PipelinedModel
+from titan_mi100.shapes.base import ModelSpec
 
 CPU = torch.device("cpu")
 _PIECE = sys.maxsize  # one piece per gradient: the norm's thousands of views take no memory, but fake tensors are slow

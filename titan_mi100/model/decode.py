@@ -1,6 +1,6 @@
 """Token generation with a cache of keys and values (KV cache).
 
-It runs the model's own modules: `Layer.before` and `after`, with an attention between them that
+It runs the model's own modules: `Layer.before` and `after`, with `mix_next` between them, which
 reads the cache. tests/test_generate.py compares it with transformers' `generate` and logits processors.
 """
 
@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from titan_mi100.attention.base import Documents
-from titan_mi100.attention.plain import cached
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import at_least_fp32
+from titan_mi100.shapes.base import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def generate(
     generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
     rows: list[list[int]] = [[] for _ in prompts]
     new: list[int | None] = [0] * len(prompts)  # the newest token of each prompt; None: the continuation has ended
-    cache = KVCache(model, prompts, max_new_tokens)
+    cache = Cache(model, prompts, max_new_tokens)
     tokens = cache.prompts
     # A continuation that has ended stays in the batch, so shapes stay fixed; its further tokens are dropped.
     for _ in range(max_new_tokens):
@@ -129,40 +128,30 @@ def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: i
             )
 
 
-class KVCache:
-    """Keys and values of a batch, each (layers, batch, kv_heads, capacity, head_dim). Prompts are padded on the left,
-    so that the newest token of every row is in the last used column.
+class Cache:
+    """What each layer keeps of earlier tokens. Prompts are padded on the left, so that the newest token of every row is
+    in the last used column.
     """
 
     def __init__(self, model: CausalLM, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
         """Allocate the cache for the prompts and the new tokens. Padding is a document of its own, so no prompt attends
         to it.
         """
-        spec, weight = model.model.spec, next(model.parameters())
+        decoder, weight = model.model, next(model.parameters())
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side="left")
         batch, longest = padded.shape
         padding = [longest - len(prompt) for prompt in prompts]
         lengths = (length for pad in padding for length in (pad, longest - pad) if length)
         documents = Documents(batch, longest, tuple(lengths))
-        self.documents = model.model.backend.prepare(documents, weight.device)
+        self.documents = decoder.prepare(documents, weight.device)
         self.prompts = padded.to(weight.device)  # (batch, longest)
         self.padding = torch.tensor(padding, device=weight.device)[:, None]
         self.used = 0  # positions filled so far, padding included
-        shape = (2, spec.num_hidden_layers, batch, spec.num_key_value_heads, longest + max_new_tokens, spec.head_dim)
-        self._keys_and_values = torch.empty(shape, dtype=model.model.dtype or weight.dtype, device=weight.device)
-
-    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values, (batch, new, kv_heads, head_dim).
-
-        Returns:
-            Views of all keys and values of the layer so far, (batch, kv_heads, used + new, head_dim) each.
-        """
-        stored = self._keys_and_values[:, layer, :, :, : self.used + k.shape[1]]
-        stored[:, :, :, self.used :] = torch.stack((k, v)).transpose(2, 3)
-        return stored[0], stored[1]
+        size = decoder.spec, batch, longest + max_new_tokens, decoder.dtype or weight.dtype, weight.device
+        self.states = [layer.state(*size) for layer in decoder.blocks()]
 
 
-def forward(model: CausalLM, ids: Tensor, cache: KVCache) -> Tensor:
+def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
     """Run the model on new tokens and append them to the cache: first `cache.prompts`, then one token per row.
 
     Args:
@@ -175,13 +164,11 @@ def forward(model: CausalLM, ids: Tensor, cache: KVCache) -> Tensor:
     assert decoder.norm is not None
     columns = torch.arange(until, device=ids.device)
     positions, visible = columns[cache.used :] - cache.padding, columns >= cache.padding
-    where = decoder.kind.where(decoder.spec, positions)
-    x = decoder.embed(ids)
-    for layer, block in enumerate(decoder.blocks()):
-        q, k, v = block.before(x, where)
-        stored = cache.put(layer, k, v)
-        attended = cached(q, *stored, visible) if cache.used else block.backend(q, k, v, cache.documents)
-        x = block.after(x, attended)
+    where, x = decoder.where(positions), decoder.embed(ids)
+    for layer, state in zip(decoder.blocks(), cache.states, strict=True):
+        kind = layer.shape.kind
+        parts, prepared = layer.before(x, where[kind]), cache.documents[kind]
+        x = layer.after(x, layer.mix_next(parts, prepared, state, cache.used, visible))
     cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
 

@@ -7,29 +7,19 @@ mapping.
 Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titan_mi100.attention.base import Backend, Documents
-from titan_mi100.attention.plain import Eager
+from titan_mi100.attention.plain import Eager, cached
 from titan_mi100.config.layout import Stage
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import head_loss
-
-
-class Split(NamedTuple):
-    """How tensor parallel splits the parameters of a module; see parallel/tensor_parallel.py."""
-
-    dim: int | None  # None: every rank has them whole
-    gathers: bool = False  # the output, a part of the sequence, is gathered: what follows reads all of it
-    scatters: bool = False  # the output is summed over the ranks, and each keeps a part of the sequence
-
-
-COLUMNS, ROWS, WHOLE, GATHERED = Split(0), Split(1, scatters=True), Split(None), Split(None, gathers=True)
+from titan_mi100.shapes import base as shapes
+from titan_mi100.shapes.base import ModelSpec
 
 
 class Layer(nn.Module):
@@ -39,58 +29,118 @@ class Layer(nn.Module):
     only if the backend takes the documents as tensors (see build.apply_compile).
 
     Attributes:
-        splits: name of a module -> how tensor parallel splits it; all modules with parameters have an entry.
+        shape: the layer as data; its parameters say how tensor parallel splits them.
+        gathers: modules behind which tensor parallel gathers the sequence: what follows reads all of it. The outputs
+            of modules that are split by their inputs are summed over the ranks, and each keeps a part of the sequence.
     """
 
-    splits: ClassVar[Mapping[str, Split]]
+    gathers: ClassVar[Collection[str]]
 
-    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+    def __init__(self, spec: Any, shape: shapes.Layer, backend: Backend) -> None:
         super().__init__()
-        self.backend = backend
+        self.shape, self.backend = shape, backend
 
     @staticmethod
     def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         """What `before` reads of the positions, (batch, seq); computed once per forward for all layers."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, where: tuple[Tensor, ...], documents: Any) -> Tensor:
-        return self.after(x, self.backend(*self.before(x, where), documents))
+    @staticmethod
+    def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
+        """What `mix` reads of a microbatch's documents; computed once per forward for all layers of a kind."""
+        raise NotImplementedError
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (batch, seq, heads, head_dim)."""
+    def forward(self, x: Tensor, where: tuple[Tensor, ...], prepared: Any) -> Tensor:
+        return self.after(x, self.mix(self.before(x, where), prepared))
+
+    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What is mixed, each (batch, seq, ...)."""
+        raise NotImplementedError
+
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Tensor:
+        """Let the positions of each document read each other."""
         raise NotImplementedError
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
         """(batch, seq, hidden), of the layer's input and the mixing's output."""
         raise NotImplementedError
 
+    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """What decoding keeps of earlier tokens. Args: length: the most tokens of a row."""
+        raise NotImplementedError
+
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
+        """`mix` for the next tokens of each row, while decoding; it keeps them in the state.
+
+        Args:
+            prepared: of the first tokens, for which `used` is 0; a document may not start behind them.
+            used: tokens that the state has already.
+            visible: (batch, used + new), False for padding on the left.
+        """
+        raise NotImplementedError
+
     def merge(self) -> None:
         """See CausalLM.merge."""
+
+
+class AttentionLayer(Layer):
+    """A layer whose positions mix by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
+
+    @staticmethod
+    def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
+        return backend.prepare(documents, device)
+
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Tensor:
+        q, k, v = parts
+        return self.backend(q, k, v, prepared)
+
+    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Keys and values, (2, batch, kv_heads, length, size)."""
+        shape = spec.attention
+        return torch.empty(2, batch, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device)
+
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
+        q, k, v = parts
+        stored = state[:, :, :, : visible.shape[1]]
+        stored[:, :, :, used:] = torch.stack((k, v)).transpose(2, 3)
+        return cached(q, stored[0], stored[1], visible) if used else self.mix(parts, prepared)
 
 
 class Decoder(nn.Module):
     """The embedding, the layers and the final norm, or a pipeline stage's share of them. The head is not included."""
 
-    def __init__(self, kind: type[Layer], spec: ModelSpec, backend: Backend, stage: Stage) -> None:
+    def __init__(self, kinds: Mapping[str, type[Layer]], spec: ModelSpec, backend: Backend, stage: Stage) -> None:
         super().__init__()
-        self.kind, self.spec, self.backend, self.stage = kind, spec, backend, stage
+        self.spec, self.backend, self.stage = spec, backend, stage
+        mine = {number: spec.layers[number] for number in stage.layers}
+        self.kinds = {shape.kind: kinds[shape.kind] for shape in mine.values()}
         self.dtype: torch.dtype | None = None  # dtype of the activations; None: the dtype of the embedding
         # With tied embeddings the last stage holds a copy of the embedding too: it is the head's weight.
         embeds = stage.first or (stage.last and spec.tie_word_embeddings)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, spec.pad_token_id) if embeds else None
         # A dict with the model's layer numbers as keys: a pipeline stage's parameters keep their HF names.
-        self.layers = nn.ModuleDict({str(number): kind(spec, backend) for number in stage.layers})
+        self.layers = nn.ModuleDict(
+            {str(number): self.kinds[shape.kind](spec, shape, backend) for number, shape in mine.items()}
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers.values() if isinstance(layer, Layer)]
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Any) -> Tensor:
-        where = self.kind.where(self.spec, positions)
+    def prepare(self, documents: Documents, device: torch.device) -> dict[str, Any]:
+        """What each kind of layer reads of a microbatch's documents."""
+        return {name: kind.prepare(self.backend, documents, device) for name, kind in self.kinds.items()}
+
+    def where(self, positions: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """What each kind of layer reads of the positions, (batch, seq)."""
+        return {name: kind.where(self.spec, positions) for name, kind in self.kinds.items()}
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Mapping[str, Any]) -> Tensor:
+        where = self.where(positions)
         if self.stage.first:
             x = self.embed(x)
         for layer in self.blocks():
-            x = layer(x, where, documents)
+            x = layer(x, where[layer.shape.kind], documents[layer.shape.kind])
         return x if self.norm is None else self.norm(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -144,18 +194,18 @@ class CausalLM(nn.Module):
         stage: the layers to build; default: the whole model.
 
     Attributes:
-        layer: the family's layer.
+        kinds: the family's layers, by their kind (shapes.base.Layer).
 
     Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
     with `init.initial_values`. There are no buffers.
     """
 
-    layer: ClassVar[type[Layer]]
+    kinds: ClassVar[Mapping[str, type[Layer]]]
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
         super().__init__()
         stage = stage or Stage(range(spec.num_hidden_layers))
-        self.model = Decoder(self.layer, spec, backend or Eager(), stage)
+        self.model = Decoder(self.kinds, spec, backend or Eager(), stage)
         self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
         self.head_loss: HeadLoss = head_loss
 
@@ -173,7 +223,7 @@ class CausalLM(nn.Module):
             input_ids: (batch, seq). A later pipeline stage gets the hidden states of the stage before it instead,
                 (batch, seq, hidden).
             positions: (batch, seq), restarting per document; default: 0, 1, ...
-            documents: what `backend.prepare` returned for this microbatch; default: one document per row.
+            documents: what `Decoder.prepare` returned for this microbatch; default: one document per row.
             labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
             supervised: (n,), on the device: index of the supervised tokens in the flattened batch. Without labels: the
                 tokens whose logits are wanted; default: all.
@@ -188,7 +238,7 @@ class CausalLM(nn.Module):
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if documents is None:
-            documents = self.model.backend.prepare(Documents.one_per_row(*positions.shape), positions.device)
+            documents = self.model.prepare(Documents.one_per_row(*positions.shape), positions.device)
         hidden = self.model(input_ids, positions, documents)
         return self.head(hidden, labels, supervised) if self.model.stage.last else hidden
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan_mi100.config.model_spec import ModelSpec
+from titan_mi100.shapes.base import ModelSpec
 
 # Reads a slice of a parameter: (name, full shape, offset, size) -> that slice, on CPU, in any dtype
 Read = Callable[[str, torch.Size, tuple[int, ...], tuple[int, ...]], Tensor]

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.model_spec import ModelSpec
-from titan_mi100.model.decoder import COLUMNS, GATHERED, ROWS, WHOLE, CausalLM, Layer, Split
+from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.layers import Linear, RMSNorm, at_least_fp32, merge_weights, outputs_of
+from titan_mi100.shapes import base as shapes
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """The projections before and after attention; Block calls the backend between them."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
@@ -71,7 +73,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: Qwen3Spec) -> None:
         super().__init__()
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
@@ -83,17 +85,13 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-class Block(Layer):
+class Block(AttentionLayer):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
-    splits: ClassVar[Mapping[str, Split]] = {
-        "input_layernorm": GATHERED, "self_attn.q_norm": WHOLE, "self_attn.k_norm": WHOLE,
-        "self_attn.q_proj": COLUMNS, "self_attn.k_proj": COLUMNS, "self_attn.v_proj": COLUMNS, "self_attn.o_proj": ROWS,
-        "post_attention_layernorm": GATHERED, "mlp.gate_proj": COLUMNS, "mlp.up_proj": COLUMNS, "mlp.down_proj": ROWS,
-    }  # fmt: skip
+    gathers = ("input_layernorm", "post_attention_layernorm")
 
-    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
-        super().__init__(spec, backend)
+    def __init__(self, spec: Qwen3Spec, shape: shapes.Layer, backend: Backend) -> None:
+        super().__init__(spec, shape, backend)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -101,9 +99,10 @@ class Block(Layer):
 
     @staticmethod
     def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(spec, Qwen3Spec)
         return rotary_tables(positions, spec.head_dim, spec.rope_theta)
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.self_attn.project(self.input_layernorm(x), *where)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -119,4 +118,4 @@ class Block(Layer):
 class Qwen3(CausalLM):
     """A dense Qwen3."""
 
-    layer = Block
+    kinds: ClassVar[Mapping[str, type[Layer]]] = {"attention": Block}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100.attention.base import Backend, Documents, to_device
+from titan_mi100.attention.base import Documents, to_device
 from titan_mi100.data.loader import Microbatch
-from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.decoder import CausalLM, Decoder
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
@@ -236,15 +236,15 @@ def read_on_host(model: CausalLM, device: torch.device) -> None:
 
     def describe(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if "document_ends" in kwargs:  # a microbatch of the loader; other callers pass `documents` themselves
-            kwargs = describe_on_host(model.model.backend, kwargs, device)
+            kwargs = describe_on_host(model.model, kwargs, device)
         return args, kwargs
 
     model.register_forward_pre_hook(describe, prepend=True, with_kwargs=True)
 
 
-def describe_on_host(backend: Backend, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def describe_on_host(model: Decoder, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
-    described["documents"] = backend.prepare(Documents.from_ends(inputs["document_ends"]), device)
+    described["documents"] = model.prepare(Documents.from_ends(inputs["document_ends"]), device)
     described["supervised"] = to_device(supervised_index(inputs["supervised_columns"]), device)
     return described

@@ -9,15 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.costs import end_costs
+from titan_mi100.config.costs import stage_costs
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import CompileConfig, Config
 from titan_mi100.logging import log
 from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory, head_loss
-from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.alone import AloneModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
@@ -25,6 +24,7 @@ from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
+from titan_mi100.shapes.base import ModelSpec
 
 
 def build_model(
@@ -61,7 +61,7 @@ def build_model(
 
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
-            model = Qwen3(spec, backend, stage)
+            model = MODELS[spec.model_type](spec, backend, stage)
         model.head_loss = loss
         parallelize(model, config, layout, mesh)
         read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
@@ -137,10 +137,9 @@ def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share:
         return parallelism.pipeline_parallel_layers_per_stage
     stages = pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
     recompute = config.activation_checkpoint.mode != "none"
-    first, last = end_costs(
-        spec, training.local_batch_size, training.seq_len, supervised_share, recompute, config.lora.rank > 0
-    )
-    return split_layers(spec.num_hidden_layers, stages, first, last)
+    is_frozen, rows = config.lora.rank > 0, training.local_batch_size
+    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
+    return split_layers(*costs, stages)
 
 
 def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> None:

@@ -37,14 +37,15 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     gather = functools.partial(_gather_output, group.group_name)
     scatter = functools.partial(_scatter_output, group.group_name)
     for layer in model.model.blocks():
-        for name, split in layer.splits.items():
-            module, by_output = layer.get_submodule(name), split.dim == 0
-            _distribute(module, mesh, Replicate() if split.dim is None else Shard(split.dim))
+        for name, parameter in layer.shape.parameters.items():
+            name, dim = name.rpartition(".")[0], parameter.split.dim
+            module, by_output = layer.get_submodule(name), dim == 0
+            _distribute(module, mesh, Replicate() if dim is None else Shard(dim))
             if isinstance(module, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
                 _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
                 _distribute(module.lora_B, mesh, Shard(0) if by_output else Replicate())
-            if split.gathers or split.scatters:
-                module.register_forward_hook(gather if split.gathers else scatter)
+            if name in layer.gathers or dim == 1:
+                module.register_forward_hook(scatter if dim == 1 else gather)
     if model.model.embed_tokens is not None:
         _distribute(model.model.embed_tokens, mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import Work, extrapolated
 from titan_mi100.data.loader import Microbatch
@@ -20,6 +19,7 @@ from titan_mi100.memory.counter import CPU, Count, FakeRank, FusedKernel, as_ran
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
 from titan_mi100.rehearsal.tally import Tally
+from titan_mi100.shapes.base import ModelSpec
 
 _FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
 

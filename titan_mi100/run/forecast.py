@@ -11,7 +11,6 @@ import torch
 from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.hardware import find_gpu
 from titan_mi100.config.memory import CATEGORIES
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.plan import GIB, make_plan, remedy
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
@@ -19,6 +18,7 @@ from titan_mi100.files.durable import replace
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, device_name, raise_together
 from titan_mi100.run.metrics import StepResult, peak_memory_gib
+from titan_mi100.shapes.base import ModelSpec
 
 FILE = "plan.json"
 _COMPARED = 3  # number of the step to compare with: the first two also allocate optimizer state and choose kernels

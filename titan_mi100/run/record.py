@@ -16,7 +16,6 @@ from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
 from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.costs import flops_of_steps
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource, collate
 from titan_mi100.files import durable
@@ -31,6 +30,7 @@ from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.opening import warn_of_higher_rate
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
+from titan_mi100.shapes.base import ModelSpec
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -58,8 +58,7 @@ def open_record(
     first = collate([rows.row(progress.rows_consumed)])  # to try the kernel on
     documents = Documents.from_ends(first["document_ends"])
     backend = model.parts[0].model.backend
-    heads, precision = (spec.num_attention_heads, spec.num_key_value_heads), config.training.mixed_precision_param
-    shape = Shape(documents.batch, documents.seq, *heads, spec.head_dim, precision)
+    shape = Shape(documents.batch, documents.seq, *spec.attention, config.training.mixed_precision_param)
     kernel = running_kernel(backend, shape, documents, world.device)
     log.info(f"attention kernel: {kernel}, compute in {dtype}")
     if kernel == NO_KERNEL and world.device.type != "cpu":

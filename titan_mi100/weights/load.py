@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config import model_spec
 from titan_mi100.config.settings import Config
 from titan_mi100.logging import log
 from titan_mi100.model.init import Read, initial_values
@@ -19,13 +18,14 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_count, parameter_shapes
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.source import open_weights, verify_files
 
 
 def load_weights(
-    model: ParallelModel, optimizer: NamedState, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None
+    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None
 ) -> None:
     """Fill the model, each rank its own shards, with the weights that the config names, or at random.
 
@@ -52,7 +52,7 @@ def load_weights(
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
         fill_base(model, optimizer.keep_residuals(read))
     name = config.model.flavor or Path(source).name
-    log.info(f"Qwen3 {name}: {model_spec.parameter_count(spec):,} parameters, {origin}")
+    log.info(f"Qwen3 {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
         _load_adapter(model, optimizer, config, spec, checkpoint)
 
@@ -91,11 +91,11 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
 
 def _load_adapter(
-    model: ParallelModel, optimizer: NamedState, config: Config, spec: model_spec.ModelSpec, checkpoint: Path | None
+    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None
 ) -> None:
     """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
     lora = config.lora
-    shapes = model_spec.adapter_shapes(spec, lora.rank, lora.target_modules)
+    shapes = adapter_shapes(spec, lora.rank, lora.target_modules)
     origin = f"resumed from {checkpoint}"
     if checkpoint is None:
         read: Read = partial(lora_values, config.training.seed)
@@ -105,27 +105,27 @@ def _load_adapter(
                 read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
         distributed.fill_parameters(model.trained_parameters(), optimizer.keep_residuals(read))
     trained = sum(map(math.prod, shapes.values()))
-    everything = model_spec.parameter_count(spec) + trained
+    everything = parameter_count(spec) + trained
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
         f"{lora.rank} and alpha {lora.alpha:g} on {', '.join(lora.target_modules)}; {origin}"
     )
 
 
-def base_identity(config: Config, spec: model_spec.ModelSpec) -> str:
+def base_identity(config: Config, spec: ModelSpec) -> str:
     """Identifies the frozen weights of a LoRA run, which its checkpoints do not hold. A collective.
 
     Returns:
         A fingerprint of the values, or the seed of random weights.
     """
-    source, shapes = config.checkpoint.initial_load_path, model_spec.parameter_shapes(spec)
+    source, shapes = config.checkpoint.initial_load_path, parameter_shapes(spec)
     if not source:
         return f"random weights, seed {config.training.seed}"
     return distributed.from_rank_zero(lambda: base_fingerprint(_open_base(source, spec).read, shapes))
 
 
-def _open_base(source: str, spec: model_spec.ModelSpec) -> Weights:
+def _open_base(source: str, spec: ModelSpec) -> Weights:
     weights = open_weights(source)
     # Comparing the values of a tied head reads two large matrices; rank 0 does it for all.
-    weights.check(model_spec.parameter_shapes(spec), with_values=dist.get_rank() == 0)
+    weights.check(parameter_shapes(spec), with_values=dist.get_rank() == 0)
     return weights

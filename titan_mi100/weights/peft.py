@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100.config.hub import cached_model
-from titan_mi100.config.model_spec import LINEARS
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.stored import open_safetensors
+from titan_mi100.shapes.families import LINEARS
 from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.wording import shortened, some
 

@@ -11,13 +11,13 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.config import assets as asset_files
 from titan_mi100.config.assets import Assets
 from titan_mi100.config.hub import hub_hint
-from titan_mi100.config.model_spec import ModelSpec, adapter_shapes, differences, parameter_shapes, read_hf_config
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
-from titan_mi100.files.schema import validated
 from titan_mi100.logging import log
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, differences, parameter_shapes
+from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import HFWeights
@@ -117,7 +117,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     has_config = lexists(folder / asset_files.CONFIG)
     trained = manifest.get("fingerprints", {}).get("model")
     try:
-        saved = validated(trained, ModelSpec, "fingerprints.model") if trained else None
+        saved = of_fingerprint(trained) if trained else None
     except ValueError as error:
         raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
     # config.json may have been copied from another model, so it must agree with what the run recorded.

@@ -9,9 +9,10 @@ import transformers
 from torch import Tensor
 
 from titan_mi100.config.assets import GENERATION, read_assets, stop_ids
-from titan_mi100.config.model_spec import ModelSpec
 from titan_mi100.errors import UserError
-from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.families import MODELS
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights
@@ -62,7 +63,8 @@ def compare(
         )
     except Exception as error:  # the library raises all kinds of exceptions for a folder that it cannot read
         return [f"cannot load it: {error}"], math.nan
-    problems = [] if type(theirs).__name__ == "Qwen3ForCausalLM" else [f"it is a {type(theirs).__name__}"]
+    wanted = to_hf_config(spec)["architectures"]
+    problems = [] if type(theirs).__name__ in wanted else [f"it is a {type(theirs).__name__}"]
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     if tied != spec.tie_word_embeddings:
         problems.append(f"head and embedding are {'' if tied else 'not '}tied")
@@ -80,7 +82,7 @@ def compare(
     del theirs
     difference, largest = 0.0, 1.0
     with torch.device("meta"):  # no time spent on initial values
-        ours = Qwen3(spec)
+        ours = MODELS[spec.model_type](spec)
     ours.to_empty(device="cpu")
     for name, parameter in ours.named_parameters():
         parameter.copy_(weights.tensor(name))

@@ -1,20 +1,24 @@
-"""The shape of a Qwen3: presets, HF `config.json`, names and shapes of its parameters. Imports no torch."""
+"""The dense Qwen3 as data: presets, HF `config.json`, its layers. Imports no torch."""
 
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_object, refuse_code
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, Layer, ModelSpec, Parameter, Values
 from titan_mi100.wording import as_key, first_of, shortened, shown
+
+# The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """The shape of a dense Qwen3. Field names are those of HF's `config.json`."""
+class Qwen3Spec(ModelSpec):
+    """The shape of a dense Qwen3."""
 
+    model_type: ClassVar[str] = "qwen3"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -27,7 +31,57 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
-    pad_token_id: int | None = None  # its row of the input embedding gets no gradient, as in transformers
+    pad_token_id: int | None = None
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norm, norm_of_head = (Parameter((size,), WHOLE, "norm", "ones") for size in (hidden, self.head_dim))
+        parameters = {
+            "self_attn.q_proj.weight": Parameter((q, hidden), OUTPUTS),
+            "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
+            "self_attn.v_proj.weight": Parameter((k, hidden), OUTPUTS),
+            "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
+            "self_attn.q_norm.weight": norm_of_head,
+            "self_attn.k_norm.weight": norm_of_head,
+            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
+            "input_layernorm.weight": norm,
+            "post_attention_layernorm.weight": norm,
+        }
+        matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
+        saved = Values(6 * hidden + 2 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
+        moving = Values(2 * mlp + 2 * hidden)
+        layer = Layer(
+            kind="attention",
+            parameters=parameters,
+            adapted=LINEARS,
+            products=sum(matrices),
+            last_product=hidden * mlp,
+            pair_flops=4 * q,
+            kept={"none": saved, "selective": Values(hidden + 2 * q + 2 * k), "full": Values(hidden)},
+            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": saved + moving},
+        )
+        return (layer,) * self.num_hidden_layers
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+
+    @property
+    def per_forward(self) -> Values:
+        return Values(0, 2 * self.head_dim)  # cos and sin
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
+
+    def input_sizes(self) -> dict[str, tuple[int, bool]]:
+        heads = self.num_attention_heads * self.head_dim
+        split = {"num_attention_heads x head_dim": (heads, True), "intermediate_size": (self.intermediate_size, True)}
+        return super().input_sizes() | split
 
     def problems(self) -> list[str]:
         """What is wrong with this shape, one clause each; empty: nothing."""
@@ -48,13 +102,13 @@ class ModelSpec:
         return found
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> ModelSpec:
-    return ModelSpec(151936, hidden, intermediate, layers, heads, 8, 128, tied)
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:
+    return Qwen3Spec(151936, hidden, intermediate, layers, heads, 8, 128, tied)
 
 
 # Source: the config.json of each Qwen/Qwen3-* repository.
-PRESETS: Mapping[str, ModelSpec] = {
-    "debug": ModelSpec(768, 128, 384, 4, 4, 2, 32, True, rope_theta=10_000.0, max_position_embeddings=4096),
+PRESETS: Mapping[str, Qwen3Spec] = {
+    "debug": Qwen3Spec(768, 128, 384, 4, 4, 2, 32, True, rope_theta=10_000.0, max_position_embeddings=4096),
     "0.6B": _qwen3(1024, 3072, 28, 16, True),
     "1.7B": _qwen3(2048, 6144, 28, 16, True),
     "4B": _qwen3(2560, 9728, 36, 32, True),
@@ -101,22 +155,21 @@ _WITHOUT_EFFECT = frozenset(
 _ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as transformers 4 and 5 write it
 
 
-def read_hf_config(folder: str | Path) -> ModelSpec:
-    """Read the model's shape from `folder/config.json`.
+def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
+    """The shape that a `config.json` describes; see families.read_hf_config.
 
     rope_theta may be a key of its own (transformers 4) or in the dict `rope_parameters` (transformers 5).
 
+    Args:
+        path: of the file, for messages. raw: its content.
+
     Raises:
-        UserError: no such file, not a dense Qwen3, a model with its own code, or a key that makes transformers compute
-            something else than this model, or might.
+        UserError: a key that makes transformers compute something else than this model, or might.
     """
-    path = Path(folder) / "config.json"
-    raw = read_object(path, "download it again, or name a folder that has it, or for other weights model.flavor")
-    refuse_code(path, raw)
     found = _unsupported(raw)
     rope: dict[str, Any] = next((raw[key] for key in _ROPES if raw.get(key) and isinstance(raw[key], dict)), {})
     values = {**_DEFAULTS, "rope_theta": rope.get("rope_theta", _DEFAULTS["rope_theta"]), **raw}
-    for field in fields(ModelSpec):
+    for field in fields(Qwen3Spec):
         value = values.get(field.name, field.default)
         types, words = _TYPES[field.type]
         if value is MISSING:
@@ -124,10 +177,10 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         elif type(value) not in types or (field.type is float and not abs(value) < 1e300):
             found.append(f"{field.name} = {shown(value)} is not {words}")
     if not found:
-        spec = ModelSpec(**{field.name: values[field.name] for field in fields(ModelSpec) if field.name in values})
+        spec = Qwen3Spec(**{field.name: values[field.name] for field in fields(Qwen3Spec) if field.name in values})
         found = spec.problems()
         # larger counts would make loops over layers endless, larger sizes would overflow
-        for field in fields(ModelSpec):
+        for field in fields(Qwen3Spec):
             most = _LARGEST_COUNT if field.name in _COUNTS else _LARGEST_SIZE
             if field.type is int and (value := getattr(spec, field.name)) > most:
                 found.append(f"{field.name} = {shortened(str(value))} is more than any model has")
@@ -138,9 +191,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
 
 def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json that this model does not support, or that are unknown."""
-    if raw.get("model_type") != "qwen3":
-        return [f"model_type = {shown(raw.get('model_type'))}; only 'qwen3' (dense) is supported"]
-    own = (field.name for field in fields(ModelSpec))
+    own = (field.name for field in fields(Qwen3Spec))
     found = _unknown(raw, {*own, *_ONLY, *_WITHOUT_EFFECT, *_ROPES, "layer_types", "quantization_config"})
     if raw.get("quantization_config") is not None:
         found.append("quantization_config: quantized weights are not supported; use the model's unquantized folder")
@@ -175,68 +226,13 @@ def _unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
     ]
 
 
-def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
+def to_hf(spec: Qwen3Spec) -> dict[str, Any]:
     """The `config.json` that transformers reads back into the same model."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "model_type": spec.model_type,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
         **asdict(spec),
     }
-
-
-def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
-    """Differing fields that change the computation or the tensors' shapes, as `name: a's value, b's value`."""
-    # none of these changes the computation of given weights
-    same = {"initializer_range": 0.0, "max_position_embeddings": 0, "pad_token_id": None}
-    left, right = asdict(replace(a, **same)), asdict(replace(b, **same))  # type: ignore[arg-type]
-    return [f"{name}: {left[name]}, {right[name]}" for name in left if left[name] != right[name]]
-
-
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every parameter's HF name and shape, a tied weight once."""
-    hidden, q = spec.hidden_size, spec.num_attention_heads * spec.head_dim
-    kv, mlp = spec.num_key_value_heads * spec.head_dim, spec.intermediate_size
-    block: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, q),
-        "self_attn.q_norm.weight": (spec.head_dim,),
-        "self_attn.k_norm.weight": (spec.head_dim,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    for layer in range(spec.num_hidden_layers):
-        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in block.items()})
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    return shapes
-
-
-# The linear layers of a block, in the order of the computation: those that LoRA can adapt.
-ALL_LINEAR = "all-linear"  # peft's word for all of these
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every LoRA matrix beside the linear layers of these names (of LINEARS)."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in parameter_shapes(spec).items():
-        module = name.removesuffix(".weight")
-        if module.rsplit(".", 1)[-1] in targets:
-            shapes[f"{module}.lora_A.weight"] = (rank, shape[1])
-            shapes[f"{module}.lora_B.weight"] = (shape[0], rank)
-    return shapes
-
-
-def parameter_count(spec: ModelSpec) -> int:
-    """Number of trained values, a tied weight counted once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(spec).values())

@@ -1,0 +1,187 @@
+"""A family of models as data: parameters, layers, what they cost and keep. Imports no torch.
+
+A family is a module beside this one (see qwen3.py) and its layers in model/. Costs, memory, the plan, initial values,
+LoRA, tensor parallel, pipeline stages, conversion and decoding read these data; none of them knows a family.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import Field, asdict, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
+
+
+class Split(NamedTuple):
+    """How tensor parallel splits a parameter.
+
+    Attributes:
+        dim: the dimension; None: every rank has it whole.
+    """
+
+    dim: int | None
+
+
+OUTPUTS, INPUTS, WHOLE = Split(0), Split(1), Split(None)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a layer, or outside of them.
+
+    Attributes:
+        role: "matrix", "norm", "embedding" or "head". Only matrices can be stored in 4 bits.
+        start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones" or "zeros".
+    """
+
+    shape: tuple[int, ...]
+    split: Split
+    role: str = "matrix"
+    start: str = "normal"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Values(NamedTuple):
+    """Values per token, of all tensor-parallel ranks together: in the computation's dtype, and in fp32."""
+
+    compute: int
+    fp32: int = 0
+
+    def __add__(self, other: object) -> "Values":
+        assert isinstance(other, Values)
+        return Values(self.compute + other.compute, self.fp32 + other.fp32)
+
+
+class Layer(NamedTuple):
+    """A layer.
+
+    Attributes:
+        kind: layers of a kind are built by one class, see model/families.py.
+        parameters: by their names below `model.layers.N.`
+        adapted: modules that LoRA can adapt, in the order of the computation: the last part of their names.
+        products: weights that a token is multiplied with in forward.
+        last_product: of these, the weights of the last product, which no backward recomputes.
+        pair_flops: FLOPs in forward for each pair of a query and a key inside a document.
+        kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
+        inside: the same for what its backward needs besides.
+    """
+
+    kind: str
+    parameters: Mapping[str, Parameter]
+    adapted: tuple[str, ...]
+    products: int
+    last_product: int
+    pair_flops: int
+    kept: Mapping[str, Values]
+    inside: Mapping[str, Values]
+
+    @property
+    def size(self) -> int:
+        """Number of values of its parameters."""
+        return sum(parameter.size for parameter in self.parameters.values())
+
+    @property
+    def largest(self) -> int:
+        """Number of values of its largest matrix."""
+        return max(parameter.size for parameter in self.parameters.values() if parameter.role == "matrix")
+
+
+class AttentionShape(NamedTuple):
+    """What an attention backend has to serve. Attributes: query heads, heads of keys and values, size of a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class ModelSpec:
+    """The shape of a model. A family's class is a frozen dataclass, whose fields have the names in HF's `config.json`.
+
+    Attributes:
+        pad_token_id: its row of the input embedding gets no gradient, as in transformers.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    model_type: ClassVar[str]
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    max_position_embeddings: int
+    initializer_range: float
+    pad_token_id: int | None
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """In the order of the computation."""
+        raise NotImplementedError
+
+    @property
+    def attention(self) -> AttentionShape:
+        raise NotImplementedError
+
+    @property
+    def per_forward(self) -> Values:
+        """What a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
+        return Values(0)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Names and sizes that the tensor-parallel degree must divide."""
+        return {"vocab_size": self.vocab_size}
+
+    def input_sizes(self) -> dict[str, tuple[int, bool]]:
+        """Names and input sizes of the matrices, which 4-bit blocks must divide; whether tensor parallel splits it."""
+        return {"hidden_size": (self.hidden_size, False)}
+
+    def problems(self) -> list[str]:
+        """What is wrong with this shape, one clause each; empty: nothing."""
+        raise NotImplementedError
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter by its HF name, a tied weight once."""
+        norm, whole = Parameter((self.hidden_size,), WHOLE, "norm", "ones"), (self.vocab_size, self.hidden_size)
+        found = {"model.embed_tokens.weight": Parameter(whole, OUTPUTS, "embedding")}
+        for number, layer in enumerate(self.layers):
+            found |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
+        found["model.norm.weight"] = norm
+        if not self.tie_word_embeddings:
+            found["lm_head.weight"] = Parameter(whole, OUTPUTS, "head")
+        return found
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every parameter's HF name and shape, a tied weight once."""
+    return {name: parameter.shape for name, parameter in spec.parameters.items()}
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Number of trained values, a tied weight counted once."""
+    return sum(parameter.size for parameter in spec.parameters.values())
+
+
+def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every LoRA matrix beside the linear layers of these names (of Layer.adapted)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in spec.parameters.items():
+        module = name.removesuffix(".weight")
+        if parameter.role == "matrix" and module.rsplit(".", 1)[-1] in targets:
+            shapes[f"{module}.lora_A.weight"] = (rank, parameter.shape[1])
+            shapes[f"{module}.lora_B.weight"] = (parameter.shape[0], rank)
+    return shapes
+
+
+def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
+    """Differing fields that change the computation or the tensors' shapes, as `name: a's value, b's value`."""
+    # none of these changes the computation of given weights
+    same = {"initializer_range": 0.0, "max_position_embeddings": 0, "pad_token_id": None}
+    left, right = (
+        {"model_type": spec.model_type, **asdict(replace(spec, **same))}  # type: ignore[arg-type]
+        for spec in (a, b)
+    )
+    every = dict.fromkeys([*left, *right])
+    return [f"{name}: {left.get(name)}, {right.get(name)}" for name in every if left.get(name) != right.get(name)]

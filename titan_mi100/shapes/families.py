@@ -1,0 +1,79 @@
+"""The families of models, and the shape of a model on disk. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import read_object, refuse_code
+from titan_mi100.files.schema import validated
+from titan_mi100.shapes import qwen3
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.wording import shown
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        spec: the class of its shapes.
+        presets: published shapes by their short names (model.flavor).
+        adapted: names of the linear layers that LoRA can adapt.
+        read: (path, content of config.json) -> the shape. Raises UserError for what the family does not compute.
+        to_hf: the shape -> the `config.json` that transformers reads back into the same model.
+    """
+
+    spec: type[ModelSpec]
+    presets: Mapping[str, ModelSpec]
+    adapted: tuple[str, ...]
+    read: Callable[[Path, Mapping[str, Any]], ModelSpec]
+    to_hf: Callable[[Any], dict[str, Any]]
+
+
+# by HF's model_type; the class of its layers is in model/families.py
+FAMILIES = {"qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf)}
+PRESETS = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
+LINEARS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
+_FIRST = "qwen3"  # fingerprints of its models are without model_type, as there was no other family
+
+
+def read_hf_config(folder: str | Path) -> ModelSpec:
+    """Read the model's shape from `folder/config.json`.
+
+    Raises:
+        UserError: no such file, a model of another family, one with its own code, or a key that its family refuses.
+    """
+    path = Path(folder) / "config.json"
+    raw = read_object(path, "download it again, or name a folder that has it, or for other weights model.flavor")
+    refuse_code(path, raw)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        only = ", ".join(map(repr, FAMILIES))
+        raise UserError(f"{path}: model_type = {shown(raw.get('model_type'))}; only {only} (dense) is supported")
+    return family.read(path, raw)
+
+
+def known_fields() -> list[str]:
+    """The keys of all families' fingerprints."""
+    names = (field.name for family in FAMILIES.values() for field in fields(family.spec))
+    return list(dict.fromkeys(names))
+
+
+def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
+    """The `config.json` that transformers reads back into the same model."""
+    return FAMILIES[spec.model_type].to_hf(spec)
+
+
+def fingerprint(spec: ModelSpec) -> dict[str, Any]:
+    """The shape as JSON, for a checkpoint's manifest."""
+    return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | asdict(spec)
+
+
+def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:
+    """The shape that `fingerprint` has stored. Raises ValueError: it is none."""
+    model_type = saved.get("model_type", _FIRST)
+    if model_type not in FAMILIES:
+        raise ValueError(f"fingerprints.model: model_type = {shown(model_type)} is not known here")
+    rest = {name: value for name, value in saved.items() if name != "model_type"}
+    return validated(rest, FAMILIES[model_type].spec, "fingerprints.model")
