@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -125,7 +125,7 @@ class Checkpointer:
         """
         self.wait()
         extra = self._extra_state()
-        if broken := first_found(_not_finite(dict(self._tensors()) | extra)):
+        if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.carried)):
             raise NumericalError(f"step {step}: {broken} is not finite; no checkpoint was made of it")
         tensors = self._written_here() | extra
         size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
@@ -354,6 +354,7 @@ class Checkpointer:
         """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""
         for name, parameter in self._model.trained_parameters():
             yield name, parameter.detach()
+        yield from self._model.carried.items()
         for name, tensor in self._optimizer.named_state():
             yield OPTIMIZER + name, tensor
 
@@ -361,6 +362,7 @@ class Checkpointer:
         """The tensors that this rank writes: those of which it is the first holder."""
         copies = set(map(id, self._model.copies()))
         owned = {name for name, parameter in self._model.trained_parameters() if id(parameter) not in copies}
+        owned |= self._model.carried.keys()
 
         def is_first(tensor: Tensor) -> bool:
             return local_part(tensor)[1] if isinstance(tensor, DTensor) else self._first_of_stage
@@ -397,9 +399,9 @@ def _as_save_error(folder: Path, step: int) -> Iterator[None]:
         raise SaveError(f"{folder}: the checkpoint of step {step} could not be written: {why}{where}") from error
 
 
-def _not_finite(tensors: dict[str, Tensor]) -> str:
+def _not_finite(tensors: dict[str, Tensor], unused: Collection[str]) -> str:
     """The name of the first tensor with infinity or NaN on this rank; empty if there is none."""
-    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items() if n not in unused}
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     sums = [tensor.sum() for tensor in local.values()]  # a fast pass: infinity and NaN survive a sum
     device = sums[0].device  # with offloading, some tensors are on the CPU

@@ -129,7 +129,7 @@ def check_start(config: Config) -> None:
         return
     if load:
         try:
-            check_weights(Path(load), parameter_shapes(spec))
+            check_weights(Path(load), parameter_shapes(spec), spec.carried)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))

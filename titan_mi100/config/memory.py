@@ -19,7 +19,7 @@ from titan_mi100.config.layout import (
     stages_on,
 )
 from titan_mi100.config.settings import Config
-from titan_mi100.shapes.base import Layer, ModelSpec, Values, adapter_shapes
+from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -249,7 +249,7 @@ class _Rank:
         """Bytes on this rank of values per token."""
         return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 
-    def _inside(self, layer: Layer) -> float:
+    def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
         found = self._bytes(layer.inside[self.mode])
         # one dequantised matrix, and the indices of its lookup

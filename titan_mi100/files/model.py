@@ -84,8 +84,11 @@ def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Ma
     return problems
 
 
-def check_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_weights(path: Path, shapes: Mapping[str, Sequence[int]], optional: Mapping[str, Sequence[int]]) -> None:
     """Check that weights are complete and, for an HF folder, those of the model.
+
+    Args:
+        optional: tensors that may be there, too.
 
     Raises:
         UserError: they are not; one line per problem.
@@ -95,5 +98,6 @@ def check_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
         tensors = {name: (shape, dtype) for name, (dtype, shape, _) in table.items()}
-        if problems := tensor_problems(tensors, shapes):
+        known = {**shapes, **{name: shape for name, shape in optional.items() if name in tensors}}
+        if problems := tensor_problems(tensors, known):
             raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

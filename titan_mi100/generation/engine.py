@@ -26,6 +26,7 @@ from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged_source
+from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
 from titan_mi100.wording import printable, shortened, some, with_level
 
@@ -103,7 +104,7 @@ class Model:
         with torch.device("meta"):
             network = MODELS[self.spec.model_type](self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
         network = network.to_empty(device=self.device).requires_grad_(False)
-        fill_parameters(network.named_parameters(), self.source.weights.read)
+        fill_parameters(network.named_parameters(), read_pieces(self.spec, self.source.weights.read))
         network.merge()
         return network
 

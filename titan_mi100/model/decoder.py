@@ -18,8 +18,7 @@ from titan_mi100.attention.plain import Eager, cached
 from titan_mi100.config.layout import Stage
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import head_loss
-from titan_mi100.shapes import base as shapes
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import LayerShape, ModelSpec
 
 
 class Layer(nn.Module):
@@ -30,13 +29,15 @@ class Layer(nn.Module):
 
     Attributes:
         shape: the layer as data; its parameters say how tensor parallel splits them.
-        gathers: modules behind which tensor parallel gathers the sequence: what follows reads all of it. The outputs
-            of modules that are split by their inputs are summed over the ranks, and each keeps a part of the sequence.
+        gathers: modules behind which tensor parallel gathers the sequence: what follows reads all of it.
+        scatters: modules whose outputs are partial sums under tensor parallel: they are summed over the ranks, and each
+            keeps a part of the sequence.
     """
 
     gathers: ClassVar[Collection[str]]
+    scatters: ClassVar[Collection[str]]
 
-    def __init__(self, spec: Any, shape: shapes.Layer, backend: Backend) -> None:
+    def __init__(self, spec: Any, shape: LayerShape, backend: Backend) -> None:
         super().__init__()
         self.shape, self.backend = shape, backend
 
@@ -194,7 +195,7 @@ class CausalLM(nn.Module):
         stage: the layers to build; default: the whole model.
 
     Attributes:
-        kinds: the family's layers, by their kind (shapes.base.Layer).
+        kinds: the family's layers, by their kind (LayerShape.kind).
 
     Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
     with `init.initial_values`. There are no buffers.

@@ -1,5 +1,6 @@
 """Random initial weights: a pure function of (seed, parameter name), so every layout starts from the same weights."""
 
+import math
 import zlib
 from collections.abc import Callable
 
@@ -18,22 +19,25 @@ _INIT_ROWS = 1024
 def initial_values(
     spec: ModelSpec, seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
 ) -> Tensor:
-    """The initial values of a slice of a parameter: normal(0, initializer_range) for a matrix, ones for a norm.
+    """The initial values of a slice of a parameter, see shapes.base.Parameter.start.
 
     Args:
         seed: `training.seed`.
-        name, shape: HF name and full shape of the parameter, a vector or a matrix.
-        offset, size: where the slice starts and how large it is, per dimension.
+        name, shape: HF name and full shape of the parameter.
+        offset, size: where the slice starts and how large it is, per dimension; of a tensor of more than two
+            dimensions it has all of the inner ones.
 
     Returns:
         A tensor of shape `size`, fp32, on CPU.
 
     Every 1024 rows have their own seed, so a rank draws little more than its shard.
     """
-    if len(shape) == 1:
-        return torch.ones(size)
-    std = spec.initializer_range
-    return draw(seed, name, shape, offset, size, lambda rows, by: rows.normal_(0.0, std, generator=by))
+    if (start := spec.parameters[name].start) != "normal":
+        return {"ones": torch.ones, "zeros": torch.zeros}[start](size)
+    std, each = spec.initializer_range, math.prod(shape[1:-1])  # rows of the matrix for each index of the first
+    matrix, here, rows = (each * shape[0], shape[-1]), (each * offset[0], offset[-1]), (each * size[0], size[-1])
+    drawn = draw(seed, name, torch.Size(matrix), here, rows, lambda x, by: x.normal_(0.0, std, generator=by))
+    return drawn.reshape(size)
 
 
 def draw(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.layers import Linear, RMSNorm, at_least_fp32, merge_weights, outputs_of
-from titan_mi100.shapes import base as shapes
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 
@@ -89,8 +88,9 @@ class Block(AttentionLayer):
     """Attention and SwiGLU, each behind a norm and added to the residual stream."""
 
     gathers = ("input_layernorm", "post_attention_layernorm")
+    scatters = ("self_attn.o_proj", "mlp.down_proj")
 
-    def __init__(self, spec: Qwen3Spec, shape: shapes.Layer, backend: Backend) -> None:
+    def __init__(self, spec: Qwen3Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.self_attn = Attention(spec)

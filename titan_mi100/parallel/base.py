@@ -9,6 +9,7 @@ a size.
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ class ParallelModel(ABC):
         host_gradients: gradients that are accumulated in host memory instead of `grad`.
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
+        carried: on rank 0: tensors of the model's folder that are not used, see ModelSpec.carried.
     """
+
+    carried: Mapping[str, Tensor] = MappingProxyType({})
 
     parts: list[CausalLM]
     device: torch.device

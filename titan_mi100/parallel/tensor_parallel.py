@@ -37,15 +37,16 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     gather = functools.partial(_gather_output, group.group_name)
     scatter = functools.partial(_scatter_output, group.group_name)
     for layer in model.model.blocks():
-        for name, parameter in layer.shape.parameters.items():
-            name, dim = name.rpartition(".")[0], parameter.split.dim
-            module, by_output = layer.get_submodule(name), dim == 0
+        held = [(name, p.split.dim) for whole, p in layer.shape.parameters.items() for name in p.held(whole)]
+        for name, dim in held:
+            module, by_output = layer.get_submodule(name.rpartition(".")[0]), dim == 0
             _distribute(module, mesh, Replicate() if dim is None else Shard(dim))
             if isinstance(module, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
                 _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
                 _distribute(module.lora_B, mesh, Shard(0) if by_output else Replicate())
-            if name in layer.gathers or dim == 1:
-                module.register_forward_hook(scatter if dim == 1 else gather)
+        for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
+            for name in names:
+                layer.get_submodule(name).register_forward_hook(hook)
     if model.model.embed_tokens is not None:
         _distribute(model.model.embed_tokens, mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)

@@ -14,13 +14,16 @@ ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an 
 
 
 class Split(NamedTuple):
-    """How tensor parallel splits a parameter.
+    """How tensor parallel splits a parameter of two dimensions or less.
 
     Attributes:
         dim: the dimension; None: every rank has it whole.
+        parts: rows of the parts that are split each by itself; (): it is one part. Examples: queries, keys and values
+            of a merged projection; experts that are stacked in one tensor.
     """
 
     dim: int | None
+    parts: tuple[int, ...] = ()
 
 
 OUTPUTS, INPUTS, WHOLE = Split(0), Split(1), Split(None)
@@ -29,8 +32,12 @@ OUTPUTS, INPUTS, WHOLE = Split(0), Split(1), Split(None)
 class Parameter(NamedTuple):
     """A parameter of a layer, or outside of them.
 
+    The model holds a tensor of more than two dimensions as a matrix of its last dimension, and each part of `split` as
+    a parameter of its own: `X.0.weight`, `X.1.weight`, ... for `X.weight` (see ModelSpec.pieces). So all that trains
+    has two dimensions or less and one split. Files have HF's tensor.
+
     Attributes:
-        role: "matrix", "norm", "embedding" or "head". Only matrices can be stored in 4 bits.
+        role: "matrix", "norm", "embedding", "head" or "other". Only matrices have adapters.
         start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones" or "zeros".
     """
 
@@ -42,6 +49,28 @@ class Parameter(NamedTuple):
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def held(self, name: str) -> dict[str, tuple[int, int]]:
+        """The parameters that the model holds of it: name -> rows and columns."""
+        columns = self.shape[-1]
+        if not self.split.parts:
+            return {name: (self.size // columns, columns)}
+        module = name.removesuffix(".weight")
+        return {f"{module}.{number}.weight": (rows, columns) for number, rows in enumerate(self.split.parts)}
+
+
+class Piece(NamedTuple):
+    """A matrix that the model holds of a tensor in files.
+
+    Attributes:
+        whole: the tensor's HF name.
+        start: first row in the tensor, seen as a matrix of its last dimension.
+        shape: rows and columns.
+    """
+
+    whole: str
+    start: int
+    shape: tuple[int, int]
 
 
 class Values(NamedTuple):
@@ -55,7 +84,7 @@ class Values(NamedTuple):
         return Values(self.compute + other.compute, self.fp32 + other.fp32)
 
 
-class Layer(NamedTuple):
+class LayerShape(NamedTuple):
     """A layer.
 
     Attributes:
@@ -116,7 +145,7 @@ class ModelSpec:
     pad_token_id: int | None
 
     @cached_property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[LayerShape, ...]:
         """In the order of the computation."""
         raise NotImplementedError
 
@@ -153,10 +182,34 @@ class ModelSpec:
             found["lm_head.weight"] = Parameter(whole, OUTPUTS, "head")
         return found
 
+    @property
+    def carried(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of tensors that a folder may have and the model does not use, such as a vision tower. They
+        go along through checkpoints and exports byte for byte.
+        """
+        return {}
+
+    @cached_property
+    def pieces(self) -> dict[str, Piece]:
+        """The parameters that the model holds in another form than files do, by their names in the model."""
+        found = {}
+        for whole, parameter in self.parameters.items():
+            if parameter.split.parts or len(parameter.shape) > 2:
+                start = 0
+                for name, shape in parameter.held(whole).items():
+                    found[name] = Piece(whole, start, shape)
+                    start += shape[0]
+        return found
+
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every parameter's HF name and shape, a tied weight once."""
     return {name: parameter.shape for name, parameter in spec.parameters.items()}
+
+
+def stored_shapes(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """As parameter_shapes, with those of the carried tensors that are stored. Args: stored: names in a folder."""
+    return parameter_shapes(spec) | {name: shape for name, shape in spec.carried.items() if name in stored}
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -165,7 +218,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every LoRA matrix beside the linear layers of these names (of Layer.adapted)."""
+    """Name and shape of every LoRA matrix beside the linear layers of these names (of LayerShape.adapted)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")

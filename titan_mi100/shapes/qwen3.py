@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.errors import UserError
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, Layer, ModelSpec, Parameter, Values
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Values
 from titan_mi100.wording import as_key, first_of, shortened, shown
 
 # The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
@@ -34,7 +34,7 @@ class Qwen3Spec(ModelSpec):
     pad_token_id: int | None = None
 
     @cached_property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[LayerShape, ...]:
         hidden, mlp = self.hidden_size, self.intermediate_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm, norm_of_head = (Parameter((size,), WHOLE, "norm", "ones") for size in (hidden, self.head_dim))
@@ -54,7 +54,7 @@ class Qwen3Spec(ModelSpec):
         matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
         saved = Values(6 * hidden + 2 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
         moving = Values(2 * mlp + 2 * hidden)
-        layer = Layer(
+        layer = LayerShape(
             kind="attention",
             parameters=parameters,
             adapted=LINEARS,

@@ -208,12 +208,13 @@ def is_exported(target: Path, dtype: str, is_adapter: bool, base_name: str = "")
 
 
 def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
-    """Shape and dtype of the tensors to write. Only floating-point tensors are cast."""
-    kinds = source.weights.kinds
+    """Shape and dtype of the tensors to write. Only floating-point tensors that the model uses are cast."""
+    kinds, carried = source.weights.kinds, source.spec.carried if source.spec else {}
     if dtype == "keep":
         return kinds
     target: torch.dtype = getattr(torch, dtype)
-    return {n: Kind(shape, target if own.is_floating_point else own) for n, (shape, own) in kinds.items()}
+    cast = {name for name, kind in kinds.items() if kind.dtype.is_floating_point and name not in carried}
+    return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 
 def _resolve_verify(verify: str, nbytes: int, folder: Path, needed: str = "") -> str:

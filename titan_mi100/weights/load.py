@@ -18,9 +18,10 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_count, parameter_shapes
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_count, parameter_shapes, stored_shapes
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.peft import open_adapter
+from titan_mi100.weights.pieces import joined, read_pieces
 from titan_mi100.weights.source import open_weights, verify_files
 
 
@@ -50,7 +51,14 @@ def load_weights(
                 read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-        fill_base(model, optimizer.keep_residuals(read))
+                if dist.get_rank() == 0 and not config.lora.rank:
+                    model.carried = {name: base.tensor(name) for name in spec.carried if name in base.kinds}
+        fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
+    elif dist.get_rank() == 0:
+        saved = open_weights(checkpoint).kinds
+        model.carried = {
+            name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in spec.carried if name in saved
+        }
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
@@ -125,7 +133,7 @@ def base_identity(config: Config, spec: ModelSpec) -> str:
 
 
 def _open_base(source: str, spec: ModelSpec) -> Weights:
-    weights = open_weights(source)
+    weights = joined(open_weights(source), spec)
     # Comparing the values of a tied head reads two large matrices; rank 0 does it for all.
-    weights.check(parameter_shapes(spec), with_values=dist.get_rank() == 0)
+    weights.check(stored_shapes(spec, weights.kinds), with_values=dist.get_rank() == 0)
     return weights

@@ -16,11 +16,12 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.logging import log
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, differences, parameter_shapes
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, differences, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.pieces import joined
 
 
 def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
@@ -132,7 +133,9 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         targets = tuple(adapter["target_modules"])
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets)
     if spec is not None:
-        shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else parameter_shapes(spec)
+        weights = joined(weights, spec)
+        every = stored_shapes(spec, weights.kinds)
+        shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else every
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
     # Files beside a single file of torch.save belong to the model only if one of them is a config.json.

@@ -11,11 +11,13 @@ from torch import Tensor
 from titan_mi100.config.assets import GENERATION, read_assets, stop_ids
 from titan_mi100.errors import UserError
 from titan_mi100.model.families import MODELS
+from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights
+from titan_mi100.weights.pieces import read_pieces
 
 _TOLERANCE = 1e-5  # relative to the largest logit; in fp32, the order of sums of thousands of products matters
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
@@ -84,8 +86,7 @@ def compare(
     with torch.device("meta"):  # no time spent on initial values
         ours = MODELS[spec.model_type](spec)
     ours.to_empty(device="cpu")
-    for name, parameter in ours.named_parameters():
-        parameter.copy_(weights.tensor(name))
+    fill_parameters(ours.named_parameters(), read_pieces(spec, weights.read))
     for ids, logits in zip(prompts, expected, strict=True):
         found, finite = ours(ids), logits.isfinite()
         if not torch.equal(found.isfinite(), finite):
