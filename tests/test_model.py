@@ -127,14 +127,16 @@ def test_parameters_carry_hf_names_and_are_all_there_is(tied: bool) -> None:
 
 
 def test_initial_values_do_not_depend_on_who_draws_which_part() -> None:
-    spec, shape = PRESETS["debug"], torch.Size((3000, 8))
-    whole = initial_values(spec, 7, "w", shape, (0, 0), (3000, 8))
-    parts = [initial_values(spec, 7, "w", shape, (row, 0), (size, 8)) for row, size in ((0, 1001), (1001, 1999))]
+    spec, shape, w = PRESETS["debug"], torch.Size((3000, 8)), "model.embed_tokens.weight"
+    whole = initial_values(spec, 7, w, shape, (0, 0), (3000, 8))
+    parts = [initial_values(spec, 7, w, shape, (row, 0), (size, 8)) for row, size in ((0, 1001), (1001, 1999))]
     assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(initial_values(spec, 7, "w", shape, (1500, 2), (100, 3)), whole[1500:1600, 2:5])
+    assert torch.equal(initial_values(spec, 7, w, shape, (1500, 2), (100, 3)), whole[1500:1600, 2:5])
     assert abs(whole.std().item() - spec.initializer_range) < 0.02 * spec.initializer_range
-    assert not torch.equal(initial_values(spec, 8, "w", shape, (0, 0), (3000, 8)), whole)
-    assert not torch.equal(initial_values(spec, 7, "v", shape, (0, 0), (3000, 8)), whole)
+    assert not torch.equal(initial_values(spec, 8, w, shape, (0, 0), (3000, 8)), whole)
+    assert not torch.equal(
+        initial_values(spec, 7, "model.layers.0.mlp.up_proj.weight", shape, (0, 0), (3000, 8)), whole
+    )
     assert not torch.equal(whole[:1024], whole[1024:2048])
 
 

@@ -64,9 +64,9 @@ def test_neither_is_optimizer_state_that_is_not_finite(world: World, tmp_path: P
 
 def test_finite_values_whose_sum_is_not_are_finite() -> None:
     large = {"a": torch.full((4,), 3e38), "b": torch.tensor([1, 2])}
-    assert checkpointer._not_finite(large) == ""
-    assert checkpointer._not_finite(large | {"c": torch.tensor([torch.inf, -torch.inf])}) == "c"
-    assert checkpointer._not_finite(large | {"d": torch.tensor(torch.nan, dtype=torch.bfloat16)}) == "d"
+    assert checkpointer._not_finite(large, ()) == ""
+    assert checkpointer._not_finite(large | {"c": torch.tensor([torch.inf, -torch.inf])}, ()) == "c"
+    assert checkpointer._not_finite(large | {"d": torch.tensor(torch.nan, dtype=torch.bfloat16)}, ()) == "d"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
+    CheckpointConfig,
     CompileConfig,
     Config,
     LoRAConfig,
@@ -45,13 +46,14 @@ def config_of(case: dict, split: dict) -> Config:
             seed=split.get("seed", 0),
             mixed_precision_param=split.get("param", "float32"),
         ),
-        optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
+        optimizer=OptimizerConfig(lr=1e-2, eps=1e-3, **split.get("optimizer", {})),
         lr_scheduler=CONSTANT,
         parallelism=ParallelismConfig(**split.get("parallelism", {})),
         activation_checkpoint=ActivationCheckpointConfig(mode=split.get("checkpointing", "none")),
         compile=CompileConfig(enable=split.get("compile", False), backend="aot_eager"),
         lora=LoRAConfig(**split.get("lora", {})),
         memory=MemoryConfig(**split.get("memory", {})),
+        checkpoint=CheckpointConfig(initial_load_path=split.get("load", "")),
     )
 
 

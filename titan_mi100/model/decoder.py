@@ -110,7 +110,14 @@ class AttentionLayer(Layer):
 class Decoder(nn.Module):
     """The embedding, the layers and the final norm, or a pipeline stage's share of them. The head is not included."""
 
-    def __init__(self, kinds: Mapping[str, type[Layer]], spec: ModelSpec, backend: Backend, stage: Stage) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str, type[Layer]],
+        norm: type[nn.Module],
+        spec: ModelSpec,
+        backend: Backend,
+        stage: Stage,
+    ) -> None:
         super().__init__()
         self.spec, self.backend, self.stage = spec, backend, stage
         mine = {number: spec.layers[number] for number in stage.layers}
@@ -123,7 +130,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): self.kinds[shape.kind](spec, shape, backend) for number, shape in mine.items()}
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
+        self.norm = norm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 
     def blocks(self) -> list[Layer]:
         return [layer for layer in self.layers.values() if isinstance(layer, Layer)]
@@ -196,17 +203,19 @@ class CausalLM(nn.Module):
 
     Attributes:
         kinds: the family's layers, by their kind (LayerShape.kind).
+        norm: the class of the final norm, made of the hidden size and eps.
 
     Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
     with `init.initial_values`. There are no buffers.
     """
 
     kinds: ClassVar[Mapping[str, type[Layer]]]
+    norm: ClassVar[type[nn.Module]] = RMSNorm
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
         super().__init__()
         stage = stage or Stage(range(spec.num_hidden_layers))
-        self.model = Decoder(self.kinds, spec, backend or Eager(), stage)
+        self.model = Decoder(self.kinds, self.norm, spec, backend or Eager(), stage)
         self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
         self.head_loss: HeadLoss = head_loss
 

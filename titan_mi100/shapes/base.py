@@ -135,6 +135,7 @@ class ModelSpec:
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     model_type: ClassVar[str]
+    norm_start: ClassVar[str] = "ones"  # of the final norm
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -173,7 +174,10 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter by its HF name, a tied weight once."""
-        norm, whole = Parameter((self.hidden_size,), WHOLE, "norm", "ones"), (self.vocab_size, self.hidden_size)
+        norm, whole = (
+            Parameter((self.hidden_size,), WHOLE, "norm", self.norm_start),
+            (self.vocab_size, self.hidden_size),
+        )
         found = {"model.embed_tokens.weight": Parameter(whole, OUTPUTS, "embedding")}
         for number, layer in enumerate(self.layers):
             found |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
