@@ -188,7 +188,7 @@ def documents_of(document_ids):
     import torch
 
     from titan_mi100.attention.base import Documents
-    from titan_mi100.data.loader import document_ends
+    from titan_mi100.data.rows import document_ends
 
     return Documents.from_ends(torch.from_numpy(document_ends(document_ids.numpy())))
 
@@ -198,7 +198,7 @@ def supervised_of(labels):
     import torch
 
     from titan_mi100.config.layout import IGNORE
-    from titan_mi100.data.loader import columns_where
+    from titan_mi100.data.rows import columns_where
     from titan_mi100.parallel.base import supervised_index
 
     return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))

@@ -16,8 +16,8 @@ from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import Microbatch, collate
 from titan_mi100.data.made_up import packed
+from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index

@@ -27,7 +27,8 @@ from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data import shards
 from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
-from titan_mi100.data.prepared import PADDING_DOCUMENT, PADDING_ROW
+from titan_mi100.data.prepared import PADDING_ROW
+from titan_mi100.data.rows import PADDING_DOCUMENT
 from titan_mi100.data.shards import cut_into_units
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError

@@ -11,7 +11,8 @@ from conftest import random_documents
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowSource, RowStream, ShuffledEpochs, validation_batches
 from titan_mi100.data.made_up import packed
-from titan_mi100.data.prepared import PackedDataset, Row
+from titan_mi100.data.prepared import PackedDataset
+from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
 
 

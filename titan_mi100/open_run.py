@@ -38,6 +38,8 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
 from titan_mi100.logging import log
 from titan_mi100.model.loss import HeadMemory
+from titan_mi100.objectives.base import Objective
+from titan_mi100.objectives.sft import SFT
 from titan_mi100.optim.optimizer import build_optimizer, lr_factor, scale_lr
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
@@ -214,6 +216,7 @@ def open_run(
     checkpoint: Path | None = None,
     heartbeat: Heartbeat | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
+    objective: Objective = SFT,
 ) -> Run:
     """Build everything that the first step needs. A collective.
 
@@ -223,6 +226,7 @@ def open_run(
         data: prepared data; None: those that the config names.
         checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
         heartbeat: this process's record for the watcher; None: not watched.
+        objective: what is learned.
 
     Raises:
         UserError: on all ranks: files do not fit each other or the config.
@@ -254,7 +258,8 @@ def open_run(
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
-    model = build_model(config, spec, layout, batch, mesh, world.device, attention.make(), supervised_share, head)
+    wanted = attention.make(), supervised_share, head
+    model = build_model(config, spec, layout, batch, mesh, world.device, *wanted, objective=objective)
     trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     load_weights(model, optimizer, config, spec, found.path if found else None)

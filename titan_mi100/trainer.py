@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.loader import Microbatch, RowStream
-from titan_mi100.data.prepared import PADDING_DOCUMENT
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.microbatch import Microbatch, sizes
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
@@ -69,10 +68,10 @@ class Trainer:
         """
         started = time.perf_counter()
         model, first_row, microbatches = self._model, self._row, self._microbatches
-        tokens, supervised, pairs = map(round, self._counts)
-        # Divide the loss by the supervised tokens of the whole step, over all ranks, before the first backward. Then
-        # the gradient is the same for every split of the rows over ranks and microbatches, and needs no rescaling.
-        weight = 1 / supervised if supervised else 0.0
+        tokens, supervised, pairs, count = map(round, self._counts)
+        # Divide the loss by the count of the whole step, over all ranks, before the first backward (for sft: of the
+        # supervised tokens). Then the gradient is the same for every split of the rows over ranks and microbatches.
+        weight = 1 / count if count else 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
         losses = model.forward_backward(microbatches, weight * scale)
         self._note("reading the next step's rows")
@@ -132,8 +131,8 @@ class Trainer:
         """The microbatch with the highest mean loss; empty on a pipeline stage that does not compute the loss."""
         if not self._model.counts_loss:
             return []
-        supervised = torch.stack([(microbatch["labels"] != IGNORE).sum() for microbatch in microbatches])
-        return [int((losses.cpu() / supervised.cpu().clamp(min=1)).argmax())]
+        counts = torch.tensor([self._model.objective.count(microbatch) for microbatch in microbatches])
+        return [int((losses.cpu() / counts.clamp(min=1)).argmax())]
 
     def _read_ahead(self) -> float:
         """Fetch the next step's rows, which a thread has read during this step; the seconds waited for them."""
@@ -149,10 +148,9 @@ class Trainer:
         return time.perf_counter() - started
 
     def _count(self, microbatches: list[Microbatch]) -> Tensor:
-        """Real tokens, supervised tokens, and (query, key) pairs inside documents; zeros where another rank counts."""
-        counts = torch.zeros(3, dtype=torch.float64)
+        """The microbatches' sizes, and the objective's count; zeros where another rank counts."""
+        counts = torch.zeros(4, dtype=torch.float64)
         for microbatch in microbatches if self._model.counts_rows else ():
-            real = microbatch["document_ids"] != PADDING_DOCUMENT
-            pairs = (microbatch["positions"] + 1)[real].sum()
-            counts += torch.stack([real.sum(), (microbatch["labels"] != IGNORE).sum(), pairs])
+            counts[:3] += sizes(microbatch)
+            counts[3] += self._model.objective.count(microbatch)
         return counts

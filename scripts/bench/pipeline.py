@@ -39,8 +39,8 @@ from titan_mi100.cli import exit_code
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import ActivationCheckpointConfig, Config, ParallelismConfig, TrainingConfig
-from titan_mi100.data.loader import collate
 from titan_mi100.data.made_up import made_up, packed
+from titan_mi100.data.microbatch import collate
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.open_run import open_run

@@ -60,8 +60,9 @@ def config_of(case: dict, split: dict) -> Config:
 def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
     """The split's run on the case's documents, with the case's weights; resumed, only with what a checkpoint lacks."""
     config = config_of(case, split)
-    data = made_up(rows := packed(case["documents"], config.training.seq_len), validation=rows)
-    run = open_run(config, world, spec=case["spec"], data=data, **options)
+    rows = packed(case["documents"], config.training.seq_len)
+    options = {"data": made_up(rows, validation=rows), **options}
+    run = open_run(config, world, spec=case["spec"], **options)
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
@@ -113,9 +114,9 @@ def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
     return kept
 
 
-def run_split(world: World, case: dict, split: dict) -> dict:
+def run_split(world: World, case: dict, split: dict, **options: Any) -> dict:
     """One step of `split` on the case's documents."""
-    run = open_split(world, case, split)
+    run = open_split(world, case, split, **options)
     gradients = keep_gradients(run)
     result = run.step()
     return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients,

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.assets import CORPUS, PLAN
-from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.prepared import PADDING_DOCUMENT, PADDING_ROW, Row
+from titan_mi100.data.prepared import PADDING_ROW
+from titan_mi100.data.rows import Row, packed_row
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object, read_plain
 from titan_mi100.files.schema import validated
@@ -195,28 +195,13 @@ class CorpusRows:
 
     def row(self, index: int) -> Row:
         """Row number `index`, or PADDING_ROW."""
-        size = self.seq_len
-        input_ids = np.full(size, self.corpus.pad_id, dtype=np.int64)
-        labels = np.full(size, IGNORE, dtype=np.int64)
-        positions = np.arange(size, dtype=np.int64)
-        document_ids = np.full(size, PADDING_DOCUMENT, dtype=np.int64)
-        if index == PADDING_ROW:
-            return Row(input_ids, labels, positions, document_ids)
-        shard, start = self._place(index)
-        values = self._values_of(shard)(start)
-        real = len(values)
-        ids, first = (values >> 1).astype(np.int64), (values & 1).astype(bool)
-        input_ids[:real] = ids
-        labels[: real - 1] = ids[1:]  # shifted: position t predicts token t + 1
-        if self.concatenated:
-            document_ids[:real] = 0
-        else:
-            labels[: real - 1][first[1:]] = IGNORE  # a document's last token does not predict the next document
-            first[0] = True  # the row may begin inside a document; that piece is a document of its own
-            document_ids[:real] = np.cumsum(first) - 1
-            positions[:real] -= np.flatnonzero(first)[document_ids[:real]]
-        positions[real:] -= real
-        return Row(input_ids, labels, positions, document_ids)
+        values = np.zeros(0, dtype=np.int64)
+        if index != PADDING_ROW:
+            shard, start = self._place(index)
+            values = self._values_of(shard)(start)
+        first = (values & 1).astype(bool) & (not self.concatenated)
+        first[:1] = True  # the row may begin inside a document; that piece is a document of its own
+        return packed_row(values >> 1, np.ones(len(values), dtype=bool), first, self.seq_len, self.corpus.pad_id)
 
     def where(self, index: int) -> list[str]:
         """`file:line` of the documents in a row, each once; `file:1` for a text file. PADDING_ROW has none."""

@@ -1,21 +1,19 @@
 """The loader: which rows a rank reads in a step, and the tensors made of them.
 
 A `RowSource` maps a row number of the run to the row's tokens. A `RowStream` computes a rank's row numbers for a step.
-`collate` makes the tensors.
+microbatch.py makes the tensors.
 """
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.prepared import PADDING_ROW, Row, RowSet
+from titan_mi100.config.layout import Batch
+from titan_mi100.data.microbatch import Microbatch, collate
+from titan_mi100.data.prepared import PADDING_ROW, RowSet
+from titan_mi100.data.rows import Row
 from titan_mi100.files.child import check_shared_memory
 
 # Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
@@ -106,17 +104,6 @@ class ShuffledEpochs:
         """
         epoch, place = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(place, len(self.dataset))
-
-
-# The rows of one forward, on the CPU. All tensors are (local_batch_size, seq), so that a pipeline can split them along
-# dim 0.
-#   input_ids, labels, positions, document_ids: int64, as in prepared.Row.
-#   document_ends: int32, per document of the row the column after its last token, ascending, then -1 (padding counts as
-#       a document).
-#   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
-# Tensor sizes in the model depend on the last two. They are read on the host (parallel/base.py), so that the forward
-# never waits for the device.
-Microbatch = dict[str, Tensor]
 
 
 class RowStream:
@@ -212,35 +199,6 @@ class ReadAhead:
         if pinned:
             node = nodes.PinMemory(node)
         return iter(nodes.Loader(node))
-
-
-def collate(rows: Sequence[Row]) -> Microbatch:
-    """Stack rows into a `Microbatch`, and compute its `document_ends` and `supervised_columns`."""
-    arrays = dict(zip(Row._fields, map(np.stack, zip(*rows, strict=True)), strict=True))
-    arrays["document_ends"] = document_ends(arrays["document_ids"])
-    arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def document_ends(document_ids: np.ndarray) -> np.ndarray:
-    """`document_ends` of a microbatch, (batch, seq) int32.
-
-    Args:
-        document_ids: (batch, seq); consecutive tokens with the same id form a document.
-    """
-    is_last = np.ones(document_ids.shape, dtype=bool)  # the last token of its document
-    is_last[:, :-1] = document_ids[:, 1:] != document_ids[:, :-1]
-    last = columns_where(is_last)
-    return np.where(last < 0, last, last + 1)
-
-
-def columns_where(mask: np.ndarray) -> np.ndarray:
-    """The columns of each row where the mask is set, ascending, then -1; (batch, seq) bool -> (batch, seq) int32."""
-    seq = mask.shape[1]
-    # Unset columns become `seq`, the largest value, so that sorting moves them to the end.
-    columns = np.where(mask, np.arange(seq, dtype=np.int32), np.int32(seq))
-    columns.sort(axis=1)
-    return np.where(columns < seq, columns, np.int32(-1))
 
 
 def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:

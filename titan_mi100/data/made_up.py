@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.encode import document_values
-from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.packing import Packing, pack_together
 from titan_mi100.data.prepared import (
-    PADDING_DOCUMENT,
     DataFacts,
     DocumentTable,
     PackedDataset,
@@ -22,12 +20,20 @@ from titan_mi100.data.prepared import (
 _LENGTHS = (100, 500)  # shortest and longest random document in tokens; a document may be cut at the end of a row
 
 
-def packed(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0) -> PackedDataset:
-    """Pack documents into rows, as preparation does. Args: documents: each (ids, supervised), two (tokens,) arrays."""
+def packed(
+    documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0, together: int = 1
+) -> PackedDataset:
+    """Pack documents into rows, as preparation does.
+
+    Args:
+        documents: each (ids, supervised), two (tokens,) arrays.
+        together: documents of a record, see Objective.together.
+    """
     values = [document_values(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    return PackedDataset(DocumentTable(np.concatenate(values), starts), pack_rows(lengths, seq_len), seq_len, pad_id)
+    packing = pack_together(lengths, seq_len, together)
+    return PackedDataset(DocumentTable(np.concatenate(values), starts), packing, seq_len, pad_id)
 
 
 def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: float, seed: int = 7) -> PackedDataset:
@@ -58,6 +64,6 @@ def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Pr
 def _count(rows: PackedDataset) -> SetFacts:
     supervised = tokens = 0
     for row in map(rows.row, range(len(rows))):
-        supervised += int((row.labels != IGNORE).sum())
-        tokens += int((row.document_ids != PADDING_DOCUMENT).sum())
+        supervised += int(row.supervised().sum())
+        tokens += int((~row.padding()).sum())
     return SetFacts(len(rows.packing.documents), tokens, supervised, supervised_bytes=0, rows=len(rows))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from titan_mi100.data.prepared import PADDING_ROW, Row, SourceRows
+from titan_mi100.data.prepared import PADDING_ROW, SourceRows
+from titan_mi100.data.rows import Row
 from titan_mi100.data.schedule import RowSchedule, shares_of
 from titan_mi100.errors import UserError
 

@@ -16,6 +16,12 @@ class Packing(NamedTuple):
     documents: np.ndarray  # (documents,) int64
 
 
+def pack_together(lengths: np.ndarray, capacity: int, together: int) -> Packing:
+    """As pack_rows, for records of so many consecutive documents each: those of a record share a row, side by side."""
+    starts, records = pack_rows(lengths.reshape(-1, together).sum(1), capacity)
+    return Packing(starts * together, (records[:, None] * together + np.arange(together)).ravel())
+
+
 def pack_rows(lengths: np.ndarray, capacity: int) -> Packing:
     """Assign documents to rows. The longest document that is left opens a row; a subset sum of the others fills it.
 

@@ -22,17 +22,16 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.cache import DamagedFolder, content_hash
 from titan_mi100.data.files import label
 from titan_mi100.data.packing import Packing
+from titan_mi100.data.rows import Row, packed_row
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace, sha256_of
 from titan_mi100.files.plain import parse_object, plain_path, read_plain
 from titan_mi100.files.schema import validated
 
 PADDING_ROW = -1  # index of a row without documents; such rows fill the last step of an epoch
-PADDING_DOCUMENT = -1  # document_ids of padding tokens
 
 _META = "meta.json"
 
@@ -48,15 +47,6 @@ class Origins(NamedTuple):
         """The document's `file:line`."""
         file, line, element = self.lines[self.document_lines[document]].tolist()
         return f"{self.files[file]}:{label(line, element)}"
-
-
-class Row(NamedTuple):
-    """One packed row; each array is (seq_len,) int64."""
-
-    input_ids: np.ndarray
-    labels: np.ndarray  # the next token (shifted) where it is supervised, else layout.IGNORE
-    positions: np.ndarray  # start at 0 in each document
-    document_ids: np.ndarray  # 0, 1, ... along the row; PADDING_DOCUMENT in padding
 
 
 @dataclass(frozen=True)
@@ -115,22 +105,11 @@ class PackedDataset:
 
     def row(self, index: int) -> Row:
         """Build row `index`, or the row of padding for PADDING_ROW."""
-        input_ids = np.full(self.seq_len, self.pad_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        positions = np.arange(self.seq_len, dtype=np.int64)
-        document_ids = np.full(self.seq_len, PADDING_DOCUMENT, dtype=np.int64)
-        start = 0
-        for place, number in enumerate(self.documents_of(index)):
-            values = self.documents[number]
-            stop = start + len(values)
-            input_ids[start:stop] = values >> 1
-            # Shifted: position t predicts token t + 1. A document's last position predicts nothing.
-            labels[start : stop - 1] = np.where(values[1:] & 1, input_ids[start + 1 : stop], IGNORE)
-            positions[start:stop] -= start
-            document_ids[start:stop] = place
-            start = stop
-        positions[start:] -= start
-        return Row(input_ids, labels, positions, document_ids)
+        documents = [self.documents[number] for number in self.documents_of(index)]
+        values = np.concatenate([np.zeros(0, dtype=np.uint32), *documents])
+        first = np.zeros(len(values), dtype=bool)
+        first[np.cumsum([0, *map(len, documents)])[:-1]] = True
+        return packed_row(values >> 1, (values & 1).astype(bool), first, self.seq_len, self.pad_id)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.prepared import PackedDataset, RowSet
 
 
@@ -56,7 +55,4 @@ def _documents(rows: RowSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield values >> 1, (values & 1).astype(bool)
         return
     for row in map(rows.row, range(len(rows))):
-        supervised = np.append(False, row.labels[:-1] != IGNORE)  # labels are shifted: labels[t] is token t + 1
-        for document in range(int(row.document_ids.max()) + 1):  # PADDING_DOCUMENT is below 0
-            inside = row.document_ids == document
-            yield row.input_ids[inside], supervised[inside]
+        yield from row.documents()

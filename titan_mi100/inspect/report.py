@@ -17,17 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import OVERLONG
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import (
-    PADDING_DOCUMENT,
     Origins,
     PackedDataset,
     Prepared,
     RefusedData,
-    Row,
     RowSet,
     SetFacts,
     SourceRows,
@@ -167,12 +164,6 @@ def _read_ledger(path: Path) -> Iterator[dict[str, str]]:
 # --- tokens ---
 
 
-def _supervised(row: Row) -> np.ndarray:
-    """(seq_len,) bool: which tokens of the row are the label of the position before them."""
-    assert row.labels[-1] == IGNORE  # otherwise roll would mark the first token
-    return np.roll(row.labels != IGNORE, 1)
-
-
 def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int) -> dict[str, Any]:
     """A packed row as training reads it: its documents, and lists with one value per token.
 
@@ -181,17 +172,15 @@ def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int)
             stream), the row is one document with several origins.
     """
     row = rows.row(index)
-    supervised = _supervised(row)
+    supervised, inside = row.supervised(), [(ids.tolist(), learned) for ids, learned in row.documents()]
     assert (np.roll(row.labels, 1) == row.input_ids)[supervised].all()  # a label is the next token
     documents, texts = [], []
-    for place in range(int(row.document_ids.max()) + 1):
-        inside = row.document_ids == place
-        ids = row.input_ids[inside].tolist()
+    for place, (ids, learned) in enumerate(inside):
         texts += token_texts(tokenizer, ids)
-        count = {"tokens": len(ids), "supervised": int(supervised[inside].sum())}
-        where = origins[place] if row.document_ids.max() + 1 == len(origins) else some(origins, 3)
+        count = {"tokens": len(ids), "supervised": int(learned.sum())}
+        where = origins[place] if len(inside) == len(origins) else some(origins, 3)
         documents.append({"where": where, **count, "text": tokenizer.decode(ids)})
-    padding = int((row.document_ids == PADDING_DOCUMENT).sum())
+    padding = int(row.padding().sum())
     return {
         "row": index,
         "documents": documents,
@@ -347,7 +336,7 @@ def _bins(edges: list[int], documents: np.ndarray, overlong: list[int]) -> list[
 def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
     """A row as a line of `_COLUMNS` characters, each for one sampled position: █ supervised, ░ not, · padding."""
     row = dataset.row(index)
-    kinds = np.where(row.document_ids == PADDING_DOCUMENT, 2, _supervised(row))
+    kinds = np.where(row.padding(), 2, row.supervised())
     picture = "".join("░█·"[kind] for kind in kinds[np.arange(_COLUMNS) * dataset.seq_len // _COLUMNS])
     return {"row": index, "documents": len(dataset.documents_of(index)), "picture": picture}
 

@@ -37,7 +37,7 @@ from titan_mi100.config.memory import (
     PARAMETERS,
 )
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.memory import no_others
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
@@ -410,9 +410,4 @@ def enough_microbatches(config: Config, ranks: int) -> int:
 
 def inputs(config: Config, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    shape = config.training.local_batch_size, config.training.seq_len
-    ids = torch.zeros(shape, dtype=torch.long)
-    positions = torch.arange(shape[1]).expand(shape)
-    supervised = torch.arange(ids.numel()).view(shape)[:, :-1].flatten()
-    one = {"input_ids": ids, "labels": ids, "positions": positions, "supervised": supervised}
-    return [one] * microbatches
+    return [one_document_per_row(config.training.local_batch_size, config.training.seq_len)] * microbatches

@@ -8,6 +8,7 @@ Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -160,8 +161,9 @@ class Decoder(nn.Module):
 
 _HEAD_BLOCK = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
 
-# (hidden states, the head's weight, labels, index of the supervised tokens) -> (1,); see loss.head_loss
+# (hidden states, the head's weight, labels, index of the supervised tokens, further columns) -> (1,); see objectives/
 HeadLoss = Callable[..., Tensor]
+Columns = Mapping[str, Tensor]
 
 
 class Head(nn.Module):
@@ -173,12 +175,19 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
-    def forward(self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss) -> Tensor:
-        return logits_or_loss(hidden, self.weight, labels, supervised, loss)
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | None, columns: Columns, loss: HeadLoss
+    ) -> Tensor:
+        return logits_or_loss(hidden, self.weight, labels, supervised, columns, loss)
 
 
 def logits_or_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor | None, supervised: Tensor | None, loss: HeadLoss
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor | None,
+    supervised: Tensor | None,
+    columns: Columns,
+    loss: HeadLoss,
 ) -> Tensor:
     """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see CausalLM.forward.
 
@@ -191,7 +200,8 @@ def logits_or_loss(
         few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_HEAD_BLOCK)
         return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
     assert supervised is not None, "labels need the index of the supervised tokens"
-    return loss(hidden, local_weight(weight, weight.dtype), labels, supervised)  # the loss casts the weight in blocks
+    weight = local_weight(weight, weight.dtype)  # the loss casts it in blocks
+    return loss(hidden, weight, labels, supervised, columns)
 
 
 class CausalLM(nn.Module):
@@ -226,6 +236,7 @@ class CausalLM(nn.Module):
         documents: Any = None,
         labels: Tensor | None = None,
         supervised: Tensor | None = None,
+        **columns: Tensor,
     ) -> Tensor:
         """Compute the logits, or the summed loss if labels are given.
 
@@ -237,6 +248,7 @@ class CausalLM(nn.Module):
             labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
             supervised: (n,), on the device: index of the supervised tokens in the flattened batch. Without labels: the
                 tokens whose logits are wanted; default: all.
+            columns: (batch, seq) each, that the objective reads.
 
         A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
         the hook of parallel.base.read_on_host converts them.
@@ -250,7 +262,7 @@ class CausalLM(nn.Module):
         if documents is None:
             documents = self.model.prepare(Documents.one_per_row(*positions.shape), positions.device)
         hidden = self.model(input_ids, positions, documents)
-        return self.head(hidden, labels, supervised) if self.model.stage.last else hidden
+        return self.head(hidden, labels, supervised, columns) if self.model.stage.last else hidden
 
     def merge(self) -> None:
         """Merge weights that have the same input, so that one product replaces several. Faster for text generation. Not
@@ -259,9 +271,16 @@ class CausalLM(nn.Module):
         for block in self.model.blocks():
             block.merge()
 
-    def head(self, hidden: Tensor, labels: Tensor | None = None, supervised: Tensor | None = None) -> Tensor:
+    def head(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        supervised: Tensor | None = None,
+        columns: Columns = MappingProxyType({}),
+    ) -> Tensor:
         """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given."""
         if self.lm_head is not None:
-            return self.lm_head(hidden, labels, supervised, self.head_loss)
+            return self.lm_head(hidden, labels, supervised, columns, self.head_loss)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(hidden, self.model.embed_tokens.weight, labels, supervised, self.head_loss)
+        weight = self.model.embed_tokens.weight
+        return logits_or_loss(hidden, weight, labels, supervised, columns, self.head_loss)

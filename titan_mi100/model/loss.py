@@ -7,7 +7,7 @@ Legend: n supervised tokens, V vocabulary, H hidden size.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,36 +46,57 @@ class HeadMemory:
         return cls(HEAD_BLOCK, total_memory // HEAD_SHARE)  # kept 16-bit logits take at most 1/32 of the memory
 
 
-def head_loss(
+class Targets(NamedTuple):
+    """What tokens should predict.
+
+    Attributes:
+        tokens: (n,), n > 0: their positions in the flattened batch. The host computes it; counting labels on the device
+            would make the host wait for it.
+        ids: (n, k): k token ids for each; k = 1: its label. IGNORE: no id.
+        weights: (n, k), of the ids; None: 1 for each.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor | None = None
+
+
+def of_labels(labels: Tensor, tokens: Tensor) -> Targets:
+    """The targets of labels, (batch, seq), already shifted, at these tokens."""
+    return Targets(tokens, labels.flatten()[tokens][:, None])
+
+
+def token_losses(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
-    supervised: Tensor,
+    targets: Targets,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
 ) -> Tensor:
-    """Sum of the cross-entropy over supervised tokens.
+    """The cross-entropy of each token: minus the weighted sum of its targets' log probabilities.
 
     Args:
         hidden: (batch, seq, H), after the final norm.
         weight: (V, H), the head's weight, in the dtype of `hidden` or a wider one. Its gradient has the same dtype.
-        labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
-        supervised: (n,), n > 0: positions of the supervised tokens in the flattened batch. The host computes it;
-            counting labels here would make the host wait for the device.
         group: ranks that hold equal shards of the head, in rank order (vocabulary parallel). `weight` is then this
             rank's shard, (V / ranks, H). The gradient of `hidden` is then a partial sum; the caller sums it over ranks.
         memory: how many logits are held; it changes results only by rounding.
 
     Returns:
-        (1,), in fp32 or fp64. Not 0-dim: a 0-dim output breaks the pipeline schedules.
+        (n,), in fp32 or fp64.
 
-    The head runs only on the tokens of `supervised`. A token labelled IGNORE has weight zero. A batch without
-    supervised tokens passes one such token, so backward reaches the same parameters on every rank and every rank starts
-    the same collectives.
+    The head runs only on these tokens. An id IGNORE has weight zero. A batch without supervised tokens passes one such
+    token, so backward reaches the same parameters on every rank and every rank starts the same collectives.
     """
-    return _BlockedCrossEntropy.apply(
-        hidden.flatten(0, 1)[supervised], weight, labels.flatten()[supervised], group, memory
-    )
+    chosen = hidden.flatten(0, 1)[targets.tokens]
+    return _BlockedCrossEntropy.apply(chosen, weight, targets.ids, targets.weights, group, memory)
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, columns: Any = None, **options: Any
+) -> Tensor:
+    """The losses of labels, summed: (1,), not 0-dim, which would break the pipeline schedules. See decoder.HeadLoss."""
+    return token_losses(hidden, weight, of_labels(labels, tokens), **options).sum(dim=0, keepdim=True)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
@@ -87,19 +108,26 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, memory: HeadMemory
-    ) -> Tensor:  # (n, H), (V, H), (n,) -> (1,)
-        supervised = labels != IGNORE
-        labels = labels if group is None else labels - dist.get_rank(group) * len(weight)  # columns of this shard
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        group: dist.ProcessGroup | None,
+        memory: HeadMemory,
+    ) -> Tensor:  # (n, H), (V, H), (n, k), (n, k) -> (n,)
+        known = ids != IGNORE
+        ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
         blocks = _Blocks(hidden, weight, memory)
-        # Online softmax, all (n,): the maximum so far, the sum of exp(logit - maximum), and the label's logit. A new
+        # Online softmax, all (n,): the maximum so far, the sum of exp(logit - maximum), and the ids' logits. A new
         # maximum rescales the sum, so one pass over the blocks is enough.
-        highest = torch.full(labels.shape, -torch.inf, dtype=blocks.wide, device=hidden.device)
+        highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), torch.zeros_like(highest)
         for start, stop in blocks:
             logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
-            inside, column = _columns(labels, start, stop)
-            target = torch.where(inside, logits.gather(1, column).squeeze(1), target)
+            inside, column = _columns(ids, start, stop)
+            chosen = torch.where(inside, logits.gather(1, column), 0.0)
+            target += (chosen if weights is None else chosen * weights).sum(1)
             raised = torch.maximum(highest, logits.amax(dim=1))
             total.mul_(highest.sub_(raised).exp_()).add_(blocks.exponential(logits, raised).sum(dim=1))
             highest = raised
@@ -108,30 +136,34 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
             total *= (own - highest).exp()
             dist.all_reduce(total, group=group)
-            dist.all_reduce(target, group=group)  # it is zero except on the rank whose shard has the label
+            dist.all_reduce(target, group=group)  # of each id, it is zero except on the rank whose shard has it
         log_sum = highest + total.log()
-        ctx.save_for_backward(hidden, weight, labels, supervised, log_sum)
+        ctx.save_for_backward(hidden, weight, ids, weights, known, log_sum)
         blocks.holds_logits = blocks.keeps_logits
         ctx.blocks, ctx.memory = blocks if blocks.keeps_logits else None, memory
-        return torch.where(supervised, log_sum - target, 0.0).sum(dim=0, keepdim=True)
+        total_weight = known.sum(1) if weights is None else torch.where(known, weights, 0.0).sum(1)
+        return torch.where(known.any(1), log_sum * total_weight - target, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, labels, supervised, log_sum = ctx.saved_tensors
+        hidden, weight, ids, weights, known, log_sum = ctx.saved_tensors
         # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
         blocks: _Blocks = ctx.blocks or _Blocks(hidden, weight, ctx.memory)
-        scale = torch.where(supervised, grad, 0.0)[:, None]  # (n, 1)
+        scale = torch.where(known.any(1), grad, 0.0)[:, None]  # (n, 1)
+        shares = known.to(log_sum.dtype) if weights is None else torch.where(known, weights, 0.0)  # (n, k)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
-        rows = torch.arange(len(labels), device=labels.device)
+        rows = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
             logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(part, start)
-            # d loss / d logit = softmax - one_hot(label), here (n, block)
+            # d loss / d logit = total weight x softmax - weight x one_hot(id), here (n, block)
             delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()
-            inside, column = _columns(labels, start, stop)
-            delta.index_put_((rows, column.squeeze(1)), -inside.to(delta.dtype), accumulate=True)
+            inside, column = _columns(ids, start, stop)
+            if ids.shape[1] > 1 or weights is not None:
+                delta.mul_(shares.sum(1, keepdim=True))
+            delta.index_put_((rows, column), -torch.where(inside, shares, 0.0).to(delta.dtype), accumulate=True)
             delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
             if delta.dtype == grad_hidden.dtype:
                 grad_hidden.addmm_(delta, part)
@@ -143,7 +175,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 grad_weight[start:stop] = delta.t() @ hidden
         # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
         ctx.blocks = None
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
 
 
 class _Blocks:
@@ -198,6 +230,6 @@ class _Blocks:
         return self._wide[: like.numel()].view(like.shape)
 
 
-def _columns(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Whether each label is in the block, (n,) bool, and its column in the block, (n, 1); clamped for other labels."""
-    return (labels >= start) & (labels < stop), (labels - start).clamp(0, stop - start - 1)[:, None]
+def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Whether each id is in the block, (n, k) bool, and its column in the block, (n, k); clamped for other ids."""
+    return (ids >= start) & (ids < stop), (ids - start).clamp(0, stop - start - 1)

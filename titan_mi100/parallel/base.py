@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Documents, to_device
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import READ_ON_HOST, Microbatch, for_the_model
 from titan_mi100.model.decoder import CausalLM, Decoder
+from titan_mi100.objectives.base import Objective
+from titan_mi100.objectives.sft import SFT
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
@@ -39,9 +41,11 @@ class ParallelModel(ABC):
         host_gradients: gradients that are accumulated in host memory instead of `grad`.
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
+        objective: what is learned.
         carried: on rank 0: tensors of the model's folder that are not used, see ModelSpec.carried.
     """
 
+    objective: Objective = SFT
     carried: Mapping[str, Tensor] = MappingProxyType({})
 
     parts: list[CausalLM]
@@ -181,7 +185,7 @@ class ParallelModel(ABC):
         return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        return model_inputs(microbatch, self.device)
+        return model_inputs(for_the_model(microbatch, self.objective.columns), self.device)
 
 
 @contextmanager
@@ -196,17 +200,9 @@ def without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
             part.train()
 
 
-READ_ON_HOST = ("document_ends", "supervised_columns")  # stay on the CPU
-_NOT_FOR_THE_MODEL = ("document_ids",)  # used for statistics only
-
-
 def model_inputs(microbatch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Move a microbatch to the device, except the tensors of READ_ON_HOST. They are described at `read_on_host`."""
-    return {
-        name: tensor if name in READ_ON_HOST else to_device(tensor, device)
-        for name, tensor in microbatch.items()
-        if name not in _NOT_FOR_THE_MODEL
-    }
+    return {name: tensor if name in READ_ON_HOST else to_device(tensor, device) for name, tensor in microbatch.items()}
 
 
 def supervised_index(columns: Tensor) -> Tensor:

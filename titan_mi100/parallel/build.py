@@ -16,7 +16,9 @@ from titan_mi100.logging import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora
-from titan_mi100.model.loss import HeadMemory, head_loss
+from titan_mi100.model.loss import HeadMemory
+from titan_mi100.objectives.base import Objective
+from titan_mi100.objectives.sft import SFT
 from titan_mi100.parallel.alone import AloneModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
@@ -39,6 +41,7 @@ def build_model(
     head_memory: HeadMemory | None = None,
     make: Callable[[Callable[[], CausalLM]], CausalLM] | None = None,
     is_gpu: bool | None = None,
+    objective: Objective = SFT,
 ) -> ParallelModel:
     """Build the model in its layout, on this rank's device. The weights are not initialised.
 
@@ -50,6 +53,7 @@ def build_model(
         make: is given a function that builds a part on the meta device, and must return that part on its device; None:
             call it, then `to_empty`. The memory counter passes its own.
         is_gpu: work as on a GPU; None: if the device is one.
+        objective: what is learned.
     """
     is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
     head_memory = head_memory or HeadMemory.of(device)
@@ -57,7 +61,7 @@ def build_model(
         # GPipe runs all forwards before the first backward, so the kept logits of all microbatches exist at once.
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
-    loss = functools.partial(head_loss, memory=head_memory)
+    loss = functools.partial(objective, memory=head_memory)
 
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
@@ -71,6 +75,7 @@ def build_model(
         place = torch.device("cpu") if config.memory.offload == "weights" else device
         return make(lambda: build(stage)) if make else build(stage).to_empty(device=place)
 
+    model: ParallelModel
     if layout.pp > 1:
         layers = layers_per_stage(config, spec, layout.pp, supervised_share)
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
@@ -81,15 +86,15 @@ def build_model(
         dtype = compute_dtype(config.training)
         from titan_mi100.parallel.pipeline import PipelinedModel  # takes half a second; other layouts skip it
 
-        return PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
-    if layout.zero_stage == 0:
-        return ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
-    model: ParallelModel
-    if is_sharded(config, layout):
+        model = PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
+    elif layout.zero_stage == 0:
+        model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
+    elif is_sharded(config, layout):
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
         model = AloneModel(part(), mesh, device, is_gpu)
-    if config.memory.offload == "optimizer":  # pipelines and DDP, which have returned above, do not have it
+    model.objective = objective
+    if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_mi100.config.settings import ParallelismConfig, TrainingConfig
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.logging import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel

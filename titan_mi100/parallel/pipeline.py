@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered

@@ -14,7 +14,7 @@ from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import Config
 from titan_mi100.config.traffic import Work, extrapolated
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.memory.counter import CPU, Count, FakeRank, FusedKernel, as_rank, enough_microbatches, inputs
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
@@ -148,5 +148,4 @@ class _Rows:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        found = inputs(self._config, self.batch.gradient_accumulation_steps)
-        return [{**microbatch, "document_ids": torch.zeros_like(microbatch["labels"])} for microbatch in found]
+        return inputs(self._config, self.batch.gradient_accumulation_steps)

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from titan_mi100.config.layout import IGNORE, Batch
-from titan_mi100.data.loader import Microbatch, validation_batches
+from titan_mi100.config.layout import Batch
+from titan_mi100.data.loader import validation_batches
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.prepared import RowSet, SetFacts
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import sum_over_ranks
@@ -20,7 +21,8 @@ def validation_losses(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> list[float] | None:
-    """Mean cross-entropy per supervised token: over all sets, then for each set. The same on every rank. A collective.
+    """The objective's mean loss (sft: per supervised token) over all sets, then for each set; the same on every rank. A
+    collective.
 
     Args:
         stop: whether to interrupt the validation; the same on every rank.
@@ -29,25 +31,25 @@ def validation_losses(
     Returns:
         None: interrupted. NaN for a set without supervised tokens.
     """
-    sums, stopped, seen, supervised = list[float](), False, 0, 0
+    sums, stopped, seen, count = list[float](), False, 0, 0
 
     def counted(rows: RowSet) -> Iterator[Microbatch]:
-        nonlocal supervised, stopped, seen
+        nonlocal count, stopped, seen
         for microbatch in validation_batches(rows, batch, dp_rank):
             seen += 1
             beat()
             if (seen - 1) % _STOPS_AFTER == 0 and stop():
                 stopped = True
                 return
-            supervised += int((microbatch["labels"] != IGNORE).sum())
+            count += model.objective.count(microbatch)
             yield microbatch
 
     for rows in sets:
-        supervised = 0
+        count = 0
         loss = model.evaluate(counted(rows)).item()
         if stopped:
             return None
-        sums += [loss, supervised if model.counts_rows else 0]
+        sums += [loss, count if model.counts_rows else 0]
     found = sum_over_ranks(sums, model.device)
     losses, counts = found[::2], found[1::2]
     pairs = [(sum(losses), sum(counts)), *zip(losses, counts, strict=True)]

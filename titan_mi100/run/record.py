@@ -17,7 +17,8 @@ from titan_mi100.config import hardware
 from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import RowSource, collate
+from titan_mi100.data.loader import RowSource
+from titan_mi100.data.microbatch import collate
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log

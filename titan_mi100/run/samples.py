@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titan_mi100.config.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import Microbatch
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
 from titan_mi100.errors import UserError

@@ -1,0 +1,58 @@
+"""The tensors of a microbatch, made of rows: what each is, who reads it, and what is counted in them."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_mi100.config.layout import IGNORE
+from titan_mi100.data.rows import PADDING_DOCUMENT, Row, columns_where, document_ends
+
+# The rows of one forward, on the CPU. All tensors are (local_batch_size, seq), so that a pipeline can split them along
+# dim 0.
+#   input_ids, labels, positions, document_ids: int64, as in Row; and its further arrays.
+#   document_ends: int32, per document of the row the column after its last token, ascending, then -1 (padding counts as
+#       a document).
+#   supervised_columns: int32, the columns of the row whose label is not IGNORE, ascending, then -1.
+# Tensor sizes in the model depend on the last two. They are read on the host (parallel/base.py), so that the forward
+# never waits for the device.
+Microbatch = dict[str, Tensor]
+READ_ON_HOST = ("document_ends", "supervised_columns")
+_OF_THE_MODEL = ("input_ids", "labels", "positions", "supervised", *READ_ON_HOST)
+
+
+def for_the_model(microbatch: Microbatch, columns: Iterable[str]) -> Microbatch:
+    """The tensors that the model reads; the others are for counting. Args: columns: that the objective reads, too."""
+    wanted = {*_OF_THE_MODEL, *columns}
+    return {name: tensor for name, tensor in microbatch.items() if name in wanted}
+
+
+def supervised(microbatch: Microbatch) -> Tensor:
+    """Whether each token has a label, (batch, seq) bool."""
+    return microbatch["labels"] != IGNORE
+
+
+def sizes(microbatch: Microbatch) -> Tensor:
+    """Real tokens, supervised tokens, and (query, key) pairs inside documents with key <= query; (3,) fp64."""
+    real = microbatch["document_ids"] != PADDING_DOCUMENT
+    pairs = (microbatch["positions"] + 1)[real].sum()
+    return torch.stack([real.sum(), supervised(microbatch).sum(), pairs]).double()
+
+
+def one_document_per_row(batch: int, seq: int) -> Microbatch:
+    """Rows of one document of token 0, of which all tokens but the last are supervised: they need most memory."""
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    learned = torch.arange(ids.numel()).view(batch, seq)[:, :-1].flatten()
+    positions = torch.arange(seq).expand(batch, seq)
+    return {"input_ids": ids, "labels": ids, "positions": positions, "document_ids": ids, "supervised": learned}
+
+
+def collate(rows: Sequence[Row]) -> Microbatch:
+    """Stack rows into a `Microbatch`, and compute its `document_ends` and `supervised_columns`."""
+    names = (*Row._fields[:-1], *rows[0].more)
+    every = [(*row[:-1], *row.more.values()) for row in rows]
+    arrays = dict(zip(names, map(np.stack, zip(*every, strict=True)), strict=True))
+    arrays["document_ends"] = document_ends(arrays["document_ids"])
+    arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
