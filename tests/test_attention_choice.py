@@ -80,7 +80,7 @@ def test_what_is_right_passes_in_every_dtype(name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "it crashed (signal 11): no message"),
+        ("import os; os.kill(os.getpid(), 11)", "it crashed (SIGSEGV): no message"),
         ("import sys; sys.exit('no device')", "it crashed (exit code 1): no device"),
         ("print('no JSON')", "it crashed (exit code 0): no message"),
         ("import time; time.sleep(60)", "it hung: no answer within 1 s"),
@@ -89,7 +89,7 @@ def test_what_is_right_passes_in_every_dtype(name: str, dtype: str) -> None:
 def test_a_child_that_crashes_or_hangs_is_a_refusal(
     code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_CHILD", [sys.executable, "-c", code])
+    monkeypatch.setattr(trial.isolated, "command", lambda _: [sys.executable, "-c", code])
     monkeypatch.setattr(trial, "_PATIENCE", 1 if "sleep" in code else 60)
     assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == said
 
@@ -134,7 +134,7 @@ TRIED = {
     "triton": Trial(ms=2.0, kernel="titan_mi100::attention", launch="64.64.4.1 64.64.4.1 64.64.4.1"),
     "varlen": Trial("needs torch 2.10 or later"),
     "flash_attn": Trial(ms=1.0, repeatable=False, kernel="flash_attn"),
-    "flex": Trial("it crashed (signal 11): no message"),
+    "flex": Trial("it crashed (SIGSEGV): no message"),
     "sdpa": Trial(ms=0.5, kernel=NO_KERNEL),
     "chunked": Trial(ms=9.0, kernel="explicit scores of a few hundred queries at a time"),
 }
@@ -162,7 +162,7 @@ def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
         "varlen is refused: needs torch 2.10 or later",
         "flash_attn is refused: the same call gives other bits each time, so a resumed run would differ; name it to "
         "use it anyway",
-        "flex is refused: it crashed (signal 11): no message",
+        "flex is refused: it crashed (SIGSEGV): no message",
         f"sdpa is refused: it runs as {NO_KERNEL}",
     ]
 

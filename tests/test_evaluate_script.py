@@ -135,26 +135,6 @@ def test_local_tasks_are_read_from_their_folder_and_offline(checkout: Checkout, 
     assert folder == str(tasks) and offline == ["1", "1"]
 
 
-def test_chats_are_prompted_as_in_training_unless_the_arguments_say_otherwise(
-    checkout: Checkout, hf_folder: Path
-) -> None:
-    for value in ("False", "True"):
-        (hf_folder / "titan_mi100.json").write_text(f'{{\n  "enable_thinking": {value.lower()}\n}}\n')
-        for arguments, expected in (
-            (["--apply_chat_template"], f",enable_thinking={value}"),
-            (
-                ["--model_args", "dtype=float32", "-w", "--apply_chat_template"],
-                f",dtype=float32,enable_thinking={value}",
-            ),
-            (["--apply_chat_template", "--model_args", "enable_thinking=True"], ",enable_thinking=True"),
-            (["--limit", "2"], ""),
-        ):
-            result = evaluate(checkout, hf_folder, "gsm8k", *arguments)
-            assert checkout.calls("lm_eval")[-1][0][3] == f"pretrained={hf_folder}{expected}"
-            said = f"enable_thinking = {value.lower()}, as the model was trained (titan_mi100.json)" in result.stderr
-            assert said == expected.endswith(f"enable_thinking={value}") * ("enable_thinking=True" not in arguments)
-
-
 def test_lm_evals_failures_have_codes_and_leave_a_log(checkout: Checkout, hf_folder: Path) -> None:
     for variables, code, said in (
         ({"STUB_LM_EVAL_CODE": "1", "STUB_LM_EVAL_SAYS": "out of memory"}, 1, "lm_eval.log"),

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from conftest import REPO
 from machines import build, facts_of, load
 
 from titan_mi100.compiler import cannot_compile
@@ -475,8 +475,8 @@ def ask(code: str, folder: Path, patience: float = 60) -> Torch:
     """What a torch that consists of this code answers."""
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text(textwrap.dedent(code))
-    path = os.pathsep.join([str(folder), str(REPO)])
-    return torch_build.ask(Torch("known"), {**os.environ, "PYTHONPATH": path}, patience)
+    with patch.object(sys, "path", [str(folder), *sys.path]):
+        return torch_build.ask(Torch("known"), os.environ, patience)
 
 
 def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
     hang = ask("import time; time.sleep(10)", tmp_path / "hang", patience=1)
     assert hang.problem == "did not answer within 1 seconds; the GPU driver may hang"
     assert ask("raise ImportError('no libamdhip64.so')", tmp_path / "fail").problem == "ImportError: no libamdhip64.so"
-    assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with code 0"
+    assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with exit code 0"
     broken = "print('titan_mi100 torch: {\"usable\": -1}'); import sys; sys.exit(1)"
     assert ask(broken, tmp_path / "lies").problem == "ended with code 1"
 

@@ -11,20 +11,13 @@ import sys
 from collections.abc import Sequence
 from decimal import Context, Decimal
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
-from titan_mi100.files.library import try_library
 from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
-from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error, load_answer
-from titan_mi100.model.decode import Generated, Sampling
-from titan_mi100.weights.hf import is_hf_folder
+from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.model.decode import Sampling
 
 # 1,234.5 is one number, 1,2 are two. In 5-3 and 5 - 3 the minus is an operator, not a sign.
 _NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
@@ -36,10 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("exact_match", __doc__.splitlines()[0])
-    add, engines = parser.add_argument, ("titan", "transformers")
+    add = parser.add_argument
     add("--data", metavar="FILE.jsonl", required=True, help="rows with question and answer (ends with #### N)")
     add("--limit", type=int, default=0, metavar="N", help="use only the first N rows; 0: all")
-    add("--engine", choices=engines, default="titan", help="which program generates; transformers: for comparison")
     add("--json", action="store_true", help="print the summary as one JSON object")
     return parser
 
@@ -48,21 +40,17 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     if options.limit < 0:
         raise UserError(f"--limit {options.limit}: must be 0 (all) or more")
-    if options.engine == "transformers" and (options.adapter or not is_hf_folder(options.model)):
-        raise UserError("--engine transformers reads HF folders only; export the model or merge the adapter first")
     rows = read_rows(options.data, _question_and_gold)[: options.limit or None]
     model = open_model(options)
     build = PromptBuilder(model, options.system, options.enable_thinking)
     requests = [build(where, question) for where, (question, _) in rows]
     load = partial(load_answer, model, Sampling(), 0, options.max_new_tokens)
-    if options.engine == "transformers":
-        load = partial(load_transformers, options.model, model, options.max_new_tokens)
 
     def judge(index: int, output: str) -> Row:
         (_, (question, gold)), extracted = rows[index], extract(output)
         return {"question": question, "gold": gold, "extracted": extracted, "correct": extracted == gold}
 
-    summary = summarise(answer_all(options, model, requests, load, {"engine": options.engine}, judge))
+    summary = summarise(answer_all(options, model, requests, load, {}, judge))
     if options.json:
         print(json.dumps({"data": options.data, **summary}))
         return
@@ -106,39 +94,6 @@ def summarise(rows: Sequence[Row]) -> Row:
     without = sum(row["extracted"] is None for row in rows)
     cut = sum(row["finish"] == "length" for row in rows)
     return {"n": n, "correct": correct, "score": correct / n, "no_answer": without / n, "stopped_by_length": cut}
-
-
-def load_transformers(path: str, model: Model, max_new_tokens: int) -> AnswerBatch:
-    """Load the model in transformers and answer with its `generate`, for comparison with ours.
-
-    Args:
-        path: HF folder.
-        model: ours; device, dtype, tokenizer and stop tokens are taken from it.
-        max_new_tokens: limit per answer.
-
-    Returns:
-        A function with the interface of our own engine, see generation.engine.
-    """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    try_library(Path(path), "config.json", "generation_config.json")
-    network: Any = AutoModelForCausalLM.from_pretrained(Path(path))
-    network = network.to(model.device, model.dtype).eval()
-    network.generation_config = GenerationConfig()  # drop the folder's sampling settings; both engines are greedy
-    pad = model.tokenizer.pad_token_id
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(model.stop_ids)}
-
-    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        # Padded on the left, so that all answers of the batch begin in the same column.
-        ids = pad_sequence(rows, True, pad, "left").to(model.device)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(model.device)
-        new = network.generate(ids, attention_mask=mask, pad_token_id=pad, **options)[:, ids.shape[1] :].tolist()
-        # transformers keeps the stop token and pads after it; our engine returns neither.
-        stops = [next((i for i, token in enumerate(row) if token in model.stop_ids), None) for row in new]
-        return [Generated(row[:stop], stop is not None) for row, stop in zip(new, stops, strict=True)]
-
-    return answer_batch
 
 
 if __name__ == "__main__":

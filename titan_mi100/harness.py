@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str]) -> int:
     model = _hf_folder(checkpoint)
     try_library(model)
     trained = prompt_settings(read_assets(model), model)
-    model_args = ",".join([f"pretrained={model}", *given.model_args, *_thinking_as_trained(trained, given)])
+    model_args = ",".join([f"pretrained={model}", *given.model_args])
     rest += _system_as_trained(trained, rest)
     command = ["--model", "hf", "--model_args", model_args, "--tasks", tasks, "--output_path", str(results), *rest]
     return _evaluate(command, results, folder)
@@ -127,19 +127,6 @@ def _hf_folder(checkpoint: Path) -> Path:
     if code := subprocess.run(command, stdout=sys.stderr).returncode:
         sys.exit(2 if code == 2 else 1)
     return export
-
-
-def _thinking_as_trained(trained: PromptSettings, given: _Split) -> list[str]:
-    """The model argument enable_thinking as in training, unless the user sets it or uses no chat template."""
-    if _CHAT not in given.rest or any("enable_thinking" in argument for argument in given.model_args):
-        return []
-    if trained.enable_thinking is None:
-        return []
-    _say(
-        f"enable_thinking = {str(trained.enable_thinking).lower()}, as the model was trained (titan_mi100.json); "
-        "--model_args enable_thinking=... overrides"
-    )
-    return [f"enable_thinking={trained.enable_thinking}"]
 
 
 def _system_as_trained(trained: PromptSettings, rest: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
@@ -38,12 +38,12 @@ from titan_mi100.data.shards import (
     remove_temporary_files,
     write_atomically,
 )
-from titan_mi100.data.tokenise import follow_parent
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import check_shared_memory, end
+from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
+from titan_mi100.files.pool import check_shared_memory, forked_pool, kill_workers
 from titan_mi100.files.schema import LONGEST
 from titan_mi100.logging import TokenProgress, log, setup_logging
 from titan_mi100.text.base import Tokenizer
@@ -264,10 +264,9 @@ def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
 _worker: tuple[Path, ShardPlan, Tokenizer, Any, Any]  # a worker's state; the last two are counters of all workers
 
 
-def _init_worker(parent: int, *state: Any) -> None:
+def _init_worker(*state: Any) -> None:
     global _worker
     _worker = state  # type: ignore[assignment]
-    follow_parent(parent)
 
 
 def _work_on_shard(number: int) -> Shard:
@@ -288,12 +287,11 @@ def _make_shards(
     if not numbers:
         return
     check_shared_memory()
-    context = multiprocessing.get_context("fork")  # workers share the tokenizer's tables in memory
+    context = multiprocessing.get_context("fork")
     done, tokens = context.Value("q", 0), context.Value("q", 0)
-    state = (os.getpid(), folder, plan, tokenizer, done, tokens)
     size = sum(plan.bytes_of(plan.units[number]) for number in numbers)
     errors: list[str] = []
-    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=context, initializer=_init_worker, initargs=state)
+    pool = forked_pool(min(workers, len(numbers)), _init_worker, folder, plan, tokenizer, done, tokens)
     try:
         bar = TokenProgress("tokenising", size)
         with bar:
@@ -312,8 +310,7 @@ def _make_shards(
         what = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
         raise UserError(f"{what}; start again with fewer --workers; complete shards are kept") from None
     except KeyboardInterrupt:
-        for process in multiprocessing.active_children():  # their unfinished shards are made again
-            process.kill()
+        kill_workers()  # their unfinished shards are made again
         raise
     finally:
         pool.shutdown(cancel_futures=True)

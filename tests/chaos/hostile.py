@@ -24,7 +24,7 @@ from conftest import REPO, job_environment
 from safetensors.torch import save_file
 
 from titan_mi100.errors import UserError
-from titan_mi100.files import child
+from titan_mi100.files import isolated
 from titan_mi100.files.stored import StoredTensors, open_dcp, open_torch
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
@@ -339,7 +339,7 @@ def run_case(name: str, folder: Path, watch: Watch | None = None) -> str:
     (folder / "canary").unlink(missing_ok=True)  # building some of them touches it
     watch = watch or Watch()
     watch.seen, watch.folder = [], folder
-    child._START = START
+    isolated._CODE = START
     outcome = "was accepted"
     try:
         opened(folder)

@@ -31,14 +31,11 @@ from titan_mi100.attention.running import running_kernel
 from titan_mi100.compiler import cannot_compile
 from titan_mi100.config.kernels import OWN
 from titan_mi100.errors import UserError
-from titan_mi100.files import durable
+from titan_mi100.files import durable, isolated
 from titan_mi100.files.plain import read_checked
 from titan_mi100.logging import log
 from titan_mi100.wording import shortened
 
-# Python runs isolated (-I), so that no file of the current folder is imported in place of a module.
-_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.attention import trial; trial.main()"
-_CHILD = [sys.executable, "-I", "-c", _CODE]
 _PATIENCE = 600  # seconds; it may have to compile a dozen kernels
 _SLACK = 4.0  # the error may be this many times that of explicit attention in the run's dtype
 _ROUNDS = 5  # timed calls
@@ -118,18 +115,15 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _ask_child(question: dict[str, Any]) -> Trial:
-    where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    child = isolated.command("attention.trial:main")
     try:
-        ended = subprocess.run(
-            [*_CHILD, where], input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE
-        )
+        ended = subprocess.run(child, input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:
         return Trial(f"it hung: no answer within {_PATIENCE} s")
     with suppress(ValueError, IndexError, TypeError):  # it printed something other than a verdict
         return Trial(**json.loads(ended.stdout.splitlines()[-1]))
-    how = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    return Trial(f"it crashed ({how}): {last[:300]}")
+    return Trial(f"it crashed ({isolated.ended(ended.returncode)}): {last[:300]}")
 
 
 def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Trial:

@@ -4,13 +4,8 @@ from titan_mi100.weights import convert
 
 
 def main() -> None:
-    convert.command(
-        str(__doc__),
-        "DCP folder, such as RUN/checkpoint/step-500",
-        "HF folder to create; must not exist yet",
-        convert.to_hf,
-        "auto",
-    )
+    read, made = "DCP folder, such as RUN/checkpoint/step-500", "HF folder to create; must not exist yet"
+    convert.command(str(__doc__), read, made, convert.to_hf, "auto")
 
 
 if __name__ == "__main__":

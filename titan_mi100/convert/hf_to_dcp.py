@@ -4,12 +4,8 @@ from titan_mi100.weights import convert
 
 
 def main() -> None:
-    convert.command(
-        str(__doc__),
-        "HF folder with config.json and safetensors",
-        "DCP folder to create; must not exist yet",
-        convert.to_dcp,
-    )
+    read, made = "HF folder with config.json and safetensors", "DCP folder to create; must not exist yet"
+    convert.command(str(__doc__), read, made, convert.to_dcp)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_mi100 import cli
-from titan_mi100.weights import convert, hub
+from titan_mi100.weights import convert
 from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source
 
@@ -19,7 +19,6 @@ def main() -> None:
         "--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)"
     )
     parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
-    hub.add_options(parser)
     options = parser.parse_args()
 
     def merge() -> None:
@@ -27,7 +26,7 @@ def main() -> None:
         source = merged_source(open_source(options.base), options.adapter)
         convert.to_hf(source, options.output_dir, options.dtype, options.verify)
 
-    hub.run(merge, options)
+    cli.run(merge)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,8 @@ from titan_mi100.weights import convert
 
 
 def main() -> None:
-    convert.command(
-        str(__doc__),
-        "file of torch.save with a dict of tensors; its pickle is never executed",
-        "DCP folder to create; must not exist yet",
-        convert.to_dcp,
-    )
+    read = "file of torch.save with a dict of tensors; its pickle is never executed"
+    convert.command(str(__doc__), read, "DCP folder to create; must not exist yet", convert.to_dcp)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
-from titan_mi100.files.child import check_shared_memory
+from titan_mi100.files.pool import check_shared_memory
 
 # Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
 # disk.

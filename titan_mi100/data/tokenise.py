@@ -1,20 +1,17 @@
 """The process pool of preparation: runs `encode_records` on all cores, and returns chunks in the order of the files."""
 
-import ctypes
-import multiprocessing
 import os
-import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
 from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
-from titan_mi100.files.child import check_shared_memory, limit, raise_limits
+from titan_mi100.files.child import limit, raise_limits
+from titan_mi100.files.pool import forked_pool, kill_workers
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
 _ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
@@ -39,20 +36,14 @@ def tokenise(
     chunks = _read_chunks(sources, progress)
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
-    # Forked, so that all workers share the tokenizer's tables in memory. Forking a process with threads is safe here,
-    # because the workers run no torch code, only Python and the tokenizer.
-    check_shared_memory()
-    context = multiprocessing.get_context("fork")
-    state = (encoder, [source.format for source in sources], os.getpid())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker, initargs=state)
+    pool = forked_pool(workers, _init_worker, encoder, [source.format for source in sources])
     try:
         waiting: deque[Future[Chunk]] = deque()
         for file, records in chunks:
             try:
                 waiting.append(pool.submit(_work_in_process, file, records))
             except OSError as error:
-                for process in multiprocessing.active_children():  # the pool does not end workers started before
-                    process.kill()
+                kill_workers()
                 what = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
                 raise UserError(what) from None
             if len(waiting) > 2 * workers:  # bounds the chunks in memory, and keeps every worker busy
@@ -90,21 +81,10 @@ def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> 
 _state: tuple[Encoder, list[Format]]  # the state of a worker process
 
 
-def _init_worker(encoder: Encoder, formats: list[Format], parent: int) -> None:
+def _init_worker(encoder: Encoder, formats: list[Format]) -> None:
     """Initialise a worker process."""
     global _state
     _state = encoder, formats
-    follow_parent(parent)
-
-
-def follow_parent(parent: int) -> None:
-    """Call it in a worker process: it then leaves Ctrl-C to the parent, and ends when the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork inherited the training run's handler
-    if sys.platform == "linux":  # the kernel kills this process when the parent dies, even by SIGKILL
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent died before the call above
-            os._exit(1)
 
 
 def _work_in_process(file: int, records: list[Record]) -> Chunk:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.isolated import command
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.files.child import serve; serve()"
+_SERVE = "files.child:serve"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")  # each thread takes memory
 _PATIENCE = 300  # seconds to wait for an answer; the CPU limit does not end a read that hangs in the file system
 # Memory limit in bytes: a base, plus so much per byte of the file. A .metadata of 19 MB needs 0.2 GB.
@@ -69,28 +70,13 @@ def call_in_child(function: str, path: Path, *arguments: Any) -> Any:
     return answer["found"]
 
 
-def check_shared_memory() -> None:
-    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
-    import multiprocessing
-
-    try:
-        multiprocessing.Event()
-    except OSError as error:
-        raise UserError(
-            f"/dev/shm: {error.strerror}; semaphores are kept there: free some space (a container has 64 MiB: start it "
-            "with a larger --shm-size)"
-        ) from None
-
-
 def _started() -> subprocess.Popen[bytes]:
     """The child process; started if there is none."""
     global _process
     if _process is None or _process.poll() is not None:
         end()
-        where = json.dumps([str(Path(__file__).parents[2]), *sys.path])
-        # -I -S: no user site, no .pth files: nothing but this package and the libraries is imported
         _process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _START, where],
+            command(_SERVE, with_site=False),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -8,14 +8,13 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from titan_mi100.files import isolated
 from titan_mi100.files.schema import validated
 from titan_mi100.wording import shortened
 
@@ -88,11 +87,9 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
     Returns:
         The answer together with `known`'s rocBLAS architectures; or `known` with `problem` set.
     """
-    command = [sys.executable, "-m", "titan_mi100.machine.torch_build"]
+    child, options = isolated.command("machine.torch_build:main"), {"capture_output": True, "check": False}
     try:
-        done = subprocess.run(
-            command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=patience, check=False
-        )
+        done = subprocess.run(child, env=dict(environ), stdin=subprocess.DEVNULL, timeout=patience, **options)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return replace(known, problem=f"did not answer within {patience:.0f} seconds; the GPU driver may hang")
     except OSError as error:
@@ -108,9 +105,9 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
 
 def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:
     if done.returncode < 0:
-        return f"was killed by {signal.Signals(-done.returncode).name} while it counted its cards"
+        return f"was killed by {isolated.ended(done.returncode)} while it counted its cards"
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return shortened(lines[-1], 300) if lines else f"ended with code {done.returncode}"
+    return shortened(lines[-1], 300) if lines else f"ended with {isolated.ended(done.returncode)}"
 
 
 def _answer() -> Torch:
@@ -136,5 +133,5 @@ def _answer() -> Torch:
     )  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(_MARK + json.dumps(asdict(_answer())))

@@ -1,10 +1,8 @@
 """The child process that measures one part of a certificate: it calls a function and writes the result to a file."""
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,14 @@ from typing import Any
 from titan_mi100.certificate.form import MEASURED, UNAVAILABLE
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
+from titan_mi100.files.pool import end_with_parent
 from titan_mi100.measure.children import tidy
-
-_PR_SET_PDEATHSIG = 1  # prctl of Linux: which signal a process gets when its parent ends
 
 
 def main() -> None:
-    """Run the task of sys.argv[2]: [function, arguments, result file, parent's process id] as JSON."""
-    target, arguments, path, parent = json.loads(sys.argv[2])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before prctl took effect
-            sys.exit(1)
+    """Run the task of sys.argv[3]: [function, arguments, result file, parent's process id] as JSON."""
+    target, arguments, path, parent = json.loads(sys.argv[3])
+    end_with_parent(parent)
     answer = _answer(target, arguments)
     durable.replace(Path(path), json.dumps(answer))
     sys.stderr.flush()

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.certificate.form import MEASURED, NOT_RUN, UNAVAILABLE
+from titan_mi100.files import isolated
 from titan_mi100.nodes import free_port
 from titan_mi100.wording import printable, shortened
 
-# Python runs isolated (-I), so that no file of the current folder is imported in place of a module.
-_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from titan_mi100.measure import child; child.main()"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOK = 0.05  # seconds between two looks at the processes
 _GRACE = 10  # seconds that the other ranks get after one has failed: their errors may explain more
@@ -107,11 +105,10 @@ def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "su
         size = str(task.processes)
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         environment = {"OMP_NUM_THREADS": "1", **environment, **place, **ranks}  # the ranks share the cores
-    where = json.dumps([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     question = json.dumps([task.target, dict(task.arguments), str(_answer(folder, rank)), os.getpid()])
     with _errors(folder, rank).open("wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-I", "-c", _CODE, where, question],
+            isolated.command("measure.child:main", question),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
             start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
         )  # fmt: skip
@@ -179,10 +176,8 @@ def _of_process(code: int | None, folder: Path, rank: int) -> tuple[str, str, An
     if code == -signal.SIGKILL:
         return "killed", f"SIGKILL, most likely because memory ran out{last}", None
     if code < 0:
-        with suppress(ValueError):
-            return "killed", f"{signal.Signals(-code).name}{last}", None
-        return "killed", f"signal {-code}{last}", None
-    return "crashed", f"exit code {code} without a result{last}", None
+        return "killed", f"{isolated.ended(code)}{last}", None
+    return "crashed", f"{isolated.ended(code)} without a result{last}", None
 
 
 def _read(folder: Path, rank: int) -> tuple[str, str, Any]:

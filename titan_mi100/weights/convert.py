@@ -30,7 +30,6 @@ from titan_mi100.logging import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.shapes.base import ModelSpec, parameter_count
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights import hub
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
@@ -357,15 +356,10 @@ def command(
     parser.add_argument(
         "--hf_assets_path", default="", help="folder with config.json and tokenizer, if not the input's"
     )
-    if convert is to_hf:
-        hub.add_options(parser)
     options = parser.parse_args()
 
     def main() -> None:
         source = open_source(options.input_dir, options.hf_assets_path)
         convert(source, options.output_dir, options.dtype, options.verify)
 
-    if convert is to_hf:
-        hub.run(main, options)
-    else:
-        tool.run(main)
+    tool.run(main)

@@ -1,0 +1,58 @@
+"""A pool of forked processes, which share what their parent has read, such as the tokenizer's tables."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from titan_mi100.errors import UserError
+
+
+def forked_pool(workers: int, begin: Callable[..., None], *state: Any) -> ProcessPoolExecutor:
+    """A pool whose processes end with this one. Forking a process with threads is safe if its workers run no torch.
+
+    Args:
+        begin: called with the state in each process.
+
+    Raises:
+        UserError: there is no shared memory.
+    """
+    check_shared_memory()
+    context = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(os.getpid(), begin, state))
+
+
+def kill_workers() -> None:
+    """End the processes at once; a pool does not end those that work."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def check_shared_memory() -> None:
+    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
+    try:
+        multiprocessing.Event()
+    except OSError as error:
+        raise UserError(
+            f"/dev/shm: {error.strerror}; semaphores are kept there: free some space (a container has 64 MiB: start it "
+            "with a larger --shm-size)"
+        ) from None
+
+
+def _begin(parent: int, begin: Callable[..., None], state: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork inherited the training run's handler
+    end_with_parent(parent)
+    begin(*state)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, even by SIGKILL. Args: parent: its process id."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(1)
