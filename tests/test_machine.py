@@ -487,7 +487,7 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
     assert ask("raise ImportError('no libamdhip64.so')", tmp_path / "fail").problem == "ImportError: no libamdhip64.so"
     assert ask("import sys; sys.exit(0)", tmp_path / "silent").problem == "ended with exit code 0"
     broken = "print('titan_mi100 torch: {\"usable\": -1}'); import sys; sys.exit(1)"
-    assert ask(broken, tmp_path / "lies").problem == "ended with code 1"
+    assert ask(broken, tmp_path / "lies").problem == "ended with exit code 1"
 
 
 def test_a_rocm_build_names_its_cards_architectures_without_their_features(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def open_run(
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, found.path))
     log_if_done(progress, steps)
-    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh), with_padding=layout.pp > 1)
+    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh), with_padding=layout.is_pipeline)
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     if folder is not None:
@@ -380,16 +380,9 @@ def _choose(
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
     """
-    (heads, kv_heads, size), tp = spec.attention, layout.tp
     training, arch = config.training, distributed.device_name(world.device)[1]
-    shape = Shape(
-        training.local_batch_size,
-        training.seq_len,
-        heads // tp,
-        kv_heads // tp,
-        size,
-        training.mixed_precision_param,
-    )
+    rows, dtype = (training.local_batch_size, training.seq_len), training.mixed_precision_param
+    shape = Shape(*rows, *layout.local(spec.attention), dtype)
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
     wanted, cache = config.model.attention_backend, cache_folder(config.data)

@@ -136,7 +136,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
         first = fitting[0]
         if first.ranks < max(plan.ranks for plan in fitting):
             print(f"\none card is faster than {options.gpus}")
-        if first.config.parallelism.pipeline_parallel_degree > 1:
+        if first.config.parallelism.is_pipeline:
             print("\na pipeline is faster than FSDP2 here: it sends less")
     if not fitting:
         best = min(found, key=lambda plan: plan.most, default=None)

@@ -124,7 +124,7 @@ def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, c
                 f"{transfer.axis:<13}{transfer.operation:<15}{len(transfer.group):>6}{count:>8,}"
                 f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
             )
-    if layout.tp > gpu.per_node:
+    if layout.inside_a_node > gpu.per_node:
         lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
     return lines
 

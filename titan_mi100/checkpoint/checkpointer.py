@@ -92,7 +92,7 @@ class Checkpointer:
         self._best: Path | None = None
         self._saved = False  # until the first save, _best is unknown, so nothing may be removed
         self._twin = layout.twin(world.rank)  # the rank of the first replica that holds the same shards
-        self._first_of_stage = world.rank % (world.size // layout.pp) == 0
+        self._first_of_stage = world.rank % layout.ranks_per_stage == 0
         # If ranks have state of their own (extra_state), all of them write.
         writers = [rank for rank in range(world.size) if model.extra_state_name or layout.twin(rank) == rank]
         self._writes, self._in_background, self._group = world.rank in writers, in_background, None

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from titan_mi100.config.problem import ConfigError, Problem
+from titan_mi100.shapes.base import AttentionShape
 
 
 class Axis(NamedTuple):
@@ -63,6 +64,29 @@ class Layout:
     def dp_degree(self) -> int:
         """Ranks that read different rows."""
         return math.prod(getattr(self, name) for name in DATA_PARALLEL)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of a pipeline stage, which are neighbours: the pipeline is the outermost axis."""
+        return math.prod(self.shape()) // self.pp
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.pp > 1
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Microbatches of a step with which every pipeline schedule runs."""
+        return self.pp
+
+    @property
+    def inside_a_node(self) -> int:
+        """Ranks whose traffic needs the links of a node."""
+        return self.tp
+
+    def local(self, attention: AttentionShape) -> AttentionShape:
+        """The heads that each rank has."""
+        return attention._replace(heads=attention.heads // self.tp, kv_heads=attention.kv_heads // self.tp)
 
     def shape(self) -> tuple[int, ...]:
         """The sizes of the axes, in the order of AXES."""

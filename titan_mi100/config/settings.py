@@ -255,6 +255,10 @@ class ParallelismConfig:
     powersgd_warm_start: bool = _key(True, "start each compression from the previous step's factors")
     powersgd_error_feedback: bool = _key(True, "add the compression error to the next step's gradient")
 
+    @property
+    def is_pipeline(self) -> bool:
+        return self.pipeline_parallel_degree > 1
+
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:

@@ -247,8 +247,7 @@ class _KernelMemory(torch.autograd.Function):
 
 def ranks_of_stages(config: Config, ranks: int) -> list[int]:
     """One rank per pipeline stage. The other ranks of a stage hold the same amount."""
-    pp = config.layout(ranks).pp
-    return [stage * (ranks // pp) for stage in range(pp)]  # the pipeline is the mesh's outermost axis
+    return list(range(0, ranks, config.layout(ranks).ranks_per_stage))
 
 
 def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
@@ -402,10 +401,10 @@ def enough_microbatches(config: Config, ranks: int) -> int:
     Without a pipeline two: the second one adds to gradients that exist already. With a pipeline four per stage: it is
     full then. GPipe keeps the activations of all microbatches, so all of them are run.
     """
-    pp, wanted = config.layout(ranks).pp, config.batch(ranks).gradient_accumulation_steps
-    if pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":
+    layout, wanted = config.layout(ranks), config.batch(ranks).gradient_accumulation_steps
+    if layout.is_pipeline and config.parallelism.pipeline_parallel_schedule == "GPipe":
         return wanted
-    return min(wanted, 4 * pp if pp > 1 else 2)
+    return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
 
 def inputs(config: Config, microbatches: int) -> list[Microbatch]:

@@ -47,7 +47,7 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
     Args: see memory.counter.as_rank.
     """
     wanted, more = config.batch(ranks).gradient_accumulation_steps, enough_microbatches(config, ranks)
-    few = max(1, config.layout(ranks).pp)  # every schedule runs with as many microbatches as pipeline ranks
+    few = config.layout(ranks).fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
     memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
     if more == 1 or (wanted == more and few >= more):
         return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))

@@ -95,7 +95,7 @@ def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
     )
     if 0 < 1.5 * target < tokens:  # more than rounding can explain
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
-    if layout.tp > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    if layout.inside_a_node > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
 
 

@@ -25,7 +25,7 @@ def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) 
         what = f"the data fill {len(source.rows):,} rows, a step has {size:,}"
         keys = "training.target_tokens_per_step" if config.training.target_tokens_per_step else "the rows of a step"
         factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
-        more = ", which a pipeline computes like rows" * (config.parallelism.pipeline_parallel_degree > 1)
+        more = ", which a pipeline computes like rows" * config.parallelism.is_pipeline
         log.warning(f"{what} ({factors}): {padding:.0%} of an epoch is padding{more}; lower {keys}")
     return rows
 
