@@ -23,7 +23,7 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, measure_gradients
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec

@@ -34,7 +34,7 @@ from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.generation import engine as inference
 from titan_mi100.logging import log
 from titan_mi100.model import decode
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.weights import convert

@@ -11,7 +11,8 @@ from gloo.job_overflow import WHERE, let_step_overflow
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, packed, random_rows
-from titan_mi100.open_run import Run, open_run
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec

@@ -24,8 +24,8 @@ from titan_mi100.data.schedule import LONGEST_PERIOD, RowSchedule, shares_of
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
+from titan_mi100.open_run.rows import last_step
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.rows import last_step
 
 
 def off(order: np.ndarray, shares: list[int]) -> float:

@@ -14,10 +14,10 @@ from test_metrics import RESULT
 from test_samples import settings
 from test_train import CONFIG, checkpoint_tensors, losses, train
 
-from titan_mi100 import open_run
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
+from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.profile import main
 from titan_mi100.run import profiling

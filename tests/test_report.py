@@ -673,7 +673,7 @@ def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
 
 def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from titan_mi100.logging import log
-    from titan_mi100.run.record import log_where_everything_is
+    from titan_mi100.open_run.record import log_where_everything_is
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
     log.propagate = True

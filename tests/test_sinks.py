@@ -18,9 +18,9 @@ from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config, MetricsConfig, TrainingConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
+from titan_mi100.open_run.record import _chosen, _flat, _write_explanation
 from titan_mi100.run import sinks
 from titan_mi100.run.metrics import Reporter
-from titan_mi100.run.record import _chosen, _flat, _write_explanation
 from titan_mi100.run.sinks import Explanation, open_sinks
 
 CHOSEN = {"training.steps": 4, "data.path": "('x',)"}

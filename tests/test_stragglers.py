@@ -13,9 +13,9 @@ from test_ruined_weights import opened
 
 from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.machine.health import amd_health
+from titan_mi100.open_run.record import log_where_everything_is
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.record import log_where_everything_is
 from titan_mi100.run.stragglers import Stragglers, device_health, slow_ranks
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig
+from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.optim.optimizer import lr_factor
-from titan_mi100.run.opening import warn_of_higher_rate
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 

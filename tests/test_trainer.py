@@ -22,13 +22,14 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.open_run.data import log_layout
+from titan_mi100.open_run.rows import fit_progress
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import StepResult
-from titan_mi100.run.opening import log_layout
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.rows import fit_progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)

@@ -1,6 +1,6 @@
 """The trainer: `python -m titan_mi100.train --job.config_file X.toml`, under torchrun or alone.
 
-`train` is the training loop; `main` runs it and exits with a code of docs/DESIGN.md. open_run.py builds everything that
+`train` is the training loop; `main` runs it and exits with a code of docs/DESIGN.md. open_run/ builds everything that
 the loop needs, and trainer.py runs one step.
 """
 
@@ -24,7 +24,9 @@ from titan_mi100.config.plan import remedy
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.logging import log, setup_logging
-from titan_mi100.open_run import NO_FINITE_STEP, SAVE_FAILED, STOP, Run, open_run
+from titan_mi100.open_run.record import log_where_everything_is, step_to_use
+from titan_mi100.open_run.run import NO_FINITE_STEP, Run
+from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
@@ -32,7 +34,6 @@ from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.next_commands import to_resume
-from titan_mi100.run.record import log_where_everything_is, step_to_use
 from titan_mi100.run.time_limit import TimeLimit, end_of_job
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level

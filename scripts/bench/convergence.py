@@ -30,7 +30,7 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.optim import lean
 from titan_mi100.parallel import distributed
 from titan_mi100.shapes.base import ModelSpec

@@ -73,7 +73,7 @@ def worker(arguments: list[str]) -> None:
         return plain(self, first_row, number)
 
     RowStream.microbatch = microbatch  # type: ignore[method-assign]
-    from titan_mi100.open_run import open_run
+    from titan_mi100.open_run.start import open_run
     from titan_mi100.parallel import distributed
 
     world = distributed.init_distributed()

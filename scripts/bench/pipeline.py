@@ -43,7 +43,7 @@ from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.microbatch import collate
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import PackedDataset
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import peak_memory_gib

@@ -22,7 +22,7 @@ import torchrun_job
 from titan_mi100.cli import exit_code
 from titan_mi100.config.settings import Config, ModelConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.ddp import PowerSGD
 from titan_mi100.run.metrics import peak_memory_gib

@@ -37,7 +37,8 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.data.prepared import PackedDataset
-from titan_mi100.open_run import Run, open_run
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS

@@ -47,7 +47,7 @@ def train(steps: int, folder: Path) -> None:
     """One rank's steps; rank 0 prints what it found."""
     from titan_mi100.config.load import load_config
     from titan_mi100.data.made_up import made_up, random_rows
-    from titan_mi100.open_run import open_run
+    from titan_mi100.open_run.start import open_run
     from titan_mi100.parallel import distributed
     from titan_mi100.run.heartbeat import Heartbeat
     from titan_mi100.run.progress import Progress

@@ -17,7 +17,7 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.files import durable
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import gather_values, measure_gradients
 from titan_mi100.shapes.base import ModelSpec, parameter_count

@@ -119,13 +119,14 @@ if __name__ == "__main__":
 
 import torch
 
-from titan_mi100 import open_run, train, trainer
+from titan_mi100 import train, trainer
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import sealed
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.files import durable
 from titan_mi100.model.qwen3 import Block
+from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import Gradients
 from titan_mi100.run import folder as run_folder
 from titan_mi100.run.metrics import StepResult

@@ -22,7 +22,8 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
-from titan_mi100.open_run import Run, open_run
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec

@@ -11,7 +11,8 @@ from gloo.job_parity import save, whole
 from parity.table import LAYOUTS, Cell, config_of, dataset, spec_of
 
 from titan_mi100.data.made_up import made_up
-from titan_mi100.open_run import Run, open_run
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 
 WHERE = ("FSDP2 x2", "PP2 1F1B", "TP2", "DDP x2")

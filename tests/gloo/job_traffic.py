@@ -15,7 +15,7 @@ from gloo.job_parity import config_of
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 

@@ -332,9 +332,7 @@ class Checkpointer:
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
         for name, tensor in everything:
-            if (
-                tensor is not tensors[name]
-            ):  # a tied weight, both copies of which are on this rank: one name, two tensors
+            if tensor is not tensors[name]:  # both copies of a tied weight are on this rank: one name, two tensors
                 tensor.copy_(tensors[name])
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         self._model.restore_extra_state(

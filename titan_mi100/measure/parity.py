@@ -14,7 +14,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.files.schema import if_finite
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import init_distributed
 from titan_mi100.shapes.families import PRESETS
 

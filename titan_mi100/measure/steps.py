@@ -8,7 +8,7 @@ from titan_mi100.config.costs import train_flops
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.files.schema import if_finite
 from titan_mi100.measure.layouts import config_of
-from titan_mi100.open_run import open_run
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import init_distributed
 from titan_mi100.run.communication import communication
 

@@ -2,8 +2,10 @@
 
 import json
 import platform
+import socket
 import sys
 from dataclasses import asdict, replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
 from titan_mi100.attention.running import running_kernel
+from titan_mi100.certificate.machine import describe
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
 from titan_mi100.config.as_text import sections, to_toml
@@ -22,13 +25,13 @@ from titan_mi100.data.microbatch import collate
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log
+from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.metrics import SAMPLES, Reporter
 from titan_mi100.run.next_commands import after_run, shown_path
-from titan_mi100.run.opening import warn_of_higher_rate
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.shapes.base import ModelSpec
@@ -45,14 +48,12 @@ def open_record(
     rows: RowSource,
     progress: Progress,
     steps: int,
-    code_and_machine: dict[str, Any],
 ) -> Reporter | None:
     """Log the attention kernel, write the describing files, and open rank 0's Reporter; None on other ranks. A
     collective.
 
     Args:
         steps: the run's last step.
-        code_and_machine: more keys of environment.json, on rank 0.
     """
     device_words, arch, compute_units = distributed.device_name(world.device)
     dtype = _SHORT[config.training.mixed_precision_param]
@@ -71,7 +72,7 @@ def open_record(
             layout = config.layout(world.size).describe()
             ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
             ran["compute_dtype"] = dtype
-            about = _write_explanation(folder, config, progress.step, ran | code_and_machine)
+            about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
             about = replace(about, settings=_flat(config, world.size), chosen=_chosen(config, world.size))
             flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
             sinks = open_sinks(folder, *flags, about, progress.step)
@@ -174,3 +175,31 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
     log.info("next:")
     for purpose, command in after_run(folder, config, step):
         log.info(f"  {purpose:<10} {command}")
+
+
+def code_and_machine(world: World) -> dict[str, Any]:
+    """What environment.json holds about the code and this node."""
+    cards = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    found = describe(world.device, cards)
+    return {
+        "version": import_module("titan_mi100").__version__,
+        "commit": found.commit,
+        "host": socket.gethostname(),
+        "os": platform.platform(),
+        "gpus": [torch.cuda.get_device_name(card) for card in range(cards)],
+        "driver": found.driver,
+        "triton": found.triton,
+    }
+
+
+def log_machine(config: Config, world: World) -> None:
+    """Log notes of the config, the device, and advice on the dtype and torch.compile."""
+    for line in config.notes:
+        log.info(line)
+    words, arch, units = distributed.device_name(world.device)
+    log.info(f"{world.size} process(es), each on {words}")
+    dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
+    if advice := hardware.dtype_advice(dtype, hardware.find_gpu(arch, units), is_cpu):
+        log.warning(advice)
+    if not config.compile.enable and (advice := hardware.compile_advice(dtype, is_cpu)):
+        log.info(advice)

@@ -1,0 +1,78 @@
+"""Opening a run: how attention and the loss compute, and its checkpoints."""
+
+from functools import partial
+from pathlib import Path
+
+from titan_mi100.attention.base import Shape
+from titan_mi100.attention.choice import Choice, choose
+from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.checkpoint.resume import (
+    Found,
+)
+from titan_mi100.config.assets import ending_turns, run_assets
+from titan_mi100.config.layout import Layout
+from titan_mi100.config.settings import Config
+from titan_mi100.data.prepare import cache_folder
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.logging import log
+from titan_mi100.model.loss import HeadMemory
+from titan_mi100.optim.state import NamedState
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+from titan_mi100.shapes.base import ModelSpec
+
+
+def choose_backend(
+    config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None
+) -> tuple[Choice, HeadMemory]:
+    """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
+    resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
+    """
+    training, arch = config.training, distributed.device_name(world.device)[1]
+    rows, dtype = (training.local_batch_size, training.seq_len), training.mixed_precision_param
+    shape = Shape(*rows, *layout.local(spec.attention), dtype)
+    chosen = found.manifest.get("chosen", {}) if found else {}
+    before = Choice(**chosen["attention"]) if "attention" in chosen else None
+    wanted, cache = config.model.attention_backend, cache_folder(config.data)
+    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
+    for line in said:
+        log.warning(line)
+    if before and (choice.name, choice.launch) != (before.name, before.launch):
+        log.warning(f"attention was {before.name} until now: sums are added in another order from here on")
+    log.info(f"attention: {choice.name} ({choice.why})")
+    if before and before.arch == choice.arch and "head" in chosen:
+        return choice, HeadMemory(**chosen["head"])
+    return choice, from_rank_zero(partial(HeadMemory.of, world.device))
+
+
+def open_checkpointer(
+    config: Config,
+    world: World,
+    folder: Path | None,
+    spec: ModelSpec,
+    data: Prepared,
+    model: ParallelModel,
+    optimizer: NamedState,
+    layout: Layout,
+) -> Checkpointer:
+    """A collective."""
+    with raise_together():
+        base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
+        named = base, tokenizer, config.model.chat_template
+        has_assets = world.rank == 0 and folder is not None
+        facts = data.facts
+        prompts = facts.enable_thinking, facts.system_prompt
+        assets = run_assets(spec, *named, *prompts) if has_assets else {}
+        if assets and facts.end_of_turn_id is not None:
+            assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
+    return Checkpointer(
+        (folder or Path()) / "checkpoint",
+        config.checkpoint.keep_latest_k,
+        model,
+        optimizer,
+        world,
+        layout,
+        in_background=config.checkpoint.async_mode == "async",
+        assets=assets,
+    )

@@ -1,0 +1,171 @@
+"""An open run, as the training loop uses it."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.config.settings import Config
+from titan_mi100.data.loader import RowStream
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.optim.optimizer import lr_factor, scale_lr
+from titan_mi100.optim.state import NamedState
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, any_rank
+from titan_mi100.run.evaluate import bits_per_byte, validation_losses
+from titan_mi100.run.forecast import Forecast
+from titan_mi100.run.heartbeat import SAVE, VALIDATION, Heartbeat
+from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.profiling import Profiler
+from titan_mi100.run.progress import Progress
+from titan_mi100.run.samples import Sampler
+from titan_mi100.run.stragglers import Stragglers
+from titan_mi100.trainer import Trainer
+
+NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
+
+
+class StepObserver(Protocol):
+    def after_step(self, step: int, result: StepResult) -> None:
+        """On every rank, after each step; what it raises must be raised on all ranks."""
+
+
+@dataclass
+class Run:
+    """An open run, as the training loop uses it. Every rank has one and makes the same calls in the same order.
+
+    Attributes:
+        about: layout, data and fingerprints of the run, for the manifests of its checkpoints.
+        steps: number of the run's last step.
+        forecast: planned memory and time.
+        observers: called with each step's result.
+        wants_to_stop: whether this process was told to stop.
+        sampler: answers held-out prompts at each validation; None: disabled.
+        profiler: traces some steps; None: disabled.
+    """
+
+    config: Config
+    world: World
+    folder: Path | None
+    mesh: DeviceMesh
+    data: Prepared
+    about: dict[str, Any]
+    model: ParallelModel
+    optimizer: NamedState
+    checkpointer: Checkpointer
+    stream: RowStream
+    progress: Progress
+    steps: int
+    trainer: Trainer
+    reporter: Reporter | None
+    forecast: Forecast
+    observers: list[StepObserver]
+    heartbeat: Heartbeat
+    stragglers: Stragglers | None
+    wants_to_stop: Callable[[], bool]
+    sampler: Sampler | None
+    profiler: Profiler | None
+
+    def step(self) -> StepResult:
+        """Take the next step. Learning rate and dropout's seed are functions of its number."""
+        number, config = self.progress.step + 1, self.config
+        self.heartbeat.begin_step(number)
+        scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
+        if config.lora.dropout:
+            distributed.seed_dropout(config.training.seed, number, self.mesh)
+        with self.profiler.around(number) if self.profiler else nullcontext():
+            result = self.trainer.step()
+            if self.profiler and self.profiler.traces(number):
+                self.heartbeat.begin(SAVE, f"trace of step {number}")
+        self.heartbeat.note("what follows a step")
+        self.progress.after_step(result)
+        if not result.skipped:  # the loss is that of the weights before the update, which may just have been saved
+            self.checkpointer.judge(self.progress.suspicion)
+        began = time.perf_counter()
+        for observer in self.observers:
+            observer.after_step(number, result)
+        if self.stragglers is not None:
+            self.stragglers.after_step(number, result, time.perf_counter() - began)
+        return result
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step was taken, or the run stops early. The same on all ranks: they share each loss."""
+        stops_early = self.progress.has_stopped_improving(self.config.validation.patience)
+        return self.progress.step >= self.steps or stops_early
+
+    @property
+    def keeps_best(self) -> bool:
+        """Early stopping is of use only with the checkpoint of the lowest validation loss."""
+        return self.config.checkpoint.keep_best or self.config.validation.patience > 0
+
+    def is_due(self, every: int) -> bool:
+        """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
+        return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
+
+    def validation_losses(self) -> list[float] | None:
+        """Validation loss of all sources together, then of each; None: interrupted, as a process was told to stop."""
+
+        def is_told_to_stop() -> bool:
+            return any_rank(self.wants_to_stop(), self.world.device)
+
+        batch, dp_rank = self.stream.batch, self.stream.dp_rank
+        sets = [source.rows for source in self.data.validation]
+        beat = partial(self.heartbeat.begin, VALIDATION)
+        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
+
+    def validate(self) -> bool:
+        """Validate and report, if the run has validation data; whether the loss is the lowest so far."""
+        if not self.data.validation:
+            return False
+        losses = self.validation_losses()
+        answered: list[dict[str, Any]] | None = []
+        if losses and self.sampler is not None:
+
+            def is_told_to_stop() -> bool:  # called for each token
+                self.heartbeat.begin(VALIDATION, "samples")
+                return self.wants_to_stop()
+
+            answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
+            losses = None if answered is None else losses
+        loss = losses[0] if losses else None
+        if losses and self.reporter is not None:
+            names = [source.name for source in self.data.validation]
+            each = dict(zip(names, losses[1:], strict=True)) if len(names) > 1 else {}
+            bits = bits_per_byte(losses[0], self.data.validation_counts)
+            self.reporter.validation(self.progress.step, losses[0], bits, each)
+            if answered:
+                self.reporter.samples(self.progress.step, answered)
+        return self.progress.after_validation(loss)
+
+    def save(self) -> None:
+        assert self.folder is not None
+        best = self.progress.best_step if self.keeps_best else None
+        suspicion = self.progress.suspicion
+        self.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)
+        self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best, suspicion)
+
+    def judge_last_save(self) -> None:
+        """Check the last checkpoint's weights: compute the loss and gradients of one more step without an update.
+        (Other checkpoints are checked by the loss of the step that follows.)
+        """
+        self.heartbeat.begin_step(self.progress.step + 1)
+        result = self.trainer.step(update=False)
+        is_broken = result.skipped and not result.overflowed and result.spike_above is None  # a spike is finite
+        self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
+
+    def close(self) -> None:
+        """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
+        self.heartbeat.begin(SAVE, "waiting for the save in the background")
+        try:
+            self.checkpointer.wait()
+        finally:
+            if self.reporter is not None:
+                self.reporter.close(stopped_early=self.is_finished)

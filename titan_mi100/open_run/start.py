@@ -1,0 +1,236 @@
+"""Opens a run: everything between a checked config and the first step. Used by the trainer, the benches and the tests
+with several processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_mi100.checkpoint.resume import (
+    TRAINER,
+    Found,
+    check_is_run_checkpoint,
+    check_same_run,
+    rename_later_checkpoints,
+)
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
+from titan_mi100.data.loader import RowStream, ShuffledEpochs
+from titan_mi100.data.mixture import Mixture
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.files import child
+from titan_mi100.objectives.base import Objective
+from titan_mi100.objectives.sft import SFT
+from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
+from titan_mi100.open_run.model import choose_backend, open_checkpointer
+from titan_mi100.open_run.record import log_machine, open_record
+from titan_mi100.open_run.rows import fit_progress, last_step, open_rows
+from titan_mi100.open_run.run import Run, StepObserver
+from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.optim.state import NamedState
+from titan_mi100.parallel import distributed
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
+from titan_mi100.run.faults import FaultWatch
+from titan_mi100.run.forecast import Forecast
+from titan_mi100.run.heartbeat import Heartbeat
+from titan_mi100.run.profiling import SNAPSHOT, open_profiler
+from titan_mi100.run.progress import Progress
+from titan_mi100.run.samples import open_sampler
+from titan_mi100.run.stragglers import Stragglers
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import fingerprint
+from titan_mi100.trainer import Flags, Trainer
+from titan_mi100.weights.load import base_identity, load_weights
+
+STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
+
+
+class _Start(NamedTuple):
+    """Where a run begins: anew or at a checkpoint, on which data, in which layout."""
+
+    config: Config
+    spec: ModelSpec
+    data: Prepared
+    found: Found | None
+    progress: Progress
+    layout: Layout
+    batch: Batch
+
+
+def open_run(
+    config: Config,
+    world: World,
+    folder: Path | None = None,
+    *,
+    spec: ModelSpec | None = None,
+    data: Prepared | None = None,
+    checkpoint: Path | None = None,
+    heartbeat: Heartbeat | None = None,
+    wants_to_stop: Callable[[], bool] = lambda: False,
+    objective: Objective = SFT,
+) -> Run:
+    """Build everything that the first step needs. A collective.
+
+    Args:
+        folder: the run folder; None: nothing is recorded or saved.
+        spec: the model's shape; None: the one that the config names.
+        data: prepared data; None: those that the config names.
+        checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
+        heartbeat: this process's record for the watcher; None: not watched.
+        objective: what is learned.
+
+    Raises:
+        UserError: on all ranks: files do not fit each other or the config.
+    """
+    heartbeat = heartbeat or Heartbeat(config.watchdog)
+    start = _start(config, world, folder, spec, data, checkpoint, heartbeat)
+    config, spec, data, found, progress, layout, batch = start
+    forecast = Forecast(config, world, spec, folder)
+    rows, about, steps = _rows(start)
+    mesh, model, optimizer = _model(start, world, about, objective)
+    checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
+    if found is not None:
+        checkpointer.load(found.path)
+        if checkpoint is None:
+            from_rank_zero(partial(rename_later_checkpoints, found.path))
+    log_if_done(progress, steps)
+    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh), with_padding=layout.is_pipeline)
+    reporter, profiler, observers = None, None, list[StepObserver]([forecast])
+    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    if folder is not None:
+        reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
+        observers += [reporter] if reporter else []
+        with raise_together():
+            accept_ledger(data, folder, world)
+            observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+        profiler = open_profiler(folder, config.profiling, world, steps)
+    if profiler is not None:
+        observers.append(profiler)
+        flags[SNAPSHOT] = profiler.is_asked
+    sampler = open_sampler(config, data)
+    child.end()  # no more files from elsewhere are read
+    stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
+    trainer = _open_trainer(config.training, model, optimizer, stream, progress, flags, heartbeat, stragglers)
+    return Run(
+        config=config, world=world, folder=folder, mesh=mesh, data=data, about=about,
+        model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
+        progress=progress, steps=steps, wants_to_stop=wants_to_stop,
+        reporter=reporter, forecast=forecast, observers=observers, heartbeat=heartbeat, stragglers=stragglers,
+        sampler=sampler, profiler=profiler,
+    )  # fmt: skip
+
+
+def _start(
+    config: Config,
+    world: World,
+    folder: Path | None,
+    spec: ModelSpec | None,
+    data: Prepared | None,
+    checkpoint: Path | None,
+    heartbeat: Heartbeat,
+) -> _Start:
+    """Find data and checkpoint. A collective."""
+    distributed.seed_everything(config.training.seed)
+    same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
+    log_machine(config, world)
+    with raise_together():
+        spec = spec or config.spec()
+    data = data or load_data(config, world, folder, heartbeat)
+    found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
+    progress = Progress()
+    if found is not None:
+        check_is_run_checkpoint(found)
+        config = keep_global_batch(config, world, found.manifest)
+        progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
+    layout, batch = config.layout(world.size), config.batch(world.size)
+    log_layout(layout, batch, config.training)
+    return _Start(config, spec, data, found, progress, layout, batch)
+
+
+def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]:
+    """The rows, the manifest's entries about the run, and its last step. A collective."""
+    config, spec, data, found, progress, layout, batch = start
+    rows = open_rows(config, data, batch, progress)
+    about = _about(config, spec, data, layout, batch, rows.fingerprint)
+    if found is not None:
+        check_same_run(found, about, config.checkpoint.allow_changed)
+    fit_progress(progress, found, rows, data.facts.plan)
+    return rows, about, last_step(config, progress, rows, batch)
+
+
+def _model(
+    start: _Start, world: World, about: dict[str, Any], objective: Objective
+) -> tuple[DeviceMesh, ParallelModel, NamedState]:
+    """The model in its layout with its weights, and the optimizer. A collective. Args: about: gets what was chosen."""
+    config, spec, data, found, _, layout, batch = start
+    attention, head = choose_backend(config, spec, layout, world, found)
+    about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
+    mesh = distributed.build_mesh(layout, world.device)
+    supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
+    wanted = attention.make(), supervised_share, head
+    model = build_model(config, spec, layout, batch, mesh, world.device, *wanted, objective=objective)
+    trained = model.trained_parameters()
+    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
+    load_weights(model, optimizer, config, spec, found.path if found else None)
+    return mesh, model, optimizer
+
+
+def _open_trainer(
+    config: TrainingConfig,
+    model: ParallelModel,
+    optimizer: NamedState,
+    stream: RowStream,
+    progress: Progress,
+    flags: Flags,
+    heartbeat: Heartbeat,
+    stragglers: Stragglers | None,
+) -> Trainer:
+    """A collective."""
+    return Trainer(
+        model,
+        optimizer,
+        stream,
+        config.max_norm,
+        progress.rows_consumed,
+        flags,
+        loss_scale=progress.loss_scale if config.mixed_precision_param == "float16" else None,
+        note=heartbeat.note,
+        own_values=stragglers.own_values if stragglers else tuple,
+        spike_above=partial(progress.spike_above, config.loss_spike_sigmas),
+        skip_spikes=config.skip_loss_spikes,
+    )
+
+
+def _about(
+    config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
+) -> dict[str, Any]:
+    """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
+    lora: dict[str, Any] = {}
+    if config.lora.rank:
+        form = {"base": config.lora.base} if config.lora.base != "whole" else {}
+        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(config, spec)}
+    base = {"base": config.checkpoint.initial_load_path}
+    if config.lora.base_model_name_or_path:
+        base["base_model_name_or_path"] = config.lora.base_model_name_or_path
+    return {
+        **({"lora": {**lora_identity(config.lora), **base}} if lora else {}),
+        "layout": {**asdict(layout), **asdict(batch)},
+        "data": data.facts.made_of,
+        "rows": data.train_counts.rows,
+        "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
+        "fingerprints": {
+            "model": fingerprint(spec),
+            "tokenizer": data.facts.tokenizer,
+            "data": of_rows,
+            "seed": config.training.seed,
+            "global_batch_size": batch.global_batch_size,
+            **lora,
+        },
+    }
