@@ -56,7 +56,26 @@ TESTS: dict[str, tuple[str, ...]] = {
     "choice": ("test_attention_choice.py", "test_train.py"),
     "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
     "resume": ("test_checkpoint.py", "test_train.py"),
+    "shapes/base": (
+        "test_made_up_family.py",
+        "test_model_spec.py",
+        "test_memory.py",
+        "test_adapter.py",
+        "test_model.py",
+    ),
+    "shapes/qwen3": ("test_model_spec.py", "test_hf_config.py", "test_memory.py", "test_config_inputs.py"),
+    "objectives/base": ("test_objectives.py", *_STEP),
+    "data/packing": ("test_packing.py", "test_objectives.py"),
+    "open_run/data": ("test_trainer.py", "test_train.py"),
+    "memory": ("test_memory.py", "test_planner.py"),
+    "plan": ("test_planner.py", "test_memory.py"),
     # folders
+    "shapes": ("test_hf_config.py", "test_model_spec.py", "test_made_up_family.py"),
+    "objectives": ("test_objectives.py", *_STEP),
+    "data": ("test_loader.py", "test_corpus.py", "test_objectives.py", "test_prepare.py", "test_mixture.py"),
+    "weights": ("test_made_up_family.py", "test_hf_io.py", "test_convert.py", "test_lora.py"),
+    "files": ("test_child.py", "test_corpus.py", "test_attention_choice.py", "test_machine.py", "test_certify.py"),
+    "open_run": ("test_trainer.py", "test_sinks.py", "test_ruined_weights.py", "test_train.py"),
     "config": ("test_config.py", "test_model_spec.py", "test_degrees.py", "test_data_docs.py"),
     "model": ("test_model.py", "test_loss.py", *_STEP),
     "parallel": ("test_parallelize.py", *_STEP, _LAYOUTS),
@@ -186,7 +205,7 @@ def core_files() -> list[str]:
 def tests_of(path: str) -> list[str]:
     """The tests that should notice a mutant of this file."""
     file = Path(path)
-    names = [file.stem, *(parent.name for parent in file.parents)]
+    names = [f"{file.parent.name}/{file.stem}", file.stem, *(parent.name for parent in file.parents)]
     found = next(TESTS[name] for name in names if name in TESTS)
     return [f"tests/{test}" for test in dict.fromkeys(found)]
 

@@ -54,7 +54,7 @@ def load_weights(
                 if dist.get_rank() == 0 and not config.lora.rank:
                     model.carried = {name: base.tensor(name) for name in spec.carried if name in base.kinds}
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
-    elif dist.get_rank() == 0:
+    elif spec.carried and dist.get_rank() == 0:
         saved = open_weights(checkpoint).kinds
         model.carried = {
             name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in spec.carried if name in saved
