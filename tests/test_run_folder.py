@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100 import exact_match, generate, inspect_data, launch, open_run, report
+from titan_mi100 import exact_match, generate, inspect_data, launch, report
 from titan_mi100.config.load import load_config
 from titan_mi100.convert import dcp_to_hf
+from titan_mi100.open_run import record
+from titan_mi100.open_run.start import open_run
 from titan_mi100.outcome import RunState, write_run_state
 from titan_mi100.pages.verdict import _STATES
 from titan_mi100.parallel.distributed import World
-from titan_mi100.run import record
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import after_run, shown_path, to_resume
 from titan_mi100.train import Preempted, train
@@ -74,7 +75,7 @@ def settings(folder: Path, **more: object) -> list[str]:
 
 def run_to_its_end(world: World, folder: Path, **more: object) -> tuple[str, str]:
     folder.mkdir(exist_ok=True)
-    return train(open_run.open_run(load_config(settings(folder, **more), 1), world, folder), NEVER)  # type: ignore[arg-type]
+    return train(open_run(load_config(settings(folder, **more), 1), world, folder), NEVER)  # type: ignore[arg-type]
 
 
 def steps(folder: Path, key: str = "loss") -> list[int]:
@@ -92,7 +93,7 @@ def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_
         settings(folder, **{"validation.prompts": 1, "validation.prompt_tokens": 2, "checkpoint.keep_best": True}), 1
     )
     taken = RunFolder(config, world)
-    run = open_run.open_run(config, world, folder)
+    run = open_run(config, world, folder)
     run.observers.append(taken)
     write_run_state(folder, RunState("done", 0, *train(run, NEVER), taken.step))  # type: ignore[arg-type]
     report.main([str(folder)])
@@ -134,12 +135,12 @@ def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_
 
 
 def test_code_and_machine_are_told_without_git(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    found = open_run._code_and_machine(world)
+    found = record.code_and_machine(world)
     assert found["host"] and found["version"] and found["gpus"] == []
     if (REPO / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", found["commit"])
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert open_run._code_and_machine(world) == {**found, "commit": ""}
+    assert record.code_and_machine(world) == {**found, "commit": ""}
 
 
 def test_the_commands_at_the_end_of_a_run_work(
@@ -204,7 +205,7 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     before = to_resume(folder, 1, 1)
     assert before.startswith("to resume, start again with job.run_folder = ")
     stopping = load_config(settings(folder, **{"checkpoint.load_step": -1}), 1)
-    run = open_run.open_run(stopping, world, folder, wants_to_stop=lambda: True)
+    run = open_run(stopping, world, folder, wants_to_stop=lambda: True)
     with pytest.raises(Preempted, match="stopped after step 1 of 3; all steps are saved in step-1"):
         train(run, SimpleNamespace(reason=""))  # type: ignore[arg-type]
     assert to_resume(folder, 4, 2) == before  # several nodes have no one command
@@ -212,7 +213,7 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     assert Path(python).name.startswith("python") and words[:2] == ["titan_mi100", "train"]
     processes, arguments, place, _ = launch.parse(words[2:])
     assert (processes, place) == (1, None)
-    train(open_run.open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
+    train(open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
     assert steps(folder) == [1, 2, 3]
 
 
