@@ -29,6 +29,7 @@ from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
 from titan_mi100.data import cache as cache_module
+from titan_mi100.data import build as build_module
 from titan_mi100.data import prepare as prepare_module
 from titan_mi100.data import prepared as prepared_module
 from titan_mi100.data import tokenise
@@ -775,13 +776,13 @@ def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, mo
 
 def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    pack = prepare_module.pack_rows
+    pack = build_module.pack_rows
 
     def meanwhile(*arguments: Any) -> Any:
         write(path, qa("a", "c"))
         return pack(*arguments)
 
-    monkeypatch.setattr(prepare_module, "pack_rows", meanwhile)
+    monkeypatch.setattr(build_module, "pack_rows", meanwhile)
     with pytest.raises(UserError, match=r"rows\.jsonl: changed while it was read; start again"):
         load(path, cache_folder=str(cache))
     assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
@@ -797,13 +798,13 @@ def test_a_template_that_comes_or_goes_while_data_are_prepared_is_noticed(
     template = folder / "chat_template.jinja"
     if is_there:
         template.write_text(config["chat_template"])
-    pack = prepare_module.pack_rows
+    pack = build_module.pack_rows
 
     def meanwhile(*arguments: Any) -> Any:
         template.unlink() if is_there else template.write_text(config["chat_template"])
         return pack(*arguments)
 
-    monkeypatch.setattr(prepare_module, "pack_rows", meanwhile)
+    monkeypatch.setattr(build_module, "pack_rows", meanwhile)
     data = DataConfig(path=(str(path),), cache_folder=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"chat_template\.jinja: changed while it was read; start again"):
         prepare_data(data, str(folder), "", 256)
@@ -861,7 +862,7 @@ def test_a_damaged_prepared_folder_is_made_again_and_the_log_says_so(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(cache_module.log, "warning", said.append)
-    monkeypatch.setattr(prepare_module, "load_tokenizer", cache(prepare_module.load_tokenizer))
+    monkeypatch.setattr(build_module, "load_tokenizer", cache(build_module.load_tokenizer))
     path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
     first = load(path, cache_folder=str(cache_folder))
     rows, kinds = documents(first.train), len(list(damaged_files(first.folder)))

@@ -126,6 +126,7 @@ from titan_mi100.data.loader import RowStream
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.files import durable
 from titan_mi100.model.qwen3 import Block
+from titan_mi100.open_run import run as of_run
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import Gradients
 from titan_mi100.run import folder as run_folder
@@ -167,7 +168,7 @@ def observe(chaos: Chaos) -> None:
 
     RowStream.microbatch = microbatch  # type: ignore[method-assign]
     around(open_run, "build_model", *events("build", "built"))
-    around(open_run, "validation_losses", *events("validate", "validated"))
+    around(of_run, "validation_losses", *events("validate", "validated"))
     around(checkpoint.Checkpointer, "load", *events("load", "loaded"))
     around(checkpoint.Checkpointer, "save", *events("save", "saved"))
     around(checkpoint.Checkpointer, "_write_part", *events("write", "written"))

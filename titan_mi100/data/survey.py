@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import Config
+from titan_mi100.data.build import DataRequest, open_files
 from titan_mi100.data.encode import REJECTED
 from titan_mi100.data.files import expand_patterns
-from titan_mi100.data.prepare import DataRequest, open_files
 from titan_mi100.data.sets import patterns
 from titan_mi100.data.tokenise import tokenise
 
