@@ -98,7 +98,7 @@ def mostly_full(names: Iterable[str]) -> list[Any]:
 def test_the_count_is_what_the_allocator_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, ranks, settings = REAL[name]
     config = config_of(spec, {"training.seq_len": 256, **settings}, monkeypatch)
-    for rank in ranks_of_stages(config, ranks):
+    for rank in ranks_of_stages(config.layout(ranks)):
         counted = count(config, ranks, rank, backend=Sdpa())
         on_host = counted.host if config.memory.offload != "nothing" else 0  # all the time
         assert counted.peak + on_host == pytest.approx(allocated(config, ranks, rank, monkeypatch), rel=0.02)
@@ -159,7 +159,7 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
     spec = replace(PRESETS[flavor], num_hidden_layers=8 if flavor == "0.6B" or PP.items() <= settings.items() else 4)
     config = config_of(spec, {"training.gradient_accumulation_steps": 8, **settings}, monkeypatch)
     planned = estimate(config, ranks, GPU)
-    for memory, rank in zip(planned, ranks_of_stages(config, ranks), strict=True):
+    for memory, rank in zip(planned, ranks_of_stages(config.layout(ranks)), strict=True):
         counted = count(config, ranks, rank, GPU)
         assert -0.03 <= memory.peak / counted.peak - 1 <= 0.10, (memory, counted)
         if config.memory.offload == "weights":  # in powers of two
@@ -223,7 +223,9 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
         peaks = []
         for layers in (few, more):
             monkeypatch.setattr(Config, "spec", lambda _, n=layers: replace(spec, num_hidden_layers=n))
-            peaks.append(max(count(config, cards, rank, GPU).peak for rank in ranks_of_stages(config, cards)) / 2**30)
+            peaks.append(
+                max(count(config, cards, rank, GPU).peak for rank in ranks_of_stages(config.layout(cards))) / 2**30
+            )
         added = (peaks[1] - peaks[0]) / (more - few)
         assert peaks[1] + added * (spec.num_hidden_layers - more) == pytest.approx(COUNTED[name], rel=0.02)
 

@@ -28,8 +28,8 @@ from test_malformed import ALL_LINES, GOOD, mutated
 from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import CheckpointConfig, Config, DataConfig, ModelConfig
-from titan_mi100.data import cache as cache_module
 from titan_mi100.data import build as build_module
+from titan_mi100.data import cache as cache_module
 from titan_mi100.data import prepare as prepare_module
 from titan_mi100.data import prepared as prepared_module
 from titan_mi100.data import tokenise
@@ -678,7 +678,7 @@ def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
     shutil.copyfile(model / "tokenizer_config.json", other / "tokenizer_config.json")
     with monkeypatch.context() as patch:  # a copy: each rank would load both, which takes seconds
         patch.setattr(prepare_module, "load_tokenizer", None)
-        prepare_module._check_own_tokenizer(config)
+        prepare_module._check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
     changed = (other / "tokenizer.json").read_text().replace("<|im_end|>", "<|IM_END|>")
     (other / "tokenizer.json").write_text(changed)
     settings = (other / "tokenizer_config.json").read_text().replace("<|im_end|>", "<|IM_END|>")

@@ -262,8 +262,8 @@ def test_an_unchanged_schedule_warns_at_no_step(decay: str, caplog: pytest.LogCa
     config = Config(lr_scheduler=scheduler)
     for step in range(1, 20):
         last = {"step": step, "lr": config.optimizer.lr * lr_factor(scheduler, step, 20)}
-        warn_of_higher_rate(config, last, step, 20)
-        warn_of_higher_rate(config, {}, step, 20)
+        warn_of_higher_rate(config.optimizer, config.lr_scheduler, last, step, 20)
+        warn_of_higher_rate(config.optimizer, config.lr_scheduler, {}, step, 20)
     assert not caplog.text
 
 

@@ -52,7 +52,7 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     from titan_mi100.memory.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.rehearsal.session import rehearse
 
-    chosen = options.ranks or ranks_of_stages(config, ranks)
+    chosen = options.ranks or ranks_of_stages(config.layout(ranks))
     found = [rehearse(config, ranks, rank, card) for rank in chosen]
     most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
     step = None

@@ -170,7 +170,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
         message = progress.describe_early_stop(run.steps)
         remedy = "to train on, raise validation.patience, or set it to 0"
         log.info(message)
-    step = step_to_use(run.folder, run.config, progress)
+    step = step_to_use(run.folder, run.config.validation, progress)
     run.heartbeat.begin(SAVE, "export")
     if settings.export_hf:
         export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)

@@ -62,7 +62,7 @@ def main() -> None:
         print(f"| Qwen3-{options.flavor}, 2 cards | {' | '.join(CATEGORIES)} | peak, GiB | host |")
         print("|---" * (len(CATEGORIES) + 3) + "|")
     for name, config in ladder(options):
-        counts = [count(config, 2, rank, CARD) for rank in ranks_of_stages(config, 2)]
+        counts = [count(config, 2, rank, CARD) for rank in ranks_of_stages(config.layout(2))]
         worst = max(counts, key=lambda counted: counted.peak)
         rows.append((name, worst))
         if options.json:

@@ -14,7 +14,7 @@ from titan_mi100.cli import exit_code, version_of
 from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.scheduler import RUN_FOLDER
-from titan_mi100.config.settings import Config, DataConfig
+from titan_mi100.config.settings import Config, DataConfig, ModelConfig
 from titan_mi100.data.build import CODE_HASH, LIBRARIES, DataRequest, make_folder
 from titan_mi100.data.cache import cached_text, open_or_build_folder
 from titan_mi100.data.files import expand_patterns
@@ -43,7 +43,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     Raises:
         UserError: from `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
     """
-    _check_own_tokenizer(config)
+    _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
     path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
@@ -66,9 +66,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     return data
 
 
-def _check_own_tokenizer(config: Config) -> None:
+def _check_own_tokenizer(model: ModelConfig, load: str) -> None:
     """Refuse a tokenizer other than that in the weights' folder: its ids would mean other tokens to the model."""
-    model, load = config.model, config.checkpoint.initial_load_path
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(own := folder_of(load)):
         return
     contents = [[read_plain(file) for file in tokenizer_files(path)] for path in (own, model.tokenizer_path)]

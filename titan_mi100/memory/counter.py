@@ -6,6 +6,7 @@ the allocator.
 """
 
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
+from titan_mi100.config.layout import Layout
 from titan_mi100.config.memory import (
     ACTIVATIONS,
     CATEGORIES,
@@ -36,7 +38,7 @@ from titan_mi100.config.memory import (
     OPTIMIZER,
     PARAMETERS,
 )
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.memory import no_others
 from titan_mi100.model.decoder import CausalLM
@@ -245,9 +247,9 @@ class _KernelMemory(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def ranks_of_stages(config: Config, ranks: int) -> list[int]:
+def ranks_of_stages(layout: Layout) -> list[int]:
     """One rank per pipeline stage. The other ranks of a stage hold the same amount."""
-    return list(range(0, ranks, config.layout(ranks).ranks_per_stage))
+    return [stage * layout.ranks_per_stage for stage in range(math.prod(layout.shape()) // layout.ranks_per_stage)]
 
 
 def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
@@ -278,7 +280,7 @@ class FakeRank:
     def count_step(self) -> Count:
         """Run one step with a new optimizer and count its memory."""
         config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
-        kept, *edges = _step(model, config, inputs(config, self.microbatches), ledger, is_gpu)
+        kept, *edges = _step(model, config, inputs(config.training, self.microbatches), ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
         more = _receive_buffer_bytes(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
         phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
@@ -407,6 +409,6 @@ def enough_microbatches(config: Config, ranks: int) -> int:
     return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
 
-def inputs(config: Config, microbatches: int) -> list[Microbatch]:
+def inputs(training: TrainingConfig, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    return [one_document_per_row(config.training.local_batch_size, config.training.seq_len)] * microbatches
+    return [one_document_per_row(training.local_batch_size, training.seq_len)] * microbatches

@@ -10,7 +10,7 @@ from titan_mi100.checkpoint.resume import Found, find_checkpoint, open_checkpoin
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.problem import ConfigError
-from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
@@ -104,7 +104,9 @@ def log_if_done(progress: Progress, steps: int) -> None:
         log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
 
 
-def warn_of_higher_rate(config: Config, last: dict[str, Any], step: int, steps: int) -> None:
+def warn_of_higher_rate(
+    optimizer: OptimizerConfig, schedule: LRSchedulerConfig, last: dict[str, Any], step: int, steps: int
+) -> None:
     """Warn if the schedule gives a step that was taken a higher learning rate than it had: with more steps than until
     now, a run goes back up its schedule.
 
@@ -113,10 +115,10 @@ def warn_of_higher_rate(config: Config, last: dict[str, Any], step: int, steps: 
         step: the last step that was taken. steps: of the run, as it is configured now.
     """
     if step < steps and 0 < last.get("step", 0) <= steps:
-        would, now = (config.optimizer.lr * lr_factor(config.lr_scheduler, n, steps) for n in (last["step"], step + 1))
+        would, now = (optimizer.lr * lr_factor(schedule, n, steps) for n in (last["step"], step + 1))
         if min(would, now) > 1.01 * last["lr"]:
             what = (
                 f"the learning rate rises from {last['lr']:.3g} to {now:.3g}, as the schedule's length or keys changed"
             )
-            flat = " --lr_scheduler.min_lr_factor 1" if config.lr_scheduler.decay_type != "constant" else ""
+            flat = " --lr_scheduler.min_lr_factor 1" if schedule.decay_type != "constant" else ""
             log.warning(f"{what}; to keep it: --optimizer.lr {last['lr']:.3g}{flat}")

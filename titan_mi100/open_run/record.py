@@ -19,7 +19,7 @@ from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config import hardware
 from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.costs import flops_of_steps
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, ValidationConfig
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
 from titan_mi100.files import durable
@@ -88,7 +88,7 @@ def open_record(
                 progress.validation_due,
                 sinks,
             )
-            warn_of_higher_rate(config, reporter.last_entry, progress.step, steps)
+            warn_of_higher_rate(config.optimizer, config.lr_scheduler, reporter.last_entry, progress.step, steps)
             return reporter
     return None
 
@@ -140,10 +140,10 @@ def _chosen(config: Config, world_size: int) -> dict[str, bool | int | float | s
     return {**changed, "layout": config.layout(world_size).describe()}
 
 
-def step_to_use(folder: Path, config: Config, progress: Progress) -> int:
+def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) -> int:
     """The step whose checkpoint is exported and named at the end: with early stopping the best one, else the last."""
     best = progress.best_step
-    if not config.validation.patience or best in (None, progress.step):
+    if not validation.patience or best in (None, progress.step):
         return progress.step
     assert best is not None
     if folder / "checkpoint" / f"step-{best}" in list_checkpoints(folder / "checkpoint"):

@@ -212,11 +212,11 @@ def _about(
     config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
 ) -> dict[str, Any]:
     """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
-    lora: dict[str, Any] = {}
+    lora, load = dict[str, Any](), config.checkpoint.initial_load_path
     if config.lora.rank:
         form = {"base": config.lora.base} if config.lora.base != "whole" else {}
-        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(config, spec)}
-    base = {"base": config.checkpoint.initial_load_path}
+        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(load, config.training.seed, spec)}
+    base = {"base": load}
     if config.lora.base_model_name_or_path:
         base["base_model_name_or_path"] = config.lora.base_model_name_or_path
     return {

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from titan_mi100.attention.base import Backend
 from titan_mi100.config.costs import stage_costs
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
-from titan_mi100.config.settings import CompileConfig, Config
+from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.logging import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
@@ -25,7 +25,7 @@ from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
-from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
+from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
 from titan_mi100.shapes.base import ModelSpec
 
 
@@ -89,7 +89,7 @@ def build_model(
         model = PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
-    elif is_sharded(config, layout):
+    elif is_sharded(layout, config.memory):
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
         model = AloneModel(part(), mesh, device, is_gpu)
@@ -99,9 +99,9 @@ def build_model(
     return model
 
 
-def is_sharded(config: Config, layout: Layout) -> bool:
+def is_sharded(layout: Layout, memory: MemoryConfig) -> bool:
     """Whether `fully_shard` wraps the model. A single data-parallel rank needs it only for offloaded weights."""
-    return layout.zero_stage > 0 and (layout.dp_degree > 1 or config.memory.offload == "weights")
+    return layout.zero_stage > 0 and (layout.dp_degree > 1 or memory.offload == "weights")
 
 
 def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
@@ -118,13 +118,13 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
     for parameter in model.parameters():
         parameter.data = parameter.data.to(master if parameter.requires_grad else compute_dtype(training))
     if layout.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"])
+        apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.
     mode = config.activation_checkpoint.mode
     apply_compile(model, config.compile, is_whole=mode != "selective")
     apply_activation_checkpointing(model, mode, lora.dropout > 0, config.memory.offload_activations)
     # FSDP2 last: it must gather before, and free after, everything that reads the weights, recomputation included.
-    if is_sharded(config, layout):
+    if is_sharded(layout, config.memory):
         apply_fsdp(model, mesh, training, layout, config.memory.offload == "weights")
     else:
         model.model.dtype = compute_dtype(training)  # fp32 weights are cast where they are used

@@ -19,7 +19,7 @@ from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
-from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients
+from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tensor_parallel_ranks
 
 
 class PipelinedModel(ParallelModel):
@@ -48,7 +48,7 @@ class PipelinedModel(ParallelModel):
             dtype: the dtype of the hidden states.
             tied: the first and the last stage train copies of one weight.
         """
-        self.device, self._pp, self._tp = device, mesh["pp"], mesh["tp"]
+        self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
         self._v_shaped, self._stages = SCHEDULES[schedule].v_shaped, len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)
         self.parts = [part(cuts[index]) for index in self._mine]

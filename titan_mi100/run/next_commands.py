@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_mi100.config.assets import is_corpus
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.data.files import LONGEST_LINE
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
@@ -30,14 +30,15 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         step: step of the checkpoint to use, and of the export if there is one.
     """
     checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
-    model = _model_options(config, checkpoint, export)
+    base = config.checkpoint.initial_load_path
+    model = _model_options(config.lora, base, checkpoint, export)
     found = []
     if model:
         found.append(("chat", _command("titan_mi100.generate", *model)))
     if model and (rows := _rows_with_gold(config.data.validation_path)):
         found.append(("evaluate", _command("titan_mi100.exact_match", *model, "--data", shown_path(rows))))
     if export.exists():
-        found.append(("serve", _serve(config, shown_path(export))))
+        found.append(("serve", _serve(config.lora, base, shown_path(export))))
     else:
         folders = ("--input_dir", shown_path(checkpoint), "--output_dir", shown_path(export))
         found.append(("export", _command("titan_mi100.convert.dcp_to_hf", *folders)))
@@ -92,23 +93,21 @@ def _config_of(folder: Path) -> tuple[str, str]:
     return "--job.config_file", shown_path(folder / CONFIG)
 
 
-def _model_options(config: Config, checkpoint: Path, export: Path) -> Sequence[str]:
+def _model_options(lora: LoRAConfig, base: str, checkpoint: Path, export: Path) -> Sequence[str]:
     """Options of `generate` that name what the run has trained; none: adapters whose base has no weights of its own."""
     trained = shown_path(export if export.exists() else checkpoint)
-    if not config.lora.rank:
+    if not lora.rank:
         return ("--model", trained)
-    base = config.checkpoint.initial_load_path
     return ("--model", shown_path(base), "--adapter", trained) if base else ()
 
 
-def _serve(config: Config, export: str) -> str:
+def _serve(lora: LoRAConfig, base: str, export: str) -> str:
     """vLLM's command. An adapter's folder is the tokenizer, too: so stop token and prompts are its own."""
-    if not config.lora.rank:
+    if not lora.rank:
         return shlex.join(["vllm", "serve", export])
-    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= config.lora.rank or allowed == _VLLM_RANKS[-1])
-    base = shown_path(config.checkpoint.initial_load_path)
+    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= lora.rank or allowed == _VLLM_RANKS[-1])
     adapter = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"tuned={export}")
-    return shlex.join(["vllm", "serve", base, "--tokenizer", export, *adapter])
+    return shlex.join(["vllm", "serve", shown_path(base), "--tokenizer", export, *adapter])
 
 
 def _rows_with_gold(patterns: Sequence[str]) -> str:

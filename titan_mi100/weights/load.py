@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.logging import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
@@ -62,7 +62,7 @@ def load_weights(
     name = config.model.flavor or Path(source).name
     log.info(f"Qwen3 {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
-        _load_adapter(model, optimizer, config, spec, checkpoint)
+        _load_adapter(model, optimizer, config.lora, config.training.seed, spec, checkpoint)
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:
@@ -99,15 +99,14 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
 
 def _load_adapter(
-    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None
+    model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, seed: int, spec: ModelSpec, checkpoint: Path | None
 ) -> None:
     """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
-    lora = config.lora
     shapes = adapter_shapes(spec, lora.rank, lora.target_modules)
     origin = f"resumed from {checkpoint}"
     if checkpoint is None:
-        read: Read = partial(lora_values, config.training.seed)
-        origin = f"fresh, seed {config.training.seed}"
+        read: Read = partial(lora_values, seed)
+        origin = f"fresh, seed {seed}"
         if lora.initial_load_path:
             with raise_together():
                 read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
@@ -120,16 +119,15 @@ def _load_adapter(
     )
 
 
-def base_identity(config: Config, spec: ModelSpec) -> str:
+def base_identity(source: str, seed: int, spec: ModelSpec) -> str:
     """Identifies the frozen weights of a LoRA run, which its checkpoints do not hold. A collective.
 
     Returns:
         A fingerprint of the values, or the seed of random weights.
     """
-    source, shapes = config.checkpoint.initial_load_path, parameter_shapes(spec)
     if not source:
-        return f"random weights, seed {config.training.seed}"
-    return distributed.from_rank_zero(lambda: base_fingerprint(_open_base(source, spec).read, shapes))
+        return f"random weights, seed {seed}"
+    return distributed.from_rank_zero(lambda: base_fingerprint(_open_base(source, spec).read, parameter_shapes(spec)))
 
 
 def _open_base(source: str, spec: ModelSpec) -> Weights:
