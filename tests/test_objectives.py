@@ -15,6 +15,7 @@ from test_model import reference as transformers_model
 
 from titan_mi100.config.layout import check_schedule
 from titan_mi100.data.made_up import made_up
+from titan_mi100.data.microbatch import collate
 from titan_mi100.data.packing import pack_together
 from titan_mi100.model.loss import IGNORE, HeadMemory, Targets, token_losses
 from titan_mi100.model.qwen3 import Qwen3
@@ -121,6 +122,17 @@ def test_pairs_on_two_processes(full: bool, tmp_path: Path) -> None:
 def test_pairs_on_four_processes(tmp_path: Path) -> None:
     layouts = ((4, {"data_parallel_replicate_degree": 2}), (2, TP), (2, PP), (1, {**TP, **PP}))
     run_job(4, [split(2, ranks, parallelism=each) for ranks, each in layouts], tmp_path)
+
+
+def test_further_arrays_are_told_apart_by_name() -> None:
+    row, ones = pairs(documents()).row(0), np.ones(SEQ_LEN)
+    first, second = (row._replace(more={name: value * ones for name, value in more}) for more in (
+        (("x", 1), ("y", 2)), (("y", 2), ("x", 1)),
+    ))  # fmt: skip
+    found = collate([first, second])
+    assert (found["x"] == 1).all() and (found["y"] == 2).all()
+    with pytest.raises(AssertionError, match="other arrays"):
+        collate([first, row])
 
 
 def test_documents_of_a_record_share_a_row() -> None:

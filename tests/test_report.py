@@ -29,7 +29,8 @@ from titan_mi100.pages.verdict import findings, state_of
 from titan_mi100.report import main
 from titan_mi100.run import faults, forecast
 from titan_mi100.run.folder import RunState, write_run_state
-from titan_mi100.run.metrics import Reporter, StepResult
+from titan_mi100.run.metrics import Reporter
+from titan_mi100.trainer import StepResult
 
 HOSTILE = "<script>alert(1)</script></pre><img src=x onerror=alert(2)>'\"&amp; \x1b[31m \u202eevil 😀 مرحبا \ud800"
 VOID = {"meta", "br", "img", "link", "input"}

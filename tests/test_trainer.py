@@ -28,9 +28,9 @@ from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel.distributed import World
-from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.trainer import StepResult
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 

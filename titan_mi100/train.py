@@ -32,9 +32,9 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.forecast import is_out_of_memory
-from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.run.next_commands import to_resume
 from titan_mi100.run.time_limit import TimeLimit, end_of_job
+from titan_mi100.trainer import peak_memory_gib
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level
 

@@ -1,8 +1,12 @@
 """Runs optimizer steps: forward, backward, gradient norm, clipping, update."""
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +17,58 @@ from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values
-from titan_mi100.run.metrics import StepResult, peak_memory_gib
 
 Flags = Mapping[str, Callable[[], bool]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step. Counts are sums over all ranks; times are this rank's, in seconds."""
+
+    first_row: int  # number of the step's first row
+    next_row: int  # number of the next step's first row
+    lr: float  # learning rate of the first parameter group
+    loss: float  # mean over supervised tokens
+    grad_norm: float  # before clipping
+    tokens: int  # real ones: no padding
+    supervised: int
+    attention_pairs: int  # (query, key) inside documents, key <= query
+    seconds: float  # the whole step: data, forward, backward, update
+    waited: float  # part of `seconds` spent waiting for rows
+    peak_memory_gib: float  # most memory so far on any rank; see the function peak_memory_gib
+    gradient_bytes: int | None = None  # gradient bytes that this rank passed to collectives; None: not counted
+    skipped: bool = False  # the weights were not updated: loss or gradients not finite, or a skipped spike
+    nonfinite_microbatches: Sequence[int] = ()  # this rank's microbatches whose loss is not finite
+    loss_scale: float | None = None  # loss scale used in the step; None: not fp16
+    overflowed: bool = False  # skipped only because the fp16 loss scale is still too large
+    flags: frozenset[str] = frozenset()  # the Trainer's flags that are set on any rank
+    spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
+    worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
+    ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory so far: reserved by the allocator on a GPU, resident set size of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class _Gathered(NamedTuple):
+    """What each rank tells the others in a step's one collective, as fp64 values."""
+
+    of_step: Sequence[float]  # summed: squares of the gradients, parameters that are not finite, loss, next counts
+    memory: Sequence[float]  # the maximum counts
+    flags: Sequence[float]  # any rank's counts
+    own_values: Sequence[float]  # kept by rank: waited, and what own_values returns
+
+    def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
+        """The fields of all ranks, (ranks, values) each; those of `on_device` come before of_step's. A collective."""
+        on_host = torch.tensor([value for part in self for value in part], dtype=torch.float64)
+        ranks = gather_values(torch.cat([on_device, on_host.to(device, non_blocking=True)]), device)
+        sizes = [len(on_device) + len(self.of_step), *map(len, self[1:])]
+        return list(ranks.split(sizes, dim=1))
 
 
 class Trainer:
@@ -82,11 +135,8 @@ class Trainer:
         # Every rank decides from the same gathered values, a row per rank.
         on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
         flags = [float(raised()) for raised in self._flags.values()]
-        parts = (self._next_counts, [peak_memory_gib(model.device)], flags, [waited, *self._own_values()])
-        on_host = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
-        ranks = gather_values(torch.cat([on_device, on_host.to(model.device, non_blocking=True)]), model.device)
-        sizes = [len(on_device) + len(self._next_counts), *map(len, parts[1:])]
-        summed, memory, raised, own_values = ranks.split(sizes, dim=1)
+        mine = _Gathered(self._next_counts, [peak_memory_gib(model.device)], flags, [waited, *self._own_values()])
+        summed, memory, raised, own_values = mine.gather(on_device, model.device)
         squares, not_finite, loss_sum, *self._counts = summed.sum(0).tolist()
         self._note("update of the weights")
         grad_norm = math.sqrt(squares) / scale

@@ -46,9 +46,9 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
-from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.trainer import peak_memory_gib
 
 RANKS, WARMUP = 2, 2  # processes of `bubble`, and its steps before those that count
 DEFAULTS = [  # of `stages`

@@ -25,8 +25,8 @@ from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.ddp import PowerSGD
-from titan_mi100.run.metrics import peak_memory_gib
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.trainer import peak_memory_gib
 from titan_mi100.wording import bytes_in_words
 
 WHOLE, STEPS, BAR = 2, 5, 50  # steps reduced whole, steps in all, least factor between the bytes

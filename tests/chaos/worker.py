@@ -130,8 +130,7 @@ from titan_mi100.open_run import run as of_run
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import Gradients
 from titan_mi100.run import folder as run_folder
-from titan_mi100.run.metrics import StepResult
-from titan_mi100.trainer import Trainer
+from titan_mi100.trainer import StepResult, Trainer
 
 
 def around(

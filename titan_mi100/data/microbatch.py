@@ -50,9 +50,10 @@ def one_document_per_row(batch: int, seq: int) -> Microbatch:
 
 def collate(rows: Sequence[Row]) -> Microbatch:
     """Stack rows into a `Microbatch`, and compute its `document_ends` and `supervised_columns`."""
-    names = (*Row._fields[:-1], *rows[0].more)
-    every = [(*row[:-1], *row.more.values()) for row in rows]
-    arrays = dict(zip(names, map(np.stack, zip(*every, strict=True)), strict=True))
+    further = rows[0].more.keys()
+    assert all(row.more.keys() == further for row in rows), "the rows of a microbatch have other arrays than its first"
+    named = [{**row._asdict(), **row.more} for row in rows]
+    arrays = {name: np.stack([row[name] for row in named]) for name in (*Row._fields[:-1], *further)}
     arrays["document_ends"] = document_ends(arrays["document_ids"])
     arrays["supervised_columns"] = columns_where(arrays["labels"] != IGNORE)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}

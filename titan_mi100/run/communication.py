@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.intervals import Interval, subtract, union
-from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.trace_summary import COLLECTIVE_KERNEL
+from titan_mi100.trainer import StepResult
 
 PROFILED_STEPS = 2  # after the timed ones: profiling slows a step
 WINDOW = "titan_mi100: profiled steps"

@@ -12,8 +12,8 @@ from titan_mi100.files import durable
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, gather
-from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.progress import Progress
+from titan_mi100.trainer import StepResult
 from titan_mi100.wording import some
 
 FILE, SPIKES = "nonfinite_rows.csv", "loss_spikes.csv"

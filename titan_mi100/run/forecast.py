@@ -17,8 +17,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, device_name, raise_together
-from titan_mi100.run.metrics import StepResult, peak_memory_gib
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.trainer import StepResult, peak_memory_gib
 
 FILE = "plan.json"
 _COMPARED = 3  # number of the step to compare with: the first two also allocate optimizer state and choose kernels

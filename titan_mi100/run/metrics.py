@@ -3,16 +3,13 @@
 import json
 import math
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from titan_mi100.config.settings import MetricsConfig
@@ -21,6 +18,7 @@ from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import if_finite, validated
 from titan_mi100.logging import log
 from titan_mi100.run.sinks import Sink
+from titan_mi100.trainer import StepResult
 from titan_mi100.wording import last_question, shortened, utc_now
 
 SAMPLES = "samples.jsonl"
@@ -30,42 +28,8 @@ _LARGEST_EXPONENT = 700  # exp of 710 is more than a float holds
 _SHOWN = 200  # characters of a prompt or an answer in the log
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step. Counts are sums over all ranks; times are this rank's, in seconds."""
-
-    first_row: int  # number of the step's first row
-    next_row: int  # number of the next step's first row
-    lr: float  # learning rate of the first parameter group
-    loss: float  # mean over supervised tokens
-    grad_norm: float  # before clipping
-    tokens: int  # real ones: no padding
-    supervised: int
-    attention_pairs: int  # (query, key) inside documents, key <= query
-    seconds: float  # the whole step: data, forward, backward, update
-    waited: float  # part of `seconds` spent waiting for rows
-    peak_memory_gib: float  # most memory so far on any rank; see the function peak_memory_gib
-    gradient_bytes: int | None = None  # gradient bytes that this rank passed to collectives; None: not counted
-    skipped: bool = False  # the weights were not updated: loss or gradients not finite, or a skipped spike
-    nonfinite_microbatches: Sequence[int] = ()  # this rank's microbatches whose loss is not finite
-    loss_scale: float | None = None  # loss scale used in the step; None: not fp16
-    overflowed: bool = False  # skipped only because the fp16 loss scale is still too large
-    flags: frozenset[str] = frozenset()  # the Trainer's flags that are set on any rank
-    spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
-    worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
-    ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
-
-
 def _shown(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory so far: reserved by the allocator on a GPU, resident set size of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def sample_line(number: int, entry: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log
 from titan_mi100.parallel.distributed import World, any_rank
-from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
+from titan_mi100.trainer import StepResult
 
 SNAPSHOT = "snapshot"  # a file of this name in the run folder asks for a snapshot; also the flag that tells all ranks
 _MOST_ENTRIES = 100_000  # allocations and frees that are remembered

@@ -11,7 +11,7 @@ from titan_mi100.data.mixture import Segment
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
 from titan_mi100.optim.loss_scale import LossScale
-from titan_mi100.run.metrics import StepResult
+from titan_mi100.trainer import StepResult
 
 _REMEMBERED = 128  # recent losses that a new one is compared with
 _SUSPECT = 3  # a loss above this many times their median makes the weights suspect

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from titan_mi100.logging import log
 from titan_mi100.machine.health import amd_health, nvidia_health
 from titan_mi100.parallel.distributed import World, from_rank_zero
-from titan_mi100.run.metrics import StepResult
+from titan_mi100.trainer import StepResult
 
 _SLOW = 1.33  # slow: more than this many times the median
 _SHARE = 0.05  # and, for rows and host work, slower than the median by more than this share of a step

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.logging import log
-from titan_mi100.run.metrics import StepResult
 from titan_mi100.run.preemption import Preemption
+from titan_mi100.trainer import StepResult
 
 END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; newer versions of SLURM set it (22.05 does not), job.sh for all
 _MARGIN = 60.0  # seconds: for what was not measured, such as a slow file system and the end of all processes
