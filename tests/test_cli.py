@@ -67,6 +67,28 @@ def test_a_converter_ends_in_the_same_way(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [
+        (SystemExit(143), 143, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ValueError(), 1, "unexpected pos; nothing"),
+    ],
+)
+def test_an_error_that_a_signal_has_caused_ends_with_the_signals_code(
+    asked: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save() -> None:
+        try:
+            raise asked
+        finally:
+            raise RuntimeError("unexpected pos")  # as torch.save does where it cannot end its file
+
+    with pytest.raises(SystemExit) as ended:
+        cli.run(save)
+    assert ended.value.code == code and said in (err := capsys.readouterr().err) and bool(err) == bool(said)
+
+
+@pytest.mark.parametrize(
     ("parser", "option", "others"),
     [
         (exact_match._parser(), "--data", ["--model", "m"]),

@@ -147,9 +147,10 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         code = _code_of(main, log.error)
     except (RuntimeError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        interrupted, remedy = _was_interrupted(error), "; free some space" if full else ""
-        log.error("interrupted" if interrupted else f"{error}{remedy}; {afterwards}")
-        code = 130 if interrupted else 2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1
+        code, remedy = _asked_to_end(error), "; free some space" if full else ""
+        if code in (0, 130):  # SIGTERM is not answered
+            log.error("interrupted" if code else f"{error}{remedy}; {afterwards}")
+        code = code or (2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1)
     except Exception as error:
         log.error(message_of(error))
         code = 1
@@ -192,7 +193,10 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
         return 0
 
 
-def _was_interrupted(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt caused the error: torch.save turns a Ctrl-C into an error of its own."""
-    cause = error.__context__
-    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _was_interrupted(cause))
+def _asked_to_end(error: BaseException) -> int:
+    """The exit code of the signal that caused the error: torch.save turns a Ctrl-C or a SIGTERM into an error of its
+    own; 0: there was none.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return int(error.code or 0) if isinstance(error, SystemExit) else 130
+    return _asked_to_end(error.__context__) if error.__context__ else 0

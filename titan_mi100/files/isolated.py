@@ -26,7 +26,5 @@ def command(function: str, *arguments: str, with_site: bool = True) -> list[str]
 
 def ended(code: int) -> str:
     """How a process has ended, in words. Args: code: as subprocess gives it."""
-    if code >= 0:
-        return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}
-    return names.get(-code, f"signal {-code}")
+    return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
