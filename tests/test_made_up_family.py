@@ -259,6 +259,23 @@ def test_files_have_whole_tensors_and_what_is_carried(world: World, tmp_path: Pa
     assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
 
 
+@pytest.mark.full
+def test_what_is_carried_passes_through_every_layout(tmp_path: Path) -> None:
+    carried = torch.randn(3, 5).half()
+    base = hf_folder("untied", tmp_path / "base", **{CARRIED: carried})
+    layouts = {"tp": (1, TP), "pp": (1, PP), "fsdp": (2, {}), "ddp": (2, {"zero_stage": 0})}
+    runs, before = dict[str, dict[str, Any]](), ""
+    for step, (name, (ranks, degrees)) in enumerate(layouts.items(), 1):
+        start = {"resume": before, "from": step - 1} if before else {"load": str(base)}
+        runs[name] = {**split("untied", 2, ranks, parallelism=degrees), **start, "stop": step, "save": name}
+        before = name
+    run_job(2, [], runs, tmp_path)
+    for step, name in enumerate(layouts, 1):
+        source = open_source(tmp_path / name / f"step-{step}")
+        assert torch.equal(source.weights.tensor(CARRIED), carried), name
+        assert source.weights.kinds.keys() == stored("untied").keys() | {CARRIED}, name
+
+
 def test_decoding_keeps_each_kind_of_state() -> None:
     model = MadeUp(SPECS["tied"]).double().requires_grad_(False)
     fill_parameters(model.named_parameters(), read_pieces(SPECS["tied"], read_from(stored("tied"))))
