@@ -26,7 +26,8 @@ from titan_mi100.parallel.distributed import World, fill_parameters
 from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.weights import convert
-from titan_mi100.weights.pieces import read_pieces
+from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.pieces import joined, read_pieces
 from titan_mi100.weights.source import open_source
 
 SEQ_LEN, ROWS = 32, 8
@@ -257,6 +258,19 @@ def test_files_have_whole_tensors_and_what_is_carried(world: World, tmp_path: Pa
     convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "again", verify="bytes")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
+
+
+def test_a_box_of_a_joined_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
+    save_file({k: v.contiguous() for k, v in held("untied", stored("untied")).items()}, tmp_path / "model.safetensors")
+    weights, random = joined(HFWeights(tmp_path), SPECS["untied"]), np.random.default_rng(0)
+    for name in ("in_proj", "conv", "experts.up", "experts.down"):
+        name = f"model.layers.0.{name}.weight"
+        whole = stored("untied")[name]
+        for _ in range(20):
+            offset = tuple(int(random.integers(0, size)) for size in whole.shape)
+            size = tuple(int(random.integers(1, n - o + 1)) for n, o in zip(whole.shape, offset, strict=True))
+            box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            assert torch.equal(weights.read(name, whole.shape, offset, size), whole[box]), (name, offset, size)
 
 
 @pytest.mark.full
