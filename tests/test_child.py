@@ -7,6 +7,8 @@ import pickle
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -269,3 +271,19 @@ def test_nothing_is_computed_when_a_template_is_compiled(source: str) -> None:
     """Not all of a template runs when it is tried, but all of it is compiled, also where no limits hold."""
     assert len(TracingEnvironment().compile("{% if never %}" + source + "{% endif %}", raw=True)) < 10_000
     assert len(jinja2.Environment().compile("{% if never %}" + source + "{% endif %}", raw=True)) > 4_000_000
+
+
+def test_a_pools_processes_end_with_their_parent() -> None:
+    code = (
+        "import os, time\nfrom titan_mi100.files.pool import forked_pool\npool = forked_pool(1, int)\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\npool.submit(time.sleep, 99)\ntime.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = Path("/proc", parent.stdout.readline().strip())
+        assert worker.exists()
+        parent.kill()
+    until = time.monotonic() + 20
+    while worker.exists() and ") Z " not in (worker / "stat").read_text():
+        assert time.monotonic() < until, "it outlives its parent"
+        time.sleep(0.05)
