@@ -18,6 +18,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
+from titan_mi100.shapes.base import AttentionShape
 from titan_mi100.shapes.families import PRESETS
 
 
@@ -147,3 +148,11 @@ def test_the_log_names_every_layout() -> None:
         Layout(tp=2, pp=4, dp_shard=2, zero_stage=1): "pipeline of 4 x FSDP2 over 2 (ZeRO-1) x tensor parallel over 2",
     }
     assert {layout: layout.describe() for layout in words} == words
+
+
+def test_what_callers_ask_of_a_layout() -> None:
+    layout = Layout(dp_shard=4, dp_replicate=2, tp=2, pp=3)
+    assert (layout.ranks_per_stage, layout.fewest_microbatches, layout.inside_a_node) == (16, 3, 2)
+    assert layout.is_pipeline and not Layout(dp_shard=4).is_pipeline
+    assert layout.local(AttentionShape(8, 4, 16)) == (4, 2, 16)
+    assert [layout.twin(rank) for rank in (0, 7, 8, 15, 16, 25)] == [0, 7, 0, 7, 16, 17]
