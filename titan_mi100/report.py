@@ -2,8 +2,8 @@
 
     python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--json]
 
-The page is one file that needs no network and no other file. Without JavaScript only the values at the mouse pointer
-are missing. The run may still be running. Imports no torch.
+The page is one file that needs no network, no other file and no JavaScript. The run may still be running. Imports no
+torch.
 """
 
 import argparse

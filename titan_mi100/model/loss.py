@@ -22,7 +22,7 @@ _LEAST_BLOCK = 1024  # columns of a block; narrower matrix products are slow
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """How many logits `head_loss` holds. The block size sets the order of additions: it must not change on resume.
+    """How many logits `token_losses` holds. The block size sets the order of additions: it must not change on resume.
 
     Attributes:
         block_elements: logits (tokens x columns) per block.

@@ -6,9 +6,7 @@ from pathlib import Path
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.checkpoint.resume import (
-    Found,
-)
+from titan_mi100.checkpoint.resume import Found
 from titan_mi100.config.assets import ending_turns, run_assets
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
