@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import ForkServer
+from forked import ForkServer, fork_for_libraries
 
 REPO = Path(__file__).parents[1]
 ASSETS = REPO / "tests" / "assets"
@@ -79,6 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_libraries() -> None:
+    fork_for_libraries()
 
 
 @pytest.fixture(autouse=True)
