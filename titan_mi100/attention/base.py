@@ -67,13 +67,11 @@ class Backend(ABC):
     """One way to compute attention.
 
     Attributes:
-        name: its name in configs, logs and benchmarks.
         without_kernel: description of what it computes if no fused kernel runs.
         is_traceable: `prepare` returns tensors only, so torch.compile can trace a full block as one graph.
         why: the reason for the choice, for the log.
     """
 
-    name: ClassVar[str]
     without_kernel: ClassVar[str] = NO_KERNEL
     is_traceable: ClassVar[bool] = False
 

@@ -1,6 +1,5 @@
 """Chooses the attention backend of a run, and gives the reason."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +9,9 @@ from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.plain import Chunked, Sdpa
 from titan_mi100.attention.trial import Trial, try_backend
-from titan_mi100.config.kernels import AUTO, EXPLICIT, KERNELS, OWN, REFERENCE
+from titan_mi100.config.kernels import AUTO, EXPLICIT, FASTEST, KERNELS, OWN, REFERENCE
 from titan_mi100.errors import UserError
 
-# The fastest backend by architecture (a key of hardware.GPUS, or "cpu"), measured by scripts/bench/attention.py;
-# docs/PERFORMANCE.md has the figures. On other architectures the candidates are timed before the run.
-FASTEST: Mapping[str, str] = {"cpu": Sdpa.name}
 _CANDIDATES = [name for name in KERNELS if name != REFERENCE]
 
 
@@ -99,10 +95,10 @@ class _Trials:
     def refusal(self, name: str, launch: str = "") -> str:
         """Why the backend must not be used here; "": it may be used.
 
-        No trial is needed for the explicit backends, which are the reference of trials, nor for SDPA on a CPU, which
+        No trial is needed for the explicit backends, which are the reference of trials, nor for a CPU's fastest, which
         the tests cover.
         """
-        if name in (REFERENCE, EXPLICIT) or (name == Sdpa.name and self.device.type == "cpu"):
+        if name in (REFERENCE, EXPLICIT) or (self.device.type == "cpu" and name == FASTEST["cpu"]):
             return ""
         return self.of(name, launch).refused
 

@@ -40,8 +40,6 @@ class _Varlen(Backend):
 class TorchVarlen(_Varlen):
     """torch.nn.attention.varlen: flash attention without padding, from torch 2.10."""
 
-    name = "varlen"
-
     def __init__(self, why: str) -> None:
         super().__init__(why)
         kernel = _function("torch.nn.attention.varlen", "varlen_attn", "needs torch 2.10 or later")
@@ -54,8 +52,6 @@ class TorchVarlen(_Varlen):
 class FlashAttention(_Varlen):
     """The flash_attn package: its own kernels on CUDA, Composable Kernel's on ROCm."""
 
-    name = "flash_attn"
-
     def __init__(self, why: str) -> None:
         super().__init__(why)
         kernel = _function("flash_attn", "flash_attn_varlen_func", "the package flash_attn is not installed")
@@ -64,8 +60,6 @@ class FlashAttention(_Varlen):
 
 class Flex(Backend):
     """Compiled FlexAttention with a block mask."""
-
-    name = "flex"
 
     def __init__(self, why: str) -> None:
         super().__init__(why)

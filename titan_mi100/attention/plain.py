@@ -24,7 +24,6 @@ def document_mask(documents: Documents, device: torch.device) -> Tensor:
 class Eager(Backend):
     """Explicit S x S scores: the reference for the tests of all other backends."""
 
-    name = "eager"
     is_traceable = True
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
@@ -44,8 +43,6 @@ class Eager(Backend):
 
 class Sdpa(Backend):
     """F.scaled_dot_product_attention: one causal call per document, without a mask."""
-
-    name = "sdpa"
 
     def prepare(self, documents: Documents, device: torch.device) -> Documents:
         return documents
@@ -91,7 +88,6 @@ class Chunked(Backend):
     Memory grows linearly with seq, and only matrix products are needed.
     """
 
-    name = "chunked"
     without_kernel = "explicit scores of a few hundred queries at a time"
 
     def prepare(self, documents: Documents, device: torch.device) -> "Chunks":

@@ -29,7 +29,7 @@ from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.compiler import cannot_compile
-from titan_mi100.config.kernels import OWN
+from titan_mi100.config.kernels import KERNELS, OWN
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.plain import read_checked
@@ -100,7 +100,7 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
 def _machine(device: torch.device) -> dict[str, Any]:
     """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    for name in ("triton", "pytorch-triton-rocm", "flash_attn"):
+    for name in itertools.chain.from_iterable(kernel.packages for kernel in KERNELS.values()):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):

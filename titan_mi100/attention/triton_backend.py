@@ -224,7 +224,6 @@ def _backward_flops(grad: Tensor, q: Tensor, *others: Any, out_val: Any = None, 
 class Triton(Backend):
     """Our own kernels; see kernels.py."""
 
-    name = "triton"
     is_traceable = True
 
     def __init__(self, why: str, launch: str) -> None:

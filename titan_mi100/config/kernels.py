@@ -9,12 +9,13 @@ from typing import NamedTuple
 class Kernel(NamedTuple):
     source: str  # module in attention/ and class
     is_plain: bool = False  # needs nothing but PyTorch
+    packages: tuple[str, ...] = ()  # distributions whose version decides what it computes
 
 
 KERNELS = {
-    "triton": Kernel("triton_backend:Triton"),
+    "triton": Kernel("triton_backend:Triton", packages=("triton", "pytorch-triton-rocm")),
     "varlen": Kernel("library:TorchVarlen"),
-    "flash_attn": Kernel("library:FlashAttention"),
+    "flash_attn": Kernel("library:FlashAttention", packages=("flash_attn",)),
     "flex": Kernel("library:Flex"),
     "sdpa": Kernel("plain:Sdpa", is_plain=True),
     "chunked": Kernel("plain:Chunked", is_plain=True),
@@ -22,3 +23,6 @@ KERNELS = {
 }
 OWN, EXPLICIT, REFERENCE = "triton", "chunked", "eager"  # our kernels; needs no kernel; S x S scores in full
 AUTO = "auto"
+# The fastest kernel by architecture (a key of hardware.GPUS, or "cpu"), measured by scripts/bench/attention.py;
+# docs/PERFORMANCE.md has the figures. On other architectures the candidates are timed before the run.
+FASTEST = {"cpu": "sdpa"}

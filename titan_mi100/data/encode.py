@@ -148,8 +148,7 @@ class Encoder:
             ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
             documents = [document_values(ids, np.ones(len(ids), dtype=bool))]
         else:
-            assert example.input_ids is not None
-            documents = [self._pretokenised(np.array(example.input_ids), example.labels)]
+            documents = [self._pretokenised(*example.tokens())]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
         encoded = self._fit_to_rows(documents)._replace(thinking=thinking)
@@ -207,7 +206,7 @@ class Encoder:
         values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
         return values, not np.isin(edges[::2], starts).all()
 
-    def _pretokenised(self, ids: np.ndarray, labels: list[int] | None) -> np.ndarray:
+    def _pretokenised(self, ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
         """A document of a record that is tokenised already. Raises BadRecord: the tokenizer lacks one of the ids."""
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
@@ -217,7 +216,7 @@ class Encoder:
                 f"input_ids[{place}] = {ids[place]}, the tokenizer has {known:,} tokens; was the file made with "
                 "another tokenizer?",
             )
-        return document_values(ids, np.ones(len(ids), dtype=bool) if labels is None else np.array(labels) == ids)
+        return document_values(ids, learned)
 
     def _fit_to_rows(self, documents: list[np.ndarray]) -> Encoded:
         """Fit a record's documents into rows of seq_len tokens; data.overlong says what happens to longer ones."""
@@ -419,17 +418,17 @@ def _check_visible(turns: list[Turn], messages: Messages) -> None:
             )
 
 
-def _byte_offsets(text: str, positions: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Convert ascending character positions to byte positions in the normalised UTF-8 text.
+def _byte_offsets(text: str, edges: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Convert ascending offsets in characters to offsets in bytes of the normalised UTF-8 text.
 
     The tokenizer's offsets count bytes of the normalised text (NFC for Qwen3).
 
     Raises:
-        BadRecord: normalisation joins characters across one of the positions, so the position has no counterpart.
+        BadRecord: normalisation joins characters across one of the edges, which then has no counterpart.
     """
     if text.isascii():  # normalisation keeps ASCII, and each character is one byte
-        return positions
-    cuts = [0, *positions, len(text)]
+        return edges
+    cuts = [0, *edges, len(text)]
     parts = [text[start:stop] for start, stop in pairwise(cuts)]
     normalized = tokenizer.normalize(text)
     if normalized != text:

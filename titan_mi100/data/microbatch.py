@@ -18,8 +18,9 @@ from titan_mi100.data.rows import PADDING_DOCUMENT, Row, columns_where, document
 # Tensor sizes in the model depend on the last two. They are read on the host (parallel/base.py), so that the forward
 # never waits for the device.
 Microbatch = dict[str, Tensor]
-READ_ON_HOST = ("document_ends", "supervised_columns")
-_OF_THE_MODEL = ("input_ids", "labels", "positions", "supervised", *READ_ON_HOST)
+READ_ON_HOST = ENDS, SUPERVISED = "document_ends", "supervised_columns"
+TOKENS = "input_ids"  # what the first stage of a pipeline reads; the later ones get hidden states instead
+_OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", *READ_ON_HOST)
 
 
 def for_the_model(microbatch: Microbatch, columns: Iterable[str]) -> Microbatch:
@@ -46,6 +47,21 @@ def one_document_per_row(batch: int, seq: int) -> Microbatch:
     learned = torch.arange(ids.numel()).view(batch, seq)[:, :-1].flatten()
     positions = torch.arange(seq).expand(batch, seq)
     return {"input_ids": ids, "labels": ids, "positions": positions, "document_ids": ids, "supervised": learned}
+
+
+def of_prompts(rows: Sequence[Sequence[int]], multiple: int) -> Microbatch:
+    """Rows of token ids for the logits of each one's last token: one document per row, padded behind that token, which
+    attention, being causal, does not see. Args: multiple: to which the length of all rows is rounded up.
+    """
+    length = -(-max(map(len, rows)) // multiple) * multiple
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    ends, columns = (torch.full((len(rows), length), -1, dtype=torch.int32) for _ in range(2))
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row)
+        columns[place, 0] = len(row) - 1
+    ends[:, 0] = length
+    positions = torch.arange(length).repeat(len(rows), 1)
+    return {TOKENS: ids, "positions": positions, "document_ends": ends, "supervised_columns": columns}
 
 
 def collate(rows: Sequence[Row]) -> Microbatch:

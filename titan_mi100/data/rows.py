@@ -34,6 +34,13 @@ class Row(NamedTuple):
         """Whether each token is predicted by the one before it, (seq_len,) bool."""
         return np.append(False, self.labels[:-1] != IGNORE)  # labels are shifted: labels[t] is token t + 1
 
+    def shown(self) -> dict[str, list[int] | list[bool]]:
+        """Lists with one value per token, for the data page."""
+        learned = self.supervised()
+        assert (np.roll(self.labels, 1) == self.input_ids)[learned].all()  # a label is the next token
+        shown = {"id": self.input_ids, "document": self.document_ids, "position": self.positions}
+        return {name: values.tolist() for name, values in {**shown, "supervised": learned}.items()}
+
     def padding(self) -> np.ndarray:
         return self.document_ids == PADDING_DOCUMENT
 

@@ -172,8 +172,7 @@ def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int)
             stream), the row is one document with several origins.
     """
     row = rows.row(index)
-    supervised, inside = row.supervised(), [(ids.tolist(), learned) for ids, learned in row.documents()]
-    assert (np.roll(row.labels, 1) == row.input_ids)[supervised].all()  # a label is the next token
+    inside = [(ids.tolist(), learned) for ids, learned in row.documents()]
     documents, texts = [], []
     for place, (ids, learned) in enumerate(inside):
         texts += token_texts(tokenizer, ids)
@@ -185,11 +184,8 @@ def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int)
         "row": index,
         "documents": documents,
         "padding": padding,
-        "id": row.input_ids.tolist(),
         "text": texts + ["⟨padding⟩"] * padding,
-        "document": row.document_ids.tolist(),
-        "position": row.positions.tolist(),
-        "supervised": supervised.tolist(),
+        **row.shown(),
     }
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titan_mi100.config.kernels import EXPLICIT
 from titan_mi100.config.settings import (
     Config,
     LRSchedulerConfig,
@@ -45,7 +46,7 @@ def measure(rows: int, steps: int, layouts: list[str]) -> dict[str, Any]:
 def _config(zero_stage: int, accumulation: int, steps: int) -> Config:
     """Without clipping and with a large eps: clipping, and Adam with a small eps, would hide a wrong gradient scale."""
     return Config(
-        model=ModelConfig(attention_backend="chunked"),  # needs nothing but PyTorch; other parts compare the backends
+        model=ModelConfig(attention_backend=EXPLICIT),  # needs nothing but PyTorch; other parts compare the backends
         training=TrainingConfig(
             seq_len=_SEQ,
             gradient_accumulation_steps=accumulation,

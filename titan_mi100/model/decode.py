@@ -163,8 +163,8 @@ def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
     decoder, until = model.model, cache.used + ids.shape[1]
     assert decoder.norm is not None
     columns = torch.arange(until, device=ids.device)
-    positions, visible = columns[cache.used :] - cache.padding, columns >= cache.padding
-    where, x = decoder.where(positions), decoder.embed(ids)
+    where, visible = decoder.where(columns[cache.used :] - cache.padding), columns >= cache.padding
+    x = decoder.embed(ids)
     for layer, state in zip(decoder.blocks(), cache.states, strict=True):
         kind = layer.shape.kind
         parts, prepared = layer.before(x, where[kind]), cache.documents[kind]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
+from titan_mi100.attention.base import NO_KERNEL, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.certificate.machine import describe
 from titan_mi100.checkpoint.sealed import list_checkpoints
@@ -27,7 +27,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log
 from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.base import ParallelModel, documents_of
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.metrics import SAMPLES, Reporter
@@ -58,7 +58,7 @@ def open_record(
     device_words, arch, compute_units = distributed.device_name(world.device)
     dtype = _SHORT[config.training.mixed_precision_param]
     first = collate([rows.row(progress.rows_consumed)])  # to try the kernel on
-    documents = Documents.from_ends(first["document_ends"])
+    documents = documents_of(first)
     backend = model.parts[0].model.backend
     shape = Shape(documents.batch, documents.seq, *spec.attention, config.training.mixed_precision_param)
     kernel = running_kernel(backend, shape, documents, world.device)

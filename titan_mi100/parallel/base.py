@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Documents, to_device
-from titan_mi100.data.microbatch import READ_ON_HOST, Microbatch, for_the_model
+from titan_mi100.data.microbatch import ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model
 from titan_mi100.model.decoder import CausalLM, Decoder
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
@@ -235,7 +235,7 @@ def read_on_host(model: CausalLM, device: torch.device) -> None:
     """
 
     def describe(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if "document_ends" in kwargs:  # a microbatch of the loader; other callers pass `documents` themselves
+        if ENDS in kwargs:  # a microbatch of the loader; other callers pass `documents` themselves
             kwargs = describe_on_host(model.model, kwargs, device)
         return args, kwargs
 
@@ -245,6 +245,11 @@ def read_on_host(model: CausalLM, device: torch.device) -> None:
 def describe_on_host(model: Decoder, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
-    described["documents"] = model.prepare(Documents.from_ends(inputs["document_ends"]), device)
-    described["supervised"] = to_device(supervised_index(inputs["supervised_columns"]), device)
+    described["documents"] = model.prepare(documents_of(inputs), device)
+    described["supervised"] = to_device(supervised_index(inputs[SUPERVISED]), device)
     return described
+
+
+def documents_of(microbatch: Mapping[str, Any]) -> Documents:
+    """The documents of a microbatch, on the host."""
+    return Documents.from_ends(microbatch[ENDS])

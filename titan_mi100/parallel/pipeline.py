@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
-from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.data.microbatch import TOKENS, Microbatch
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
@@ -126,7 +126,7 @@ class PipelinedModel(ParallelModel):
         self._weight, self._losses = weight, []
         # The schedule splits the tensors along dim 0 into microbatches again, also those that stay on the CPU.
         whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
-        ids = whole.pop("input_ids")
+        ids = whole.pop(TOKENS)
         inputs = (ids,) if 0 in self._mine else ()
         # _weighted_loss ignores the target, but torch demands one on the last stage.
         self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **whole)
@@ -159,8 +159,8 @@ class PipelinedModel(ParallelModel):
         """
         group, here = self._pp.get_group(), self._pp.get_local_rank()
         ranks = dist.get_process_group_ranks(group)
-        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
-        ids = inputs["input_ids"]
+        rest = {name: value for name, value in inputs.items() if name != TOKENS}
+        ids = inputs[TOKENS]
         boundary = (len(ids), ids.shape[1] // self._tp.size(), self._hidden.shape[2])
         x: Tensor | None = ids
         for index, part in zip(self._mine, self.parts, strict=True):

@@ -113,18 +113,18 @@ def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Ten
     return scatter_sequence(output, group_name)
 
 
-def _embed(embedding: nn.Embedding, mesh: DeviceMesh, input_ids: Tensor) -> Tensor:
+def _embed(embedding: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
     """Look up the tokens of this rank's part of the vocabulary, then reduce-scatter over the sequence.
 
     Args:
-        input_ids: (batch, seq), the same on all ranks.
+        ids: (batch, seq), the same on all ranks.
 
     Returns:
         (batch, seq / tp, hidden).
     """
     weight = local_weight(embedding.weight, embedding.weight.dtype)  # (V / tp, hidden)
     first, pad = mesh.get_local_rank() * len(weight), embedding.padding_idx
-    local = input_ids - first
+    local = ids - first
     outside = (local < 0) | (local >= len(weight))
     pad = pad - first if pad is not None and first <= pad < first + len(weight) else None
     x = F.embedding(local.masked_fill(outside, 0), weight, pad).masked_fill(outside[..., None], 0.0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titan_mi100.config.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import Config
-from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.data.microbatch import of_prompts
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
 from titan_mi100.errors import UserError
@@ -138,7 +138,8 @@ def answer_greedily(
             while open_:
                 mine = [number for number in open_ if number % batch.dp_degree == dp_rank]
                 rows = [prompts[number] + answers[number] for number in mine]
-                logits = model.logits(_microbatch(rows or [[0]], model))  # without rows: to join the collectives
+                # without rows: to join the collectives
+                logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.tp_degree))
                 # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
                 # element counts the ranks that were told to stop.
                 chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
@@ -157,22 +158,6 @@ def answer_greedily(
                     if token in stop_ids or len(answers[number]) == limits[number]:
                         del open_[number]
     return answers
-
-
-def _microbatch(rows: Sequence[list[int]], model: ParallelModel) -> Microbatch:
-    """Rows of equal length with one document each, and the column of each one's last token. Padding comes after that
-    token, and attention is causal, so it has no influence.
-    """
-    multiple = _ROUNDED_TO * model.tp_degree
-    length = -(-max(map(len, rows)) // multiple) * multiple
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    ends, columns = (torch.full((len(rows), length), -1, dtype=torch.int32) for _ in range(2))
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row)
-        columns[place, 0] = len(row) - 1
-    ends[:, 0] = length
-    positions = torch.arange(length).repeat(len(rows), 1)
-    return {"input_ids": ids, "positions": positions, "document_ends": ends, "supervised_columns": columns}
 
 
 @contextmanager
