@@ -10,5 +10,6 @@ source scripts/setup_env.sh
 
 # One thread: multi-process tests share the cores, and sums have the same rounding on every machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONDONTWRITEBYTECODE=  # or each of hundreds of processes compiles the package again
 # Each worker runs full test files, because many fixtures are created once per file. conftest.py orders the files.
 exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -36,7 +36,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         shutil.copytree(REPO / "train_configs/debug/tokenizer", tmp_path / f"Qwen3-{name}")
         (tmp_path / f"Qwen3-{name}" / "config.json").write_text(json.dumps(to_hf_config(PRESETS[name])))
         (tmp_path / f"Qwen3-{name}" / "model.safetensors").write_bytes(b"")
-    shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "train.jsonl")
+    rows = (REPO / "train_configs/debug/additions.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:500]))
 
     def command(*options: str, typed: tuple[str, ...] | None = None) -> tuple[int, str, str]:
         lines = iter(typed or ())
@@ -66,7 +67,7 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
         assert f" {word} --job.config_file mine.toml" in out
     config = load_config(["--job.config_file", "mine.toml"], 2)
     assert config.data.path == (str(tmp_path / "train.jsonl"),) and not config.lora.rank
-    assert "chosen for them: " in out and config.data.validation_fraction == 0.05
+    assert "chosen for them: " in out and config.data.validation_fraction == 0.1
     plan = make_plan(config, 2, 32 * GIB)
     assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out
     before = Path("mine.toml").read_bytes()
