@@ -163,15 +163,15 @@ class Report:
         assert "Traceback" not in err and (err == "" if code == 0 else out == "")
         return err if code else out
 
-    def page(self, *runs: Path) -> Reading:
-        self(*runs, "--output", self.file)
+    def page(self, run: Path) -> Reading:
+        self(run, "--output", self.file)
         return Reading(self.file.read_text(encoding="utf-8"))
 
-    def json(self, *runs: Path) -> list[dict[str, Any]]:
+    def json(self, run: Path) -> dict[str, Any]:
         def refuse(name: str) -> None:
             raise ValueError(f"{name} is no JSON")
 
-        return json.loads(self(*runs, "--json"), parse_constant=refuse)["runs"]
+        return json.loads(self(run, "--json"), parse_constant=refuse)
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
     report.page(run)
     figures = re.findall("<figure.*?</figure>", report.file.read_text(encoding="utf-8"), re.S)
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    drawn = charts([collect(run)])
+    drawn = charts(collect(run))
     assert [chart.title for chart in drawn] == [
         "Training loss (mean over supervised tokens, nats)", "Validation loss (nats per token)",
         "Throughput (tokens/s)",
@@ -328,7 +328,7 @@ def test_each_file_may_be_missing(file: str, run: Path, report: Report) -> None:
         (run / file).rename(run / "elsewhere")
     else:
         (run / file).unlink()
-    page, [found] = report.page(run), report.json(run)
+    page, found = report.page(run), report.json(run)
     assert found["problems"] == []
     heading = {"ledger.csv": "Data ledger", "plan.json": "Plan and measured", "checkpoint": "Checkpoints"}.get(file)
     assert heading is None or heading not in page.text
@@ -375,7 +375,7 @@ def test_ruined_files_are_named_and_the_rest_is_shown(ruin: str, run: Path, repo
     files = [file for file in FILES if file != "checkpoint"]
     for file in files:
         RUINS[ruin](run / file)
-    page, [found] = report.page(run), report.json(run)
+    page, found = report.page(run), report.json(run)
     assert "step-100" in page.text
     if ruin in ("link", "dangling link", "folder", "pipe"):
         assert len(found["problems"]) >= len(files) and all(
@@ -429,7 +429,7 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     assert not page.scripts and not page.tags & {"img", "i"}
     text = report.file.read_text(encoding="utf-8")
     assert not set("\x1b\u202e\x00") & set(text) and "\\u202eevil" in page.text and "😀 مرحبا" in page.text
-    assert report.json(run)[0]["state"]["exit_code"] is None
+    assert report.json(run)["state"]["exit_code"] is None
 
 
 def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
@@ -446,7 +446,7 @@ def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
     (run / "samples.jsonl").write_text(prompts)
     (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
     (run / "ledger.csv").write_text("".join(f"a,{i},status{i},train,1,1,1,\n" for i in range(99)))
-    [found] = report.json(run)
+    found = report.json(run)
     assert len(found["metrics"]["series"]) == tables._MOST_SERIES and found["samples"]["prompts_left_out"] == 79
     assert found["log"]["warnings"] == 999 and len(found["log"]["messages"]) == 50
     assert len(found["ledger"]["outcomes"]) == 12 and found["ledger"]["unreadable"] == 87
@@ -470,7 +470,7 @@ def test_a_page_of_many_steps_stays_small_and_says_its_bins(tmp_path: Path, repo
         text = report.page(tmp_path / f"{steps}").text
         assert report.file.stat().st_size < most
         assert ("means of 469 bins of 32 steps" if steps > 500 else "100 values") in text
-    [found] = report.json(tmp_path / "15000")
+    found = report.json(tmp_path / "15000")
     [spike] = [each for each in found["metrics"]["series"]["loss"]["bins"] if each[5] > 50]
     assert (spike[0], spike[1], spike[2], spike[3]) == (65, 96, 32, 2.0)
     assert spike[4] == pytest.approx(sum(2 + step % 5 / 10 + 50 * (step == 77) for step in range(65, 97)) / 32)
@@ -578,7 +578,7 @@ def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
 
 
 def test_one_value_is_no_values(tmp_path: Path) -> None:
-    assert charts([collect(write_run(tmp_path / "short", steps=1))])[0].note == "1 value"
+    assert charts(collect(write_run(tmp_path / "short", steps=1)))[0].note == "1 value"
 
 
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
@@ -599,25 +599,10 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
     assert "1 step was skipped because of loss spikes (1): 99" in {finding.text for finding in findings(found)}
 
 
-# several runs
-
-
-def test_several_runs_are_overlaid_and_compared(run: Path, tmp_path: Path, report: Report) -> None:
-    other = write_run(tmp_path / "again" / "run", steps=50, loss=lambda step: 3 + 1 / step)
-    (other / "config.toml").write_text((other / "config.toml").read_text().replace("lr = 0.004 ", "lr = 0.001 "))
-    page = report.page(run, other)
-    assert "50 to 100 values; smoothed over 5 values" in page.text
-    assert "optimizer.lr\n0.004\n0.001\n" in page.text and "training.seq_len\n256\n256" not in page.text
-    assert LAST_LOSS in page.text and "3.0221" in page.text
-    drawn = charts([collect(run), collect(other)])
-    assert [chart.title.partition(", source ")[2] for chart in drawn] == ["", "", "code", "web", ""]
-    assert all([curve.color for curve in chart.curves] == [0, 1] for chart in drawn)
-    assert [curve.name for curve in charts([collect(other)])[1].curves] == ["all", "code", "web"]
-    assert "their losses are of different data" not in page.text
-    assert [run["name"] for run in report.json(run, run)] == ["run (1)", "run (2)"]
-    (other / "config.toml").write_text((other / "config.toml").read_text().replace("seq_len = 256", "seq_len = 64"))
-    assert "The runs differ in training.seq_len: their losses are of different data" in report.page(run, other).text
-    assert "at most 14" in report(*[run] * 15, code=2)
+def test_each_source_has_a_curve(run: Path) -> None:
+    drawn = charts(collect(run))
+    assert [chart.title.partition(" (")[0] for chart in drawn] == ["Training loss", "Validation loss", "Throughput"]
+    assert [(curve.name, curve.color) for curve in drawn[1].curves] == [("all", 0), ("code", 1), ("web", 2)]
 
 
 # the command
@@ -652,7 +637,7 @@ def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_p
 
 
 def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
-    [found] = report.json(run)
+    found = report.json(run)
     assert not (run / "report.html").exists()
     series = found["metrics"]["series"]["loss"]
     assert series["bins"][0] == [1, 1, 1, 6.0, 6.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]

@@ -1,6 +1,6 @@
-"""Write a page about one run or several: did it go well, curves, plan, data, checkpoints, restarts.
+"""Write a page about a run: did it go well, curves, plan, data, checkpoints, restarts.
 
-    python -m titan_mi100.report RUN [RUN2 ...] [--output FILE.html] [--json]
+    python -m titan_mi100.report RUN [--output FILE.html] [--json]
 
 The page is one file that needs no network, no other file and no JavaScript. The run may still be running. Imports no
 torch.
@@ -12,14 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_page
 from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import setup_logging
-from titan_mi100.pages.charts import MOST_CURVES
 from titan_mi100.pages.collect import collect
 from titan_mi100.pages.page import page
 
@@ -32,19 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
-    if len(options.runs) > MOST_CURVES:
-        raise UserError(f"{len(options.runs)} runs are too many to tell apart; name at most {MOST_CURVES}")
     if options.json and options.output:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
-    output = Path(options.output or Path(options.runs[0]) / "report.html")
+    output = Path(options.output or options.run / "report.html")
     if not options.json:
         _check_output(output)
-    runs = [collect(Path(run)) for run in options.runs]
-    _make_names_unique(runs)
+    run = collect(options.run)
     if options.json:
-        print(json.dumps({"runs": runs}, allow_nan=False))
+        print(json.dumps(run, allow_nan=False))
     else:
-        content = page(runs).encode("utf-8", "backslashreplace").decode("utf-8")
+        content = page(run).encode("utf-8", "backslashreplace").decode("utf-8")
         write_page(output, content, "--output")
         print(f"{output}: {len(content.encode()):,} bytes")
 
@@ -65,30 +60,13 @@ def _check_output(path: Path) -> None:
         raise UserError(f"{path}: exists and is not a report; name another file with --output")
 
 
-def _make_names_unique(runs: list[dict[str, Any]]) -> None:
-    """Make the runs' names unique: add parent folders, or a number if a run is given twice."""
-    paths = [Path(os.path.realpath(run["folder"])).parts for run in runs]
-    for number, run in enumerate(runs):
-        others = [path for place, path in enumerate(paths) if place != number]
-        length = 1
-        while length < len(paths[number]) and any(path[-length:] == paths[number][-length:] for path in others):
-            length += 1
-        is_twice = paths[number] in others
-        run["name"] = f"{run['name']} ({number + 1})" if is_twice else "/".join(paths[number][-length:])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md."
     )
     add = parser.add_argument
-    add(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="run folder, as training printed it; the curves of several are drawn together",
-    )
-    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the first run's folder)")
+    add("run", metavar="RUN", type=Path, help="run folder, as training printed it")
+    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the run's folder)")
     add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
     return parser
 

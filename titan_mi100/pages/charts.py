@@ -8,7 +8,7 @@ from titan_mi100.pages.bins import Bin, half_window, smoothed
 from titan_mi100.pages.tables import SOURCE
 
 _TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
-MOST_CURVES = 14  # per chart: seven colors, solid and dashed
+_MOST_CURVES = 14  # per chart: seven colors, solid and dashed
 
 
 class Curve(NamedTuple):
@@ -71,51 +71,33 @@ _KINDS = {
 }
 
 
-def charts(runs: Sequence[dict[str, Any]]) -> list[Chart]:
-    """The charts that have data.
-
-    Args:
-        runs: as `collect` returns them, with unique names.
-    """
-    last = max(run["metrics"].get("last_step") or 0 for run in runs)
-    found = []
+def charts(run: dict[str, Any]) -> list[Chart]:
+    """The charts that have data. Args: run: as `collect` returns it."""
+    last, series, found = run["metrics"].get("last_step") or 0, run["metrics"].get("series", {}), []
     for kind, (title, is_smoothed) in _KINDS.items():
         keys = [kind]
         if kind == "validation_loss":
-            keys += sorted({key for run in runs for key in _series(run) if key.startswith(SOURCE)})
-        # The sources of one run are curves of one chart. With several runs or too many sources, each source has its
-        # own chart.
-        is_together = len(runs) == 1 and len(keys) <= MOST_CURVES
-        for group in [keys] if is_together else [[key] for key in keys]:
-            curves = [_curve(runs, number, key, is_smoothed) for number in range(len(runs)) for key in group]
-            if is_together:
-                curves = [curve._replace(color=place) for place, curve in enumerate(curves)]
-            shown = [curve for curve in curves if curve.bins]
-            if shown:
+            keys += sorted(key for key in series if key.startswith(SOURCE))
+        # The sources are curves of one chart; of too many, each has its own.
+        for group in [keys] if len(keys) <= _MOST_CURVES else [[key] for key in keys]:
+            curves = [
+                _curve(series[key]["bins"], place, key, is_smoothed) for place, key in enumerate(group) if key in series
+            ]
+            if curves:
                 source = f", source {group[0].removeprefix(SOURCE)}" if group[0] != kind else ""
-                found.append(_chart(kind, title + source, shown, _marks(runs) if kind == "loss" else [], last))
+                found.append(_chart(kind, title + source, curves, _marks(run) if kind == "loss" else [], last))
     return found
 
 
-def _series(run: dict[str, Any]) -> dict[str, Any]:
-    return run["metrics"].get("series", {})
-
-
-def _curve(runs: Sequence[dict[str, Any]], number: int, key: str, is_smoothed: bool) -> Curve:
-    bins = _series(runs[number]).get(key, {}).get("bins", [])
-    alone, name = len(runs) == 1, runs[number]["name"]
-    if alone:
-        name = "all" if key == "validation_loss" else key.removeprefix(SOURCE)
+def _curve(bins: Sequence[Bin], color: int, key: str, is_smoothed: bool) -> Curve:
+    name = "all" if key == "validation_loss" else key.removeprefix(SOURCE)
     window = 2 * half_window(len(bins)) + 1 if is_smoothed else 1
     values = smoothed(bins) if window > 1 else [each.mean for each in bins]
-    return Curve(name, number, bins, values, window, alone and any(each.high > each.low for each in bins))
+    return Curve(name, color, bins, values, window, any(each.high > each.low for each in bins))
 
 
-def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
-    """The marks of a run (restarts, skipped steps, ...). With several runs none: they could not be told apart."""
-    if len(runs) != 1:
-        return []
-    [run] = runs
+def _marks(run: dict[str, Any]) -> list[Mark]:
+    """What happened at a step: restarts, skipped steps ..."""
     found = []
     for number, restart in enumerate(run["restarts"], 1):
         words = restart["state"] or "no state"
@@ -124,7 +106,7 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[Mark]:
     for earlier in run["earlier_configs"]:
         found.append(Mark("config", earlier["until_step"], f"settings changed after step {earlier['until_step']:,}"))
     found += [Mark("skipped", step, f"step {step:,} was skipped") for step in run["metrics"].get("skipped_steps", [])]
-    if lowest := _series(run).get("validation_loss", {}).get("lowest"):
+    if lowest := run["metrics"].get("series", {}).get("validation_loss", {}).get("lowest"):
         found.append(Mark("best", lowest[0], f"lowest validation loss, {lowest[1]:.4f}, at step {lowest[0]:,}"))
     return found
 

@@ -1,4 +1,4 @@
-"""The report of one or several runs as an HTML page: first whether they went well, then curves, then the details."""
+"""The report of a run as an HTML page: first whether it went well, then curves, then the details."""
 
 import re
 from collections.abc import Sequence
@@ -7,11 +7,9 @@ from typing import Any
 from titan_mi100.pages import figures
 from titan_mi100.pages.charts import charts
 from titan_mi100.pages.document import html_document, text
-from titan_mi100.pages.sections import Cell, config_differences, details_of, different, section, shown_time, table
-from titan_mi100.pages.verdict import BAD, GOOD, WARN, Finding, findings, state_of
-from titan_mi100.wording import duration_in_words, some
-
-_OF_THE_DATA = ("data.", "model.tokenizer_path", "model.chat_template", "training.seq_len")
+from titan_mi100.pages.sections import details_of, section, shown_time, table
+from titan_mi100.pages.verdict import BAD, GOOD, Finding, findings, state_of
+from titan_mi100.wording import duration_in_words
 
 _STYLE = (
     figures.STYLE
@@ -40,7 +38,7 @@ th, td { text-align: left; padding: .25em 1.4em .25em 0; border-bottom: 1px soli
   white-space: nowrap }
 th { font-weight: normal } td.t { min-width: 14em; white-space: normal }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-.comparison { margin-top: 1em } .line { width: 2em; height: .7em; margin-right: .4em }
+.line { width: 2em; height: .7em; margin-right: .4em }
 .bar { display: inline-block; height: .7em; background: var(--c0); border-radius: 2px; min-width: 1px }
 details { margin: .5em 0 } summary { cursor: pointer }
 @media (max-width: 40em) { body { margin-top: 1em } .tiles { grid-template-columns: 1fr 1fr } }
@@ -48,40 +46,21 @@ details { margin: .5em 0 } summary { cursor: pointer }
 )
 
 
-def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The complete page.
-
-    Args:
-        runs: each as `collect` returns it, with unique names.
-    """
-    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run['name'] for run in runs)}"
-    body = [f"<header><h1><bdi>{text(title)}</bdi></h1>{_about(runs)}</header>"]
-    body += [_first_screen(runs[0])] if len(runs) == 1 else [_comparison(runs)]
-    drawn = charts(runs)
-    if drawn:
-        shown = f'<div class="charts">{"".join(map(figures.figure, drawn))}</div>'
-        body.append(section("Curves", shown))
-    body.append(_numbers(runs))
-    if len(runs) == 1:
-        body.append(details_of(runs[0]))
-    else:
-        body.append(config_differences(runs))
-        body += [_folded(run) for run in runs]
-    return html_document(f"Report: {title}", _STYLE, "".join(body))
+def page(run: dict[str, Any]) -> str:
+    """The complete page. Args: run: as `collect` returns it."""
+    body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
+    if drawn := charts(run):
+        body.append(section("Curves", f'<div class="charts">{"".join(map(figures.figure, drawn))}</div>'))
+    body += [_numbers(run), details_of(run)]
+    return html_document(f"Report: {run['name']}", _STYLE, "".join(body))
 
 
-def _about(runs: Sequence[dict[str, Any]]) -> str:
-    """The runs' folders, and the times of their logs."""
-    lines = [f"Report of {shown_time(runs[0]['collected'])}"]
-    for run in runs:
-        log = run["log"]
-        lines.append(run["folder"] + (f", log from {log['began']} to {log['ended']}" if log.get("began") else ""))
+def _about(run: dict[str, Any]) -> str:
+    """The run's folder, and the times of its log."""
+    log = run["log"]
+    lines = [f"Report of {shown_time(run['collected'])}"]
+    lines.append(run["folder"] + (f", log from {log['began']} to {log['ended']}" if log.get("began") else ""))
     return f'<p class="soft">{"<br>".join(f"<bdi>{text(line)}</bdi>" for line in lines)}</p>'
-
-
-def _folded(run: dict[str, Any]) -> str:
-    inside = f"<details><summary>{text(state_of(run).text)}; all about this run</summary>{_first_screen(run)}"
-    return section(run["name"], f"{inside}{details_of(run)}</details>")
 
 
 def _first_screen(run: dict[str, Any]) -> str:
@@ -153,42 +132,15 @@ def _of_all(run: dict[str, Any]) -> str:
     return ", ".join([*parts, f"{epoch:.2f} epochs"] if epoch else parts)
 
 
-def _comparison(runs: Sequence[dict[str, Any]]) -> str:
-    """A table with one row per run."""
-    heads = [headline(run) for run in runs]
-    names = [name for name in heads[0] if any(head[name] for head in heads)]
-    rows: list[list[Cell]] = []
-    for place, (run, head) in enumerate(zip(runs, heads, strict=True)):
-        cells = [value[0] if (value := head[name]) else "" for name in names]
-        rows.append([(figures.line_of(place), run["name"]), state_of(run).text, *cells, f"{len(findings(run)):,}"])
-    shown = table(["Run", "State", *names, "To look at"], rows, numeric=range(2, len(names) + 3))
-    changed = [row[0] for row in different([run["config"] for run in runs]) if row[0].startswith(_OF_THE_DATA)]
-    warning = f"The runs differ in {some(changed)}: their losses are of different data" if changed else ""
-    return f'<div class="comparison">{shown}</div>{_findings([Finding(WARN, warning)] if warning else [])}'
-
-
-def _numbers(runs: Sequence[dict[str, Any]]) -> str:
+def _numbers(run: dict[str, Any]) -> str:
     """A table with the first, last and extreme values of the metrics."""
-    rows: list[list[str]] = []
-    for run in runs:
-        for key, values in run["metrics"].get("series", {}).items():
-            of_run = [run["name"]] if len(runs) > 1 else []
-            numbers = (values["first"][1], values["last"][1], values["min"], values["mean"], values["max"])
-            rows.append([*of_run, key, f"{values['count']:,}", *map(_number, numbers)])
-    if not rows:
-        return ""
-    heads = [
-        *(["Run"] if len(runs) > 1 else []),
-        "Key in metrics.jsonl",
-        "Values",
-        "First",
-        "Last",
-        "Min",
-        "Mean",
-        "Max",
-    ]
-    inside = table(heads, rows, numeric=range(len(heads) - 6, len(heads)))
-    return f"<details><summary>The same in numbers</summary>{inside}</details>"
+    rows = []
+    for key, values in run["metrics"].get("series", {}).items():
+        numbers = (values["first"][1], values["last"][1], values["min"], values["mean"], values["max"])
+        rows.append([key, f"{values['count']:,}", *map(_number, numbers)])
+    heads = ("Key in metrics.jsonl", "Values", "First", "Last", "Min", "Mean", "Max")
+    inside = table(heads, rows, numeric=range(1, 7))
+    return f"<details><summary>The same in numbers</summary>{inside}</details>" if rows else ""
 
 
 def _number(value: float) -> str:

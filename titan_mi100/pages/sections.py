@@ -1,4 +1,4 @@
-"""The report's sections about one run, and the comparison of configs. A section without content is left out."""
+"""The report's sections. A section without content is left out."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -221,18 +221,11 @@ def _changes(run: dict[str, Any]) -> str:
     """The settings that differ between the starts of one run."""
     configs = [*(earlier["config"] for earlier in run["earlier_configs"]), run["config"]]
     heads = [f"Until step {earlier['until_step']:,}" for earlier in run["earlier_configs"]]
-    rows = different(configs)
+    rows = _different(configs)
     return table(("Setting", *heads, "Then"), rows) if rows and run["earlier_configs"] else ""
 
 
-def config_differences(runs: Sequence[dict[str, Any]]) -> str:
-    """The settings that differ between several runs."""
-    rows = different([run["config"] for run in runs])
-    shown = table(("Setting", *(run["name"] for run in runs)), rows)
-    return section("Settings that differ", shown if rows else "<p>None.</p>")
-
-
-def different(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+def _different(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
     """One row per setting that differs between the configs: its name and the values."""
     names = list(dict.fromkeys(name for config in configs for name in config))
     rows = [(name, *(config.get(name, "not set") for config in configs)) for name in names]
