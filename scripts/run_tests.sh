@@ -12,4 +12,4 @@ source scripts/setup_env.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTHONDONTWRITEBYTECODE=  # or each of hundreds of processes compiles the package again
 # Each worker runs full test files, because many fixtures are created once per file. conftest.py orders the files.
-exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+exec "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -1,4 +1,4 @@
-"""Certificates: parts that go wrong are named and end nothing else, verdicts follow from numbers, the trainer reads."""
+"""Certificates: parts that go wrong are named and end nothing else, verdicts follow from numbers."""
 
 import copy
 import json
@@ -17,13 +17,12 @@ import torch
 from conftest import REPO, job_environment
 
 from titan_mi100 import certify
-from titan_mi100.certificate import form, machine
-from titan_mi100.certificate.check import check, checked
+from titan_mi100.certificate import form
 from titan_mi100.certificate.form import Certificate, Machine
 from titan_mi100.certificate.machine import describe
-from titan_mi100.certificate.page import page, table
+from titan_mi100.certificate.page import page
 from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, rates, verdicts
-from titan_mi100.errors import UserError
+from titan_mi100.files.schema import validated
 from titan_mi100.measure import children, collectives, products, tasks
 from titan_mi100.measure.children import Task
 
@@ -75,7 +74,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
 def test_each_fault_is_named_and_the_rest_is_measured(made: tuple[int, Path]) -> None:
     code, folder = made
     assert code == 1
-    certificate = checked(folder / "certificate.json")
+    certificate = parsed(json.loads((folder / "certificate.json").read_text()))
+    assert verdicts(certificate.machine, certificate.parts) == certificate.verdicts
     said = {verdict.of: (verdict.verdict, verdict.said) for verdict in certificate.verdicts}
     assert said["bandwidth/crash"] == ("fail", "killed: SIGABRT")
     assert said["bandwidth/killed"] == ("fail", "killed: SIGKILL, most likely because memory ran out")
@@ -93,7 +93,6 @@ def test_each_fault_is_named_and_the_rest_is_measured(made: tuple[int, Path]) ->
     assert said[SDPA.name][0] == "pass"
     assert said["conclusion/attention/float32"][1].startswith("the fastest that is right: sdpa ")
     assert page(certificate) == (folder / "certificate.md").read_text()
-    assert certify.main(["--check", str(folder)]) == 0
 
 
 @pytest.mark.parametrize("fault", ["knows no documents", "not a number", "leaks a little"])
@@ -182,19 +181,22 @@ def is_running(process: int) -> bool:
 # what a certificate says
 
 
-def project_certificates() -> list[Path]:
-    return sorted(CERTIFICATES.rglob("*.json"))
-
-
-def test_every_certificate_of_the_project_says_what_its_numbers_give() -> None:
-    assert check([CERTIFICATES]) and len(project_certificates()) == len(check(project_certificates()))
-    assert all(path.with_suffix(".md").exists() for path in project_certificates())
+def parsed(content: dict[str, Any]) -> Certificate:
+    """A certificate read back; those of the project are of format 1, which had two more values."""
+    machine = {key: value for key, value in content["machine"].items() if key != "kernels"}
+    found = validated(
+        {**{key: value for key, value in content.items() if key != "sha256"}, "machine": machine}, Certificate
+    )
+    typed = [
+        replace(part, found=part.found and form.parse_found(part.kind, part.found, part.name)) for part in found.parts
+    ]
+    return replace(found, parts=typed)
 
 
 @pytest.fixture
 def content() -> dict[str, Any]:
     """Of a real certificate: every kind of part is in it."""
-    found = json.loads(project_certificates()[0].read_text())
+    found = json.loads(sorted(CERTIFICATES.rglob("*.json"))[0].read_text())
     assert {part["name"].split("/")[0] for part in found["parts"] if part["found"]} == form.KINDS.keys()
     return found
 
@@ -202,74 +204,6 @@ def content() -> dict[str, Any]:
 def first(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """The raw numbers of the first part of this kind that was measured."""
     return next(part["found"] for part in content["parts"] if part["found"] and part["name"].startswith(kind))
-
-
-def spoil_error(content: dict[str, Any]) -> None:
-    first(content, "attention")["layouts"][0]["errors"][1]["error"] *= 100
-
-
-def spoil_time(content: dict[str, Any]) -> None:
-    first(content, "gemm")["products"][3]["seconds"] = [1e-3]
-
-
-def spoil_wrong(content: dict[str, Any]) -> None:
-    first(content, "collective")["transfers"][0]["wrong"] = 1
-
-
-def spoil_loss(content: dict[str, Any]) -> None:
-    first(content, "parity")["runs"][0]["losses"][0] += 0.01
-
-
-def spoil_steps(content: dict[str, Any]) -> None:
-    first(content, "steps")["losses"][0] = None
-
-
-def spoil_bandwidth(content: dict[str, Any]) -> None:
-    first(content, "bandwidth")["wrong"] = 5
-
-
-def claim_failure(content: dict[str, Any]) -> None:
-    content["verdicts"][0]["verdict"] = "fail"
-
-
-def claim_words(content: dict[str, Any]) -> None:
-    content["verdicts"][-1]["said"] += "!"
-
-
-def forget_verdict(content: dict[str, Any]) -> None:
-    del content["verdicts"][0]
-
-
-def forget_part(content: dict[str, Any]) -> None:
-    del content["parts"][0]
-
-
-SPOILS = [
-    spoil_error, spoil_time, spoil_wrong, spoil_loss, spoil_steps, spoil_bandwidth, claim_failure, claim_words,
-    forget_verdict, forget_part,
-]  # fmt: skip
-
-
-def written(folder: Path, content: dict[str, Any]) -> Path:
-    path = folder / "certificate.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_changed_number_or_verdict_is_refused_also_with_a_digest_that_fits(
-    spoil: Callable[[dict[str, Any]], None], content: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(content)
-    path = written(tmp_path, content)
-    assert certify.main(["--check", str(path)]) == 2
-    assert "its sha256 does not fit its content" in capsys.readouterr().err
-    path.write_text(form.as_json(form.sealed(form._parsed(content))))
-    assert certify.main(["--check", str(tmp_path)]) == 2
-    words = (
-        "its verdicts are not those of its parts" if spoil in (forget_verdict, forget_part) else "but its numbers give"
-    )
-    assert words in capsys.readouterr().err
 
 
 def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -283,60 +217,55 @@ def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("kind", "change"),
     [
-        (lambda content: content.pop("machine"), "lacks machine"),
-        (lambda content: content["machine"].pop("driver"), "machine lacks driver"),
-        (put("machine", "kernels", value="0" * 64), "its sha256 does not fit its content"),
-        (put("machine", "hostname", value="node7"), "machine has the unknown key hostname"),
-        (put("approved", value=True), "has the unknown key approved"),
-        (put("format", value=2), "its format is 2, not 1"),
-        (put("parts", 0, "name", value="prayer/x"), "has an unknown kind"),
-        (put("parts", 0, "status", value="hung"), "must have numbers if its status is"),
-        (put("parts", 0, "found", "dtype", value="int4"), "must be one of bfloat16, float16, float32"),
-        (put("parts", 0, "found", "layouts", 0, "errors", 0, "scale", value=0), "scale = 0.0 must be above 0"),
-        (put("parts", 0, "found", "layouts", value=[]), "layouts: is empty"),
-        (put("parts", 0, "found", "ms", value=[1.0, -1.0]), "must not be below 0"),
-        (put("parts", 0, "found", "ms", value=["1"]), "must be a finite number"),
-        (put("parts", 0, "seconds", value=float("nan")), "must be a finite number"),
-        (put("parts", 0, "found", "layouts", 0, "errors", 0, "error", value=-1.0), "must not be below 0"),
-        (put("machine", "device", value="CPU\n\n# forged"), "has a control character"),
-        (put("machine", "driver", value="\x1b[2J"), "has a control character"),
-        (put("machine", "driver", value="\ud800"), "is not UTF-8"),
+        ("attention", lambda found: put("error", value=9.0)(found["layouts"][0]["errors"][1])),
+        ("attention", put("layouts", 0, "errors", 1, "error", value=None)),
+        ("attention", put("layouts", 0, "others", value=1.0)),
+        ("gemm", put("products", 3, "error", value=9.0)),
+        ("bandwidth", put("wrong", value=5)),
+        ("collective", put("transfers", 0, "wrong", value=1)),
+        ("parity", lambda found: put("losses", 0, value=found["runs"][0]["losses"][0] + 0.01)(found["runs"][0])),
+        ("steps", put("losses", 0, value=None)),
     ],
 )
-def test_a_certificate_of_another_form_is_refused(
-    change: Callable[[dict[str, Any]], None], said: str, content: dict[str, Any], tmp_path: Path
+def test_a_number_beyond_its_limit_fails(
+    kind: str, change: Callable[[dict[str, Any]], None], content: dict[str, Any]
 ) -> None:
-    change(content)
-    with pytest.raises(UserError) as error:
-        check([written(tmp_path, content)])
-    assert said in str(error.value) and str(tmp_path) in str(error.value)
+    measured = [part for part in content["parts"] if part["found"] and part["name"].startswith(kind)]
+    found = next(part for part in measured if kind != "parity" or len(part["found"]["runs"]) > 1)
+    said = {one.of: one.verdict for one in verdicts(parsed(content).machine, parsed(content).parts)}
+    assert said[found["name"]] == "pass"
+    change(found["found"])
+    said = {one.of: one.verdict for one in verdicts(parsed(content).machine, parsed(content).parts)}
+    assert said[found["name"]] == "fail"
 
 
-def test_all_that_is_wrong_is_said_at_once_and_a_page_must_be_its_certificates_own(
-    content: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put("dtype", value="int4"), "must be one of bfloat16, float16, float32"),
+        (put("layouts", 0, "errors", 0, "scale", value=0), "scale = 0.0 must be above 0"),
+        (put("layouts", value=[]), "layouts: is empty"),
+        (put("ms", value=[1.0, -1.0]), "must not be below 0"),
+        (put("ms", value=["1"]), "must be a finite number"),
+        (put("layouts", 0, "errors", 0, "error", value=-1.0), "must not be below 0"),
+        (put("host", value="node7"), "unknown key host"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    change: Callable[[dict[str, Any]], None], said: str, content: dict[str, Any]
 ) -> None:
-    written(tmp_path, content)
-    (tmp_path / "certificate.md").write_text("# All passed\n")
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(UserError) as error:
-        check([tmp_path])
-    assert len(str(error.value).splitlines()) == 2
-    assert "certificate.md: is not the page of certificate.json" in str(error.value)
-    assert "other.json: must hold one JSON object" in str(error.value)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no certificate"):
-        check([tmp_path / "empty"])
-    with pytest.raises(UserError, match="no such file"):
-        check([tmp_path / "gone.json"])
+    change(found := first(content, "attention"))
+    with pytest.raises(ValueError, match=said):
+        form.parse_found("attention", found, "attention")
 
 
 def on_a_card(content: dict[str, Any]) -> Certificate:
     """The same numbers as if of a known card: made up, to see what verdicts say of one."""
     changed = copy.deepcopy(content)
     changed["machine"].update(arch="sm90", compute_units=132, memory=80 << 30)
-    return form._parsed(changed)
+    return parsed(changed)
 
 
 def said_of(certificate: Certificate, kind: str) -> tuple[str, str]:
@@ -364,7 +293,7 @@ def test_steps_are_compared_with_their_plan(content: dict[str, Any]) -> None:
 def test_a_device_whose_own_products_are_wrong_does_not_set_the_limit(content: dict[str, Any]) -> None:
     for error in (one := first(content, "attention"))["layouts"][0]["errors"]:
         error["error"] = error["usual"] = error["scale"] / 2
-    assert one["dtype"] == "bfloat16" and said_of(form._parsed(content), "attention")[0] == "fail"
+    assert one["dtype"] == "bfloat16" and said_of(parsed(content), "attention")[0] == "fail"
 
 
 def test_the_widest_dtype_that_is_hardly_slower_is_recommended_unless_it_is_wrong(content: dict[str, Any]) -> None:
@@ -373,37 +302,30 @@ def test_the_widest_dtype_that_is_hardly_slower_is_recommended_unless_it_is_wron
         for product in gemm["products"]:
             product["seconds"] = [seconds]
     assert [gemm["dtype"] for gemm in gemms] == ["bfloat16", "float16", "float32"]
-    assert best_dtype(form._parsed(content).parts) == "float32"
+    assert best_dtype(parsed(content).parts) == "float32"
     gemms[2]["products"][0]["error"] = gemms[2]["products"][0]["scale"]
-    assert best_dtype(form._parsed(content).parts) == "bfloat16"
+    assert best_dtype(parsed(content).parts) == "bfloat16"
 
 
 def test_the_fastest_backend_is_right_repeatable_and_needs_no_explicit_scores(content: dict[str, Any]) -> None:
     sdpa = first(content, "attention/sdpa/debug/float32")
-    dim, names = sdpa["head_dim"], lambda: [one.backend for one in ranking(form._parsed(content).parts, "float32", dim)]
+    dim, names = sdpa["head_dim"], lambda: [one.backend for one in ranking(parsed(content).parts, "float32", dim)]
     sdpa["ms"] = [1e-3]
     assert names() == ["sdpa", "chunked"]  # eager is explicit
     sdpa["repeatable"] = False
     assert names() == ["chunked"]
-    assert ranking(form._parsed(content).parts, "float32", dim + 1) == []
+    assert ranking(parsed(content).parts, "float32", dim + 1) == []
 
 
-def test_the_table_has_the_columns_of_the_first_user_and_names_what_is_missing(content: dict[str, Any]) -> None:
-    steps = [part for part in content["parts"] if part["name"].startswith("steps")]
-    steps[0].update(status="out of memory", said="a message | with a bar", found=None)
-    lines = table(form._parsed(content)).splitlines()
-    assert lines[0].split(" | ")[3:11] == ["m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms"]
-    assert len([line for line in lines if line.startswith("| ")]) == 2 + len(steps) - 1
-    second = json.loads(json.dumps(content))["parts"]
-    found = next(part["found"] for part in second if part["found"] and part["name"].startswith("steps"))
-    cells = lines[2].strip("| ").split(" | ")
+def test_the_page_has_the_columns_of_the_first_user(content: dict[str, Any]) -> None:
+    lines = page(parsed(content)).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("| model | layout"))
+    assert lines[at].split(" | ")[3:11] == ["m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms"]
+    found, cells = first(content, "steps"), lines[at + 2].strip("| ").split(" | ")
     assert (cells[1], cells[3], cells[9]) == (found["layout"], str(found["batch"]), str(found["ga"]))
     assert float(cells[4].replace(",", "")) == round(1000 * sorted(found["seconds"])[1])
-    assert (
-        float(cells[10].replace(",", "")) == round(max(found["comm_ms"]))
-        and cells[6] == f"{found['peak_memory_gib']:.2f}"
-    )
-    assert lines[-1] == f"- {steps[0]['name']}: out of memory: a message | with a bar"
+    assert float(cells[10].replace(",", "")) == round(max(found["comm_ms"]))
+    assert cells[6] == f"{found['peak_memory_gib']:.2f}"
 
 
 @pytest.mark.parametrize(
@@ -411,11 +333,6 @@ def test_the_table_has_the_columns_of_the_first_user_and_names_what_is_missing(c
     [
         (["--model", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
         (["--minutes", "0"], "must be a number of minutes above 0"),
-        (["--check", "/nowhere"], "/nowhere: no such file"),
-        (["--check", "/nowhere", "--minutes", "3"], "--check cannot be combined with --minutes"),
-        (["--table", "/nowhere", "--json"], "--table cannot be combined with --json"),
-        (["--table", "/nowhere", "--check", "/nowhere"], "--check cannot be combined with --table"),
-        (["--table", "/nowhere"], "/nowhere: no such file"),
         (["--output", str(REPO / "docs")], "exists already, and is not overwritten"),
     ],
 )
@@ -425,7 +342,7 @@ def test_a_mistake_is_one_message(arguments: list[str], said: str, capsys: pytes
 
 
 def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
-    two = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "", "", "", "", "", "", "")
+    two = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "", "", "", "", "", "")
     rows = {task.name: task for task in tasks.steps(two, ["0.6B"], {"bfloat16": "chunked"})}
     row = rows["steps/0.6B/pp m=1 GA=8 full bfloat16"]
     assert row.processes == 2 and not row.refused and row.arguments["row"]["attention"] == "chunked"
@@ -439,7 +356,7 @@ def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
 
 
 def test_memory_and_a_product_are_measured_on_each_card() -> None:
-    three = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 3, "", "", "", "", "", "", "", "")
+    three = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 3, "", "", "", "", "", "", "")
     found = [(task.name, task.arguments.get("card", 0)) for task in tasks.before_steps(three, ["0.6B"])]
     for name in ("bandwidth/device {}", "gemm/device {}"):
         assert [each for each in found if each[0].startswith(name[:-2])] == [
@@ -474,18 +391,6 @@ def test_a_product_of_another_card_has_a_verdict_and_is_not_the_models_rate(monk
     ]
 
 
-def test_the_hash_of_the_kernels_follows_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
-    file = tmp_path / "optim" / "kernels.py"
-    file.parent.mkdir()
-    file.write_text("a = 1")
-    before = machine.hash_of_kernels()
-    file.write_text("a = 2")
-    assert machine.hash_of_kernels() != before
-    file.write_text("a = 1")
-    assert machine.hash_of_kernels() == before
-
-
 def test_the_command_itself_imports_no_torch() -> None:
     """A broken driver can crash or hang the process that imports it."""
     code = "import sys, titan_mi100.certify; sys.exit('torch' in sys.modules)"
@@ -503,7 +408,7 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     environment = job_environment()
     environment.pop("TRITON_INTERPRET", None)  # the tests' own
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    certificate = checked(tmp_path / "made" / "certificate.json")
+    certificate = parsed(json.loads((tmp_path / "made" / "certificate.json").read_text()))
     # whether this machine computes right is the certificate's matter, not the test's
     assert ended.returncode == (0 if all_pass(certificate.verdicts) else 1), ended.stdout + ended.stderr
     measured = {part.kind for part in certificate.parts if part.status == form.MEASURED}

@@ -155,7 +155,7 @@ def test_lm_evals_failures_have_codes_and_leave_a_log(checkout: Checkout, hf_fol
         (["model", "--limit", "3"], "--help"),
         (["model", "no/such.yaml"], "no/such.yaml: no such file"),
         (["a,b", "gsm8k"], "comma"),
-        (["model", "gsm8k", "--output_path"], "needs a folder"),
+        (["model", "gsm8k", "--output_path"], "--output_path: expected one argument"),
     ],
 )
 def test_mistakes_in_the_arguments_start_nothing(checkout: Checkout, arguments: list[str], said: str) -> None:

@@ -4,9 +4,11 @@ import gzip
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO, torchrun
@@ -21,6 +23,7 @@ from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.profile import main
 from titan_mi100.run import profiling
+from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
 
 
@@ -103,6 +106,50 @@ def test_a_cpu_trace_is_summed_up() -> None:
         copies=0.0,
         idle=pytest.approx((1000 - 420 - 295) * 1e-6),
     )
+
+
+def test_a_pipeline_on_a_cpu_posts_from_the_computing_thread_and_waits_inside_of_operators() -> None:
+    found = summarise([
+        event("user_annotation", f"{STEP}1", 0, 100),
+        event("user_annotation", "gloo:all_reduce", 10, 40, "gloo 1"),
+        event("user_annotation", "gloo:recv", 50, 120),
+        event("user_annotation", "gloo:send", 60, 110),  # in flight at once: counted once
+        event("cpu_op", "aten::mm", 5, 20),
+        event("cpu_op", "aten::copy_", 20, 40, "gloo 1"),  # gloo's own thread: no computation
+        event("cpu_op", "aten::view", 50, 80),  # of a tensor that is still on its way: most of it is the wait
+        event("cpu_op", "_c10d_functional::wait_tensor", 52, 79),
+        event("cpu_op", "c10d::allreduce_", 10, 11),
+        event("user_annotation", "FSDP::post_backward_reduce", 0, 100),
+    ])  # fmt: skip
+    assert (found.communication, found.exposed) == (pytest.approx(80e-6), pytest.approx((20 + 27 + 20) * 1e-6))
+    assert found.compute == pytest.approx((15 + 3) * 1e-6)
+
+
+def points(intervals: list[tuple[float, float]]) -> set[int]:
+    return {point for start, end in intervals for point in range(int(start), int(end))}
+
+
+def test_interval_arithmetic_agrees_with_counting_points() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(500):
+        a, b = (
+            [(int(start), int(start + length)) for start, length in random.integers(0, (30, 9), (number, 2))]
+            for number in random.integers(0, 7, 2)
+        )
+        for found, expected in (
+            (union(a), points(a)),
+            (subtract(a, b), points(a) - points(b)),
+        ):
+            assert points(found) == expected, (a, b)
+            assert all(before[1] < after[0] for before, after in pairwise(found)), "not disjoint"
+            assert all(start < end for start, end in found)
+
+
+def test_interval_arithmetic_of_nested_and_touching_intervals() -> None:
+    assert union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
+    assert subtract([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
+    assert subtract([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
+    assert subtract([(0, 4)], []) == [(0, 4)] and subtract([], [(0, 4)]) == []
 
 
 def test_shares_are_those_of_a_count_of_every_microsecond() -> None:

@@ -471,7 +471,10 @@ def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+OTHERS = (signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)])
 def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
     code, errors = send_while(checkout, "torchrun", number)
     assert code == 3, errors
@@ -480,7 +483,7 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     assert "stopped on request and saved. Run folder: " in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) -> None:
     checkout.environ["NGPU"] = "1"
     code, errors = send_while(checkout, "trainer", number)

@@ -1,4 +1,4 @@
-"""The results table: its rows, what they refuse, what counts as communication, and that no row ends the sweep."""
+"""The results table: its rows, what they refuse, and that no row ends the sweep."""
 
 import csv
 import importlib.util
@@ -11,9 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,9 @@ import pytest
 import sweep
 import sweep_table
 from conftest import REPO
-from torch.autograd import DeviceType
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.made_up import random_rows
-from titan_mi100.run import communication
 
 CPU = {"device": "CPU, 2 cores, 1 of them per process", "kind": "", "torch": "2.13.0", "tflops": {}}
 MI100 = {**CPU, "device": "AMD Instinct MI100 (gfx908, 32 GiB)", "kind": "MI100", "tflops": {"float32": 46.1}}
@@ -148,73 +144,6 @@ def test_random_rows_are_full_and_supervised_as_asked() -> None:
     share = np.mean([row.labels != IGNORE for row in rows])
     assert share == pytest.approx(0.3, abs=0.02)
     assert len({row.input_ids.tobytes() for row in rows}) == 24 and max(row.input_ids.max() for row in rows) == 767
-
-
-def points(intervals: list[tuple[float, float]]) -> set[int]:
-    return {point for start, end in intervals for point in range(int(start), int(end))}
-
-
-def test_interval_arithmetic_agrees_with_counting_points() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(500):
-        a, b = (
-            [(int(start), int(start + length)) for start, length in random.integers(0, (30, 9), (number, 2))]
-            for number in random.integers(0, 7, 2)
-        )
-        for found, expected in (
-            (communication.union(a), points(a)),
-            (communication.subtract(a, b), points(a) - points(b)),
-        ):
-            assert points(found) == expected, (a, b)
-            assert all(before[1] < after[0] for before, after in pairwise(found)), "not disjoint"
-            assert all(start < end for start, end in found)
-
-
-def test_interval_arithmetic_of_nested_and_touching_intervals() -> None:
-    assert communication.union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
-    assert communication.subtract([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
-    assert communication.subtract([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
-    assert communication.subtract([(0, 4)], []) == [(0, 4)] and communication.subtract([], [(0, 4)]) == []
-
-
-def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CPU, **others: Any) -> SimpleNamespace:
-    span = SimpleNamespace(start=start, end=end)
-    defaults = {"is_user_annotation": False, "thread": 1}
-    return SimpleNamespace(name=name, time_range=span, device_type=device, **{**defaults, **others})
-
-
-def test_exposed_on_a_gpu_is_what_no_kernel_of_any_stream_runs_beside() -> None:
-    gpu = DeviceType.CUDA
-    events = [
-        event(communication.WINDOW, 100, 200),
-        event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 90, 120, gpu),  # 20 in the window
-        event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 110, 150, gpu),  # beside it, on another stream
-        event("nccl:_all_gather_base", 90, 190, gpu, is_user_annotation=True),  # the same, with the gaps
-        event("FSDP::pre_forward", 100, 200, gpu, is_user_annotation=True),
-        event("Cijk_Ailk_Bljk_BBS_BH_MT128x128", 105, 115, gpu),
-        event("void at::native::vectorized_elementwise_kernel", 108, 112, gpu),  # nested, on a third stream
-        event("void at::native::reduce_kernel", 140, 180, gpu),
-        event("Memcpy DtoD (Device -> Device)", 120, 140, gpu),
-        event("aten::mm", 100, 200),  # the host runs ahead
-        event("gloo:all_reduce", 100, 200, thread=2),
-    ]
-    assert communication.collective_times(events, on_device=True) == (20 + 40, 5 + 25)
-
-
-def test_exposed_on_cpu_is_what_the_computing_thread_spends_outside_operations() -> None:
-    events = [
-        event(communication.WINDOW, 0, 100),
-        event("gloo:all_reduce", 10, 40, thread=2),
-        event("gloo:recv", 50, 120),
-        event("gloo:send", 60, 110),  # in flight at once: counted once
-        event("aten::mm", 5, 20),
-        event("aten::copy_", 20, 40, thread=2),  # gloo's own thread: no computation
-        event("aten::view", 50, 80),  # of a tensor that is still on its way: most of it is the wait
-        event("_c10d_functional::wait_tensor", 52, 79),
-        event("c10d::allreduce_", 10, 11),
-        event("FSDP::post_backward_reduce", 0, 100),
-    ]
-    assert communication.collective_times(events, on_device=False) == (30 + 50, 20 + 27 + 20)
 
 
 # what became of a row

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_mi100 import cli as tool
-from titan_mi100.certificate.check import check, checked
-from titan_mi100.certificate.form import DTYPES, FORMAT, Certificate, as_json, sealed
-from titan_mi100.certificate.page import page, table
+from titan_mi100.certificate.form import DTYPES, FORMAT, Certificate, as_json
+from titan_mi100.certificate.page import page
 from titan_mi100.certificate.verdicts import FAIL, NOT_RUN, all_pass, verdicts
-from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.errors import did_you_mean
 from titan_mi100.files import durable
 from titan_mi100.logging import log, setup_logging
 from titan_mi100.measure import tasks
@@ -36,15 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
-    _refuse_ignored_options(options)
-    if options.check:
-        found = check(options.check)
-        print(f"{len(found)} certificate(s): each verdict follows from its numbers")
-        return 0
-    if options.table:
-        path = options.table / CERTIFICATE if options.table.is_dir() else options.table
-        print(table(checked(path)), end="")
-        return 0
     if options.json:
         log.setLevel("WARNING")  # standard output must hold the certificate only
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -52,25 +42,13 @@ def _certify(options: argparse.Namespace) -> int:
     # On SIGTERM exit by an exception: then child processes are killed and the unfinished output folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with durable.atomic_output_folder(folder, _ROOM) as aside:
-        certificate = make(options.minutes or _MINUTES, options.model)
+        certificate = make(options.minutes, options.model)
         durable.write_synced(aside / CERTIFICATE, as_json(certificate))
         durable.write_synced(aside / PAGE, page(certificate))
     if options.json:
         print(as_json(certificate), end="")
     _say(certificate, folder)
     return 0 if all_pass(certificate.verdicts) else 1
-
-
-def _refuse_ignored_options(options: argparse.Namespace) -> None:
-    """Refuse options that --check or --table would ignore.
-
-    Raises:
-        UserError: naming the two options.
-    """
-    what = next((name for name in ("check", "table") if getattr(options, name)), "")
-    others = [name for name, value in vars(options).items() if value and name != what]
-    if what and others:
-        raise UserError(f"--{what} cannot be combined with --{others[0]}; leave one of them out")
 
 
 def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None = None) -> Certificate:
@@ -97,7 +75,7 @@ def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None
         session.measure(tasks.steps(machine, models, backends(session.parts, DTYPES)), count)
     made = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
     found = verdicts(machine, session.parts)
-    return sealed(Certificate(FORMAT, made, minutes, machine, session.parts, found, ""))
+    return Certificate(FORMAT, made, minutes, machine, session.parts, found)
 
 
 def _say(certificate: Certificate, folder: Path) -> None:
@@ -114,17 +92,21 @@ def _say(certificate: Certificate, folder: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.certify",
-        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...] [--json]\n"
-        "       %(prog)s --table CERTIFICATE\n       %(prog)s --check FOLDER_OR_FILE ...",
+        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...] [--json]",
         description=__doc__,
         epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate is "
-        "written and names the part); 2 a mistake in the command, an unusable device or a refused certificate; "
+        "written and names the part); 2 a mistake in the command, or an unusable device; "
         "130 interrupted, nothing is written.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
-    add("--minutes", type=_minutes, help="time limit for all parts (default 10); parts that were not run are named")
+    add(
+        "--minutes",
+        type=_minutes,
+        default=_MINUTES,
+        help="time limit for all parts (default 10); parts that were not run are named",
+    )
     add(
         "--model",
         type=_model,
@@ -133,8 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"models whose shapes are measured: {', '.join(tasks.MODELS)}",
     )
     add("--json", action="store_true", help="also print the certificate")
-    add("--table", type=Path, metavar="CERTIFICATE", help="print its table of training steps, as Markdown")
-    add("--check", type=Path, nargs="+", metavar="PATH", help="recompute each verdict from the raw numbers")
     return parser
 
 

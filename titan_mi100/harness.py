@@ -14,6 +14,7 @@ dtype=float32. Results and lm_eval's log are written to CKPT-eval, or to --outpu
 Exit codes: 0 done; 1 the export or lm_eval failed; 2 the arguments or the checkpoint are wrong.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -21,7 +22,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from titan_mi100 import cli
 from titan_mi100.config.assets import PromptSettings, prompt_settings, read_assets
@@ -31,14 +31,6 @@ from titan_mi100.files.plain import read_object
 
 _CHAT, _SYSTEM = "--apply_chat_template", "--system_instruction"  # options of lm_eval
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # for local tasks, whose data are local as well
-
-
-class _Split(NamedTuple):
-    """The arguments after CKPT and TASKS, sorted."""
-
-    results: str  # --output_path
-    model_args: list[str]
-    rest: list[str]  # arguments that lm_eval gets unchanged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +49,9 @@ def _run(arguments: Sequence[str]) -> int:
     checkpoint, tasks = Path(os.path.abspath(arguments[0])), arguments[1]
     if "," in str(checkpoint):
         raise UserError(f"{checkpoint}: lm_eval cannot use a path with a comma; rename it, or make a link to it")
-    given = _split(arguments[2:], f"{checkpoint}-eval")
+    given, rest = _parser(f"{checkpoint}-eval").parse_known_args(arguments[2:])
     # Absolute paths, because lm_eval runs in the folder of the tasks.
-    results, rest, folder = Path(os.path.abspath(given.results)), given.rest, None
+    results, folder = Path(os.path.abspath(given.output_path)), None
     if tasks.endswith(".yaml") or any(Path(tasks).glob("*.yaml")):
         if not os.path.exists(tasks):
             raise UserError(f"{tasks}: no such file")
@@ -77,28 +69,12 @@ def _run(arguments: Sequence[str]) -> int:
     return _evaluate(command, results, folder)
 
 
-def _split(arguments: Sequence[str], results: str) -> _Split:
-    """Sort lm_eval's arguments: the folder for results and --model_args, which we extend, and the rest.
-
-    Args:
-        results: the default folder.
-    """
-    rest, left, model_args = list[str](), list(arguments), list[str]()
-    while left:
-        argument = left.pop(0)
-        name, has_value, value = argument.partition("=")
-        if name in ("-o", "--output_path"):
-            if not has_value and not left:
-                raise UserError(f"{name} needs a folder")
-            results = value if has_value else left.pop(0)
-        elif name == "--model_args" and has_value:
-            model_args.append(value)
-        elif argument in ("-a", "--model_args"):
-            while left and not left[0].startswith("-"):  # lm_eval separates them by commas or by spaces
-                model_args.append(left.pop(0))
-        else:
-            rest.append(argument)
-    return _Split(results, model_args, rest)
+def _parser(results: str) -> argparse.ArgumentParser:
+    """Of lm_eval's options those that we extend. Args: results: the default folder."""
+    parser = cli.Parser(prog="titan-mi100 evaluate harness", add_help=False)
+    parser.add_argument("-o", "--output_path", default=results)
+    parser.add_argument("-a", "--model_args", nargs="*", action="extend", default=[])  # separated by commas or spaces
+    return parser
 
 
 def _hf_folder(checkpoint: Path) -> Path:

@@ -1,29 +1,17 @@
-"""The content of a certificate: raw numbers of a machine, the verdicts that follow from them, and a digest.
+"""The content of a certificate: raw numbers of a machine, and the verdicts that follow from them. Imports no torch."""
 
-A certificate may come from a stranger: every key, type and bound is checked, and unknown keys are refused. Imports no
-torch.
-"""
-
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_mi100.errors import UserError
-from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import validated
-from titan_mi100.wording import has_control_characters, is_utf8, shown
 
-FORMAT = 1  # raised with every change of the form, of a limit or of a verdict's text
-REMEDY = "make it again with python -m titan_mi100.certify"
+FORMAT = 2  # raised with every change of the form, of a limit or of a verdict's text
 MEASURED, UNAVAILABLE, NOT_RUN = "measured", "unavailable", "not run"
 DTYPES = ("bfloat16", "float16", "float32")
 _TIMES = ("ms", "seconds", "copy", "triad")
 _POSITIVE = (*_TIMES, "scale", "m", "k", "n", "count", "size", "ranks", "tokens")  # keys whose values must be above 0
-# How a part ended. failed: an exception; crashed: an exit code without a result; killed: a signal; hung: time-out.
-STATUSES = (MEASURED, UNAVAILABLE, NOT_RUN, "failed", "crashed", "killed", "hung", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -40,7 +28,6 @@ class Machine:
         runtime: "hip 6.4.1", "cuda 12.8".
         version, commit: this package's version and commit; the commit only in a git checkout,
             with "+changes" where files differ.
-        kernels: SHA-256 of the kernels' code, see machine.hash_of_kernels.
     """
 
     device: str
@@ -55,7 +42,6 @@ class Machine:
     python: str
     version: str
     commit: str
-    kernels: str
 
 
 @dataclass(frozen=True)
@@ -242,7 +228,8 @@ class Part:
 
     Attributes:
         name: for example "attention/sdpa/bfloat16"; the first word is a key of KINDS.
-        status: one of STATUSES.
+        status: MEASURED, UNAVAILABLE or NOT_RUN; "failed": an exception; "crashed": an exit code without a result;
+            "killed": a signal; "hung": time-out; "out of memory".
         said: why nothing was measured.
         seconds: how long it took.
         found: the numbers, an object of one of KINDS; None: nothing was measured.
@@ -287,19 +274,6 @@ class Certificate:
     machine: Machine
     parts: list[Part]
     verdicts: list[Verdict]
-    sha256: str  # digest of the other fields: detects accidental changes, does not prove the origin
-
-
-def sealed(certificate: Certificate) -> Certificate:
-    """The certificate with its digest. Numbers are rounded as writing and reading JSON rounds them."""
-    certificate = _parsed(json.loads(as_json(certificate)))
-    return replace(certificate, sha256=digest(certificate))
-
-
-def digest(certificate: Certificate) -> str:
-    content = asdict(certificate)
-    del content["sha256"]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def as_json(certificate: Certificate) -> str:
@@ -309,48 +283,6 @@ def as_json(certificate: Certificate) -> str:
         items = [json.dumps(item, allow_nan=False) for item in (value if isinstance(value, list) else [value])]
         values.append(f'"{key}": ' + ("[\n" + ",\n".join(items) + "\n]" if isinstance(value, list) else items[0]))
     return "{\n" + ",\n".join(values) + "\n}\n"
-
-
-def read(path: Path) -> Certificate:
-    """Read a certificate and check its form and digest.
-
-    Raises:
-        UserError: the file is missing, is not a certificate, or was changed after it was written.
-    """
-    content = read_object(path, REMEDY)
-    if content.get("format") != FORMAT:
-        raise UserError(f"{path}: its format is {content.get('format')!r}, not {FORMAT}; {REMEDY}")
-    try:
-        certificate = _parsed(content)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; {REMEDY}") from None
-    if digest(certificate) != certificate.sha256:
-        raise UserError(f"{path}: was changed after it was written: its sha256 does not fit its content; {REMEDY}")
-    return certificate
-
-
-def _parsed(content: Any) -> Certificate:
-    certificate: Certificate = validated(content, Certificate)
-    _check_texts(asdict(certificate))
-    return replace(certificate, parts=[_typed(part) for part in certificate.parts])
-
-
-def _check_texts(content: Any) -> None:
-    """Refuse what could command a terminal, add lines to the page, or not be written as UTF-8."""
-    if isinstance(content, str) and (has_control_characters(content) or not is_utf8(content)):
-        raise ValueError(f"the text {shown(content)} has a control character or is not UTF-8")
-    for item in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
-        _check_texts(item)
-
-
-def _typed(part: Part) -> Part:
-    if part.kind not in KINDS:
-        raise ValueError(f"part {part.name!r} has an unknown kind; the kinds are {', '.join(KINDS)}")
-    if part.status not in STATUSES:
-        raise ValueError(f"{part.name}: status {part.status!r} must be one of {', '.join(STATUSES)}")
-    if (part.status == MEASURED) != (part.found is not None):
-        raise ValueError(f"{part.name}: must have numbers if its status is {MEASURED!r}, and only then")
-    return replace(part, found=parse_found(part.kind, part.found, part.name)) if part.found is not None else part
 
 
 def parse_found(kind: str, found: Any, where: str) -> Any:

@@ -1,6 +1,5 @@
 """Describes this machine for a certificate."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -14,8 +13,6 @@ from titan_mi100.cli import version_of
 from titan_mi100.parallel.distributed import device_name
 
 _PACKAGE = Path(__file__).parents[1]
-# The source files of our kernels: all of them are in attention/ and optim/. A certificate names them by a hash.
-KERNELS = ("attention/*.py", "optim/kernels.py")
 _CPU_PROCESSES = 2  # on a CPU two processes replace two cards
 
 
@@ -41,16 +38,7 @@ def describe(device: torch.device, cards: int) -> Machine:
         python=platform.python_version(),
         version=version_of("titan_mi100"),
         commit=_commit(),
-        kernels=hash_of_kernels(),
     )
-
-
-def hash_of_kernels() -> str:
-    """SHA-256 over the names and the bytes of KERNELS."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in KERNELS for path in _PACKAGE.glob(pattern)):
-        digest.update(f"{path.relative_to(_PACKAGE)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
 
 
 def _driver() -> str:

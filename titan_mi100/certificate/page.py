@@ -1,7 +1,4 @@
-"""A certificate as a Markdown page, and its table of training steps. Imports no torch.
-
-`check` compares a stored page with this one, so a change of a text here makes stored pages invalid.
-"""
+"""A certificate as a Markdown page. Imports no torch."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -41,7 +38,7 @@ def page(certificate: Certificate) -> str:
             lines += ["", f"## {title}", "", *_table(("part", "verdict", "found"), rows)]
         if kind == "steps" and rows:
             lines += ["", *_results(certificate)]
-    lines += ["", f"certificate.json has every sample. Its sha256: `{certificate.sha256}`"]
+    lines += ["", "certificate.json has every sample."]
     return "\n".join(lines) + "\n"
 
 
@@ -56,15 +53,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         ("triton", machine.triton or "none"),
         ("Python", machine.python),
         ("titan_mi100", f"{machine.version} {machine.commit}".strip()),
-        ("kernel sources", f"`{machine.kernels}`"),
     ]
-
-
-def table(certificate: Certificate) -> str:
-    """The results table of the training steps: measured rows, then those that were not measured, by name."""
-    parts = [part for part in certificate.parts if part.kind == "steps" and part.found is None]
-    missing = [f"- {part.name}: {part.status}: {part.said}" for part in parts]
-    return "\n".join([*_results(certificate), *([""] if missing else []), *missing]) + "\n"
 
 
 def _results(certificate: Certificate) -> list[str]:

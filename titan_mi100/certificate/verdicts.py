@@ -1,7 +1,4 @@
-"""The verdicts of a certificate: a pure function of its raw numbers. All limits are here. Imports no torch.
-
-The texts of verdicts are stored in certificates and compared again by `problems_of`: a change of a text raises FORMAT.
-"""
+"""The verdicts of a certificate: a pure function of its raw numbers. All limits are here. Imports no torch."""
 
 import math
 import statistics
@@ -12,7 +9,6 @@ from titan_mi100.certificate.form import (
     NOT_RUN,
     UNAVAILABLE,
     Bandwidth,
-    Certificate,
     Collective,
     Gemm,
     Losses,
@@ -239,17 +235,3 @@ def _conclusions(parts: Sequence[Part]) -> list[Verdict]:
         problem, said = _parity(runs)
         found.append(Verdict("conclusion/parity", FAIL if problem else PASS, problem or said))
     return found
-
-
-def problems_of(certificate: Certificate, where: str) -> list[str]:
-    """The differences between the stored verdicts and those recomputed from the raw numbers, one message each."""
-    right, stored = verdicts(certificate.machine, certificate.parts), certificate.verdicts
-    if [one.of for one in right] != [one.of for one in stored]:
-        missing = [one.of for one in right if one.of not in {other.of for other in stored}]
-        return [f"{where}: its verdicts are not those of its parts" + (f": {missing[0]} has none" if missing else "")]
-    return [
-        f'{where}: {ours.of}: it says "{theirs.verdict}: {theirs.said}", but its numbers give "{ours.verdict}: '
-        f'{ours.said}"'
-        for ours, theirs in zip(right, stored, strict=True)
-        if ours != theirs
-    ]

@@ -148,7 +148,7 @@ class Encoder:
             ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
             documents = [document_values(ids, np.ones(len(ids), dtype=bool))]
         else:
-            documents = [self._pretokenised(*example.tokens())]
+            documents = [self._pretokenised(*map(np.array, example.tokens()))]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
         encoded = self._fit_to_rows(documents)._replace(thinking=thinking)

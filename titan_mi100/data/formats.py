@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.columns import Findings, check_keys, check_unused, follow_masks
@@ -47,10 +45,10 @@ class Example(NamedTuple):
     input_ids: list[int] | None = None
     labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all ids are learned
 
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a record that is tokenised already: its ids, and which of them are learned; (tokens,)."""
-        ids = np.array(self.input_ids)
-        return ids, np.ones(len(ids), dtype=bool) if self.labels is None else np.array(self.labels) == ids
+    def tokens(self) -> tuple[list[int], list[bool]]:
+        """Of a record that is tokenised already: its ids, and which of them are learned."""
+        assert self.input_ids is not None
+        return self.input_ids, [label != IGNORE for label in self.labels or self.input_ids]
 
 
 @dataclass(frozen=True)

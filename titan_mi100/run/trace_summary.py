@@ -112,6 +112,7 @@ def summarise(events: Iterable[Any]) -> Summary:
     if on_device:  # the host may be done with a step before the device is
         stop = max(stop, *(span.stop for span in on_device))
     inside = [span for span in spans if span.start < stop and span.stop > start]
+    waits: list[Span] = []
     if on_device:
         kernels = [span for span in inside if span.category == "kernel"]
         collectives = [span for span in kernels if COLLECTIVE_KERNEL.search(span.name)]
@@ -120,11 +121,13 @@ def summarise(events: Iterable[Any]) -> Summary:
     else:
         collectives = [span for span in inside if _is_on_host(span)]
         # An operator that starts a collective may wait for it; those of ATen inside it compute. The library's own
-        # threads hold parts of collectives.
-        others = {span.thread for span in collectives}
+        # threads hold parts of collectives. An ATen operator may wait for a tensor that is still on its way.
+        others = {span.thread for span in collectives} - {step.thread for step in steps}
         computing = [span for span in inside if span.name.startswith("aten::") and span.thread not in others]
+        waits = [span for span in inside if span.name.endswith("::wait_tensor")]
         copies = []
     compute, communication, copying = (_union(kind, start, stop) for kind in (computing, collectives, copies))
+    compute = subtract(compute, _union(waits, start, stop))
     return Summary(
         on_gpu=bool(on_device),
         seconds=(stop - start) / 1e6,
