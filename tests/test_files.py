@@ -327,6 +327,7 @@ def test_small_parquet_files_that_unpack_to_much_are_refused(tmp_path: Path) -> 
             raise UserError(next(record.problem for record in read_records(str(tmp_path / "rows")) if record.problem))
 
 
+@pytest.mark.full
 def test_long_rows_of_parquet_are_read_by_one_child_process(tmp_path: Path) -> None:
     """Of one page, as pyarrow writes them: 320 MB are in use in the child process until the last row has been read."""
     characters = np.random.default_rng(0).integers(0xC0, 0x17F, (256, 150_000)).astype("<u4")

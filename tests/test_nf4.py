@@ -151,6 +151,7 @@ def compare(processes: int, options: list[dict], folder: Path) -> None:
             assert_equals_peft({**record, "gradients": held or record["gradients"]}, expected[split["case"]], split)
 
 
+@pytest.mark.full
 def test_two_processes_have_pefts_gradients(full: bool, tmp_path: Path) -> None:
     options: list[dict] = [
         {"case": "untied", "checkpointing": "full"},

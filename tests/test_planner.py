@@ -89,6 +89,7 @@ def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(sum(m["categories"].values()) == pytest.approx(m["peak"]) for m in found["memory"])
 
 
+@pytest.mark.full
 def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = tmp_path / "best.toml"
     assert planner.main([*BIG, "--search", "--write", str(best)]) == 0
@@ -204,6 +205,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert " s per step planned, " in warned.stdout and "mfu " in warned.stdout
 
 
+@pytest.mark.full
 def test_out_of_memory_has_its_own_exit_code_and_says_what_was_planned(tmp_path: Path) -> None:
     first = (
         "import torch\nfrom titan_mi100.optim.optimizer import AdamW\n"

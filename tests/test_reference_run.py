@@ -8,14 +8,12 @@ order of the rows does not matter. All is in float64; what is left is transforme
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from conftest import ASSETS, job_environment, random_documents
+from conftest import ASSETS, fork_server, job_environment, random_documents
 from safetensors.torch import load_file
 from test_model import reference
 from torch import Tensor
@@ -99,9 +97,9 @@ def ours(documents: tuple[Documents, Documents], tmp_path_factory: pytest.TempPa
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.toml").write_text(CONFIG)
     reference(SPEC).save_pretrained(folder / "hf")
-    command = [sys.executable, "-m", "titan_mi100.train", "--job.config_file", "run.toml", "--job.run_folder", "run"]
-    done = subprocess.run(command, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    command = ["-m", "titan_mi100.train", "--job.config_file", "run.toml", "--job.run_folder", "run"]
+    code, output, errors = fork_server().run(command, 1, job_environment(), folder, timeout=300)
+    assert code == 0, output[-3000:] + errors[-3000:]
     entries = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["epoch"] for entry in entries if "loss" in entry] == list(range(1, STEPS + 1)), "not a set a step"
     return Run(

@@ -491,7 +491,7 @@ def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) 
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[signal.SIGUSR1]]
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout, first: int) -> None:
     stub = STUB.replace("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
     write_executable(checkout.folder.parent / "bin" / "python3", stub)
@@ -505,6 +505,7 @@ def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Che
     assert json.loads((checkout.run_folder / "run_state.json").read_text())["state"] == "interrupted"
 
 
+@pytest.mark.full
 def test_a_request_for_stacks_goes_to_the_training_processes(checkout: Checkout) -> None:
     waiting = '            log("waiting", [])\n            time.sleep(0.5)\n'
     listens = '            signal.signal(signal.SIGUSR2, lambda *_: log("signal", ["stacks"]))\n'

@@ -473,6 +473,7 @@ def test_merges_are_accepted_exactly_when_each_token_is_built_as_listed(tmp_path
     assert accepted > 300 and refused > 300
 
 
+@pytest.mark.full
 def test_merges_that_tiktoken_can_and_cannot_do_encode_as_hf_does(tmp_path: Path) -> None:
     rng = random.Random(1)
     others = 0

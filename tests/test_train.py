@@ -78,7 +78,7 @@ def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps at once on two processes, started as users do. (test_reference_run.py starts without a launcher.)"""
+    """20 steps at once on two processes, started as users do."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     given = ("--job.config_file", str(config), "--job.run_folder", str(folder))
     more = ("--data.validation_fraction", "0.05", "--validation.freq", "10")
@@ -239,6 +239,7 @@ def test_an_epoch_ends_with_its_rows_also_where_the_global_batch_changed(config:
     assert f"step {steps} of {steps} was reached before" in again.stdout
 
 
+@pytest.mark.full
 def test_more_steps_after_a_finished_schedule_warn_of_the_higher_rate_and_the_keys_named_keep_it(
     config: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +291,7 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
     assert [path.name for path in checkpoints.iterdir()] == ["step-12"]
 
 
+@pytest.mark.full
 def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
     assert watch.outcome is not None and watch.outcome.step == 2
 
 
+@pytest.mark.full
 def test_of_a_stopped_process_its_state_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROCESS.format(how="pass", does="time.sleep(100)"), str(tmp_path), "7"]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE) as process:
