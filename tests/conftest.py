@@ -26,14 +26,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The order of the long files: run_tests.sh deals whole files to two workers, two each and then one by one; the last
-# ones are short.
+# The order of the long files, the longest first: run_tests.sh deals whole files to its workers, two each and then one
+# by one; the last ones are short.
 ORDER = (
-    "layouts", "tokenizer", "memory", "chaos", "default_run", "certify", "lean_optimizer", "loss_scale", "lora",
-    "prepare", "train", "conformance", "mixed_run", "rehearsal", "parity", "corpus", "checkpoint_at_scale",
-    "safe_read", "sweep", "nf4", "planner", "hf_config", "scripts", "docs", "console", "generate", "nodes", "offload",
-    "ddp", "convert", "child", "sentencepiece_tokenizer", "scheduler", "adapter", "ruined_weights", "pipeline_bench",
-    "reference_run", "parallelize", "mixture",
+    "prepare", "train", "safe_read", "scripts", "corpus", "layouts", "mixed_run", "convert", "offload", "parity",
+    "ddp", "rehearsal", "lean_optimizer", "lora", "generate", "chaos", "tokenizer", "certify", "made_up_family",
+    "ruined_weights", "new_config", "adapter", "end_of_turn", "watchdog", "inspect_data", "start",
+    "checkpoint_at_scale", "convert_refusals", "run_folder", "conformance", "attention_choice", "child",
+    "config_inputs", "preemption", "distributed", "memory", "samples", "reference_run", "objectives", "checkpoint",
+    "machine", "report", "files", "evaluate_script", "nf4", "profiling",
 )  # fmt: skip
 
 

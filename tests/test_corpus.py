@@ -206,6 +206,7 @@ def test_units_follow_from_the_input_alone(tmp_path: Path, small_units: None) ->
     assert [(unit.first, unit.stop) for unit in grouped] == [(0, 2), (2, 4), (4, 5)]
 
 
+@pytest.mark.full
 def test_parts_and_other_numbers_of_workers_make_the_same_bytes(tmp_path: Path, small_units: None) -> None:
     path = write(tmp_path / "in.jsonl", texts(300, seed=4))
     prepare("--input", path, "--output_dir", tmp_path / "one", "--workers", "1")

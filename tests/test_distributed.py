@@ -50,6 +50,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_the_wait_of_the_others() -> None:
     # without a launcher, which would end them
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

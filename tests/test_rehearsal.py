@@ -186,6 +186,7 @@ SMALL = ("--rehearse", "16", "--device", "mi250x", "--model.flavor", "debug", "-
 SMALL += ("--training.target_tokens_per_step", "0", "--parallelism.tensor_parallel_degree", "2")
 
 
+@pytest.mark.full
 def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rehearse.main([*SMALL, "--json", "--ranks", "0,3"]) == 0
     found = json.loads(capsys.readouterr().out)

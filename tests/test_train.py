@@ -348,6 +348,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_unless_there
     assert "has only damaged checkpoints" in refused.stderr
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Path, tmp_path: Path) -> None:
     command = f"ulimit -f 2000; exec {sys.executable} -m titan_mi100.train --job.config_file {config} " + (
         f"--job.run_folder {tmp_path / 'run'} --training.steps 1 --metrics.enable_tensorboard false"
