@@ -456,6 +456,15 @@ def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypa
             list(read_records(path))
 
 
+def test_what_was_read_is_told_to_the_line(tmp_path: Path) -> None:
+    """Not what is in a buffer: `config new` counts the tokens of a part of the data, and needs its share."""
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 3000)
+    reader = RecordReader(str(tmp_path / "a.jsonl"))
+    for number, _ in zip(range(1, 1500), reader, strict=False):
+        assert reader.consumed == number * len(line)
+
+
 def test_reading_needs_no_torch() -> None:
     import subprocess
 

@@ -91,7 +91,7 @@ class RecordReader:
 
     @property
     def consumed(self) -> int:
-        """Bytes of the file read so far (packed bytes of a gzip file); up to `CHUNK` ahead of the records."""
+        """Bytes of the file read so far; of a packed file packed bytes, up to `CHUNK` unpacked ones ahead of the records."""
         return self._position()
 
     def __iter__(self) -> Iterator[Record]:
@@ -107,7 +107,7 @@ class RecordReader:
         number = 0
         try:
             with open(self.path, "rb", buffering=0) as file:
-                self._position, self.size = file.tell, os.fstat(file.fileno()).st_size
+                self.size = os.fstat(file.fileno()).st_size
                 for record in self._records(file):
                     number = record.number
                     yield record
@@ -126,6 +126,7 @@ class RecordReader:
     def _records(self, file: io.FileIO) -> Iterator[Record]:
         """Detect the file's type and return the iterator for it. `peek` shows the head without consuming it."""
         stream: io.BufferedReader = io.BufferedReader(file, max(CHUNK, HEAD))
+        self._position = stream.tell  # not the file's, which is up to a buffer ahead
         if stream.peek().startswith(PARQUET):
             return self._parquet_rows()
         if stream.peek().startswith(GZIP):
