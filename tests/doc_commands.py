@@ -129,7 +129,7 @@ def _check(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         load_config(arguments, None, with_files=False)
         return ""
     if program.name == "harness" and not {"--help", "-h"} & set(arguments):
-        harness._parser("").parse_known_args(arguments[2:])  # what is left is lm_eval's
+        harness.parser().parse_known_args(arguments[2:])  # what is left is lm_eval's
         is_wrong = len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-")
         return "names no checkpoint and tasks" if is_wrong else ""
     if program.name.endswith(".sh"):

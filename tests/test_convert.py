@@ -363,7 +363,7 @@ def test_24_bits_of_an_fp32_folder_are_trained_on_and_come_back_where_fp32_is_as
     )
 
 
-def test_inspect_lists_and_compares(tmp_path: Path) -> None:
+def test_inspect_lists(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "hf")
     convert.to_dcp(open_source(source), tmp_path / "dcp", verify="bytes")
     shown = json.loads(tool("inspect_dcp", tmp_path / "dcp", "--json", "--verify").stdout)
@@ -372,19 +372,6 @@ def test_inspect_lists_and_compares(tmp_path: Path) -> None:
     assert shown["model_values"] == sum(t.numel() for t in tensors(source).values())
     text = tool("inspect_dcp", tmp_path / "dcp").stdout
     assert "step 0" in text and "model.layers.2.mlp.down_proj.weight" in text and "(64, 96)" in text
-    assert (
-        "35 tensors are bit-identical, 0 have different values" in tool("inspect_dcp", source, tmp_path / "dcp").stdout
-    )
-    held = tensors(source)
-    held["model.norm.weight"][3] += 0.5
-    del held["model.layers.0.mlp.up_proj.weight"]
-    held["model.layers.1.mlp.up_proj.weight"] = held["model.layers.1.mlp.up_proj.weight"].float()
-    save_file(held, source / hf_io.SINGLE)
-    result = tool("inspect_dcp", source, tmp_path / "dcp", check=False)
-    assert result.returncode == 1
-    assert f"only in {tmp_path / 'dcp'}: model.layers.0.mlp.up_proj.weight" in result.stdout
-    assert "model.norm.weight: values differ by up to 0.5" in result.stdout
-    assert "model.layers.1.mlp.up_proj.weight: (96, 64) float32, (96, 64) bfloat16" in result.stdout
     assert tool("inspect_dcp", tmp_path / "nowhere", check=False).returncode == 2
 
 

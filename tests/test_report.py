@@ -624,9 +624,9 @@ def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_p
     assert said == f"{run / 'report.html'}: {(run / 'report.html').stat().st_size:,} bytes\n"
     report(run)  # again
     before = (run / "config.toml").read_bytes()
-    assert "exists and is not a report" in report(run, "--output", run / "config.toml", code=2)
+    assert "is no page of this command" in report(run, "--output", run / "config.toml", code=2)
     (thesis := tmp_path / "thesis.html").write_text("<!DOCTYPE html>\n<title>My thesis</title>")
-    assert "exists and is not a report" in report(run, "--output", thesis, code=2)
+    assert "is no page of this command" in report(run, "--output", thesis, code=2)
     assert "leave --output out" in report(run, "--json", "--output", tmp_path / "new.html", code=2)
     (run / "report.html").unlink()
     (run / "report.html").symlink_to(run / "config.toml")

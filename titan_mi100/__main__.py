@@ -31,7 +31,7 @@ COMMANDS = {  # word or words: module, and what it does
     "convert dcp-to-torch": ("convert.dcp_to_torch", "DCP folder to a file of torch.save"),
     "convert torch-to-dcp": ("convert.torch_to_dcp", "file of torch.save to DCP folder"),
     "convert merge-lora": ("convert.merge_lora", "merge an adapter into its base"),
-    "convert inspect-dcp": ("convert.inspect_dcp", "list what a checkpoint holds, or compare two"),
+    "convert inspect-dcp": ("convert.inspect_dcp", "list what a checkpoint holds"),
 }
 
 _OTHER_WORDS = {  # what other tools call a command

@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
-    if options.json:
-        log.setLevel("WARNING")  # standard output must hold the certificate only
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
     # On SIGTERM exit by an exception: then child processes are killed and the unfinished output folder is removed.
@@ -45,8 +43,6 @@ def _certify(options: argparse.Namespace) -> int:
         certificate = make(options.minutes, options.model)
         durable.write_synced(aside / CERTIFICATE, as_json(certificate))
         durable.write_synced(aside / PAGE, page(certificate))
-    if options.json:
-        print(as_json(certificate), end="")
     _say(certificate, folder)
     return 0 if all_pass(certificate.verdicts) else 1
 
@@ -92,7 +88,7 @@ def _say(certificate: Certificate, folder: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="python -m titan_mi100.certify",
-        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...] [--json]",
+        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...]",
         description=__doc__,
         epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate is "
         "written and names the part); 2 a mistake in the command, or an unusable device; "
@@ -114,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
         default=(),
         help=f"models whose shapes are measured: {', '.join(tasks.MODELS)}",
     )
-    add("--json", action="store_true", help="also print the certificate")
     return parser
 
 

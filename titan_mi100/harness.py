@@ -41,17 +41,14 @@ def _run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(cli.reflowed(__doc__), end="")
         return 0
-    if "--version" in arguments:
-        print(cli.versions())
-        return 0
-    if len(arguments) < 2 or any(argument.startswith("-") for argument in arguments[:2]):
+    given, rest = parser().parse_known_args(arguments)
+    if len(rest) < 2 or any(argument.startswith("-") for argument in rest[:2]):
         raise UserError("name a checkpoint and tasks; see --help")
-    checkpoint, tasks = Path(os.path.abspath(arguments[0])), arguments[1]
+    checkpoint, tasks, *rest = Path(os.path.abspath(rest[0])), *rest[1:]
     if "," in str(checkpoint):
         raise UserError(f"{checkpoint}: lm_eval cannot use a path with a comma; rename it, or make a link to it")
-    given, rest = _parser(f"{checkpoint}-eval").parse_known_args(arguments[2:])
     # Absolute paths, because lm_eval runs in the folder of the tasks.
-    results, folder = Path(os.path.abspath(given.output_path)), None
+    results, folder = Path(os.path.abspath(given.output_path or f"{checkpoint}-eval")), None
     if tasks.endswith(".yaml") or any(Path(tasks).glob("*.yaml")):
         if not os.path.exists(tasks):
             raise UserError(f"{tasks}: no such file")
@@ -69,12 +66,12 @@ def _run(arguments: Sequence[str]) -> int:
     return _evaluate(command, results, folder)
 
 
-def _parser(results: str) -> argparse.ArgumentParser:
-    """Of lm_eval's options those that we extend. Args: results: the default folder."""
-    parser = cli.Parser(prog="titan-mi100 evaluate harness", add_help=False)
-    parser.add_argument("-o", "--output_path", default=results)
-    parser.add_argument("-a", "--model_args", nargs="*", action="extend", default=[])  # separated by commas or spaces
-    return parser
+def parser() -> argparse.ArgumentParser:
+    """Of lm_eval's options those that we extend."""
+    found = cli.Parser(prog="titan-mi100 evaluate harness", add_help=False)
+    found.add_argument("-o", "--output_path", default="")
+    found.add_argument("-a", "--model_args", nargs="*", action="extend", default=[])  # separated by commas or spaces
+    return found
 
 
 def _hf_folder(checkpoint: Path) -> Path:

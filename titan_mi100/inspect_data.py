@@ -15,11 +15,13 @@ from pathlib import Path
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.load import load_config
-from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_page
 from titan_mi100.inspect.report import make_report
 from titan_mi100.inspect.view import page, report_lines, terminal_text
 from titan_mi100.logging import setup_logging
+from titan_mi100.pages.document import check_place
+
+_TITLE = "Data as training sees it: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,16 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     setup_logging(0)
-    # Overwrite an older page, but never another file (a mistyped --html could name the data).
-    if os.path.isfile(options.html) and not Path(options.html).read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"--html {options.html}: exists already and is not an HTML page; name another file")
+    if options.html:
+        check_place(Path(options.html), _TITLE, "--html")
     with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
         report = make_report(load_config(settings, world_size=None), options)
     lines = report_lines(report, options.table)
     if options.html:
-        text = page(f"Data as training sees it: {report['set']}", lines)
-        write_page(Path(options.html), text, "--html")
-        print(f"{options.html}: {len(text.encode()):,} bytes")
+        write_page(Path(options.html), page(f"{_TITLE}{report['set']}", lines), "--html")
+        print(f"{options.html}: {os.path.getsize(options.html):,} bytes")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:

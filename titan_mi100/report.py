@@ -8,7 +8,6 @@ torch.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,10 @@ from pathlib import Path
 from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_page
-from titan_mi100.files.plain import open_plain
 from titan_mi100.logging import setup_logging
 from titan_mi100.pages.collect import collect
+from titan_mi100.pages.document import check_place
 from titan_mi100.pages.page import page
-
-_PAGE, _TITLE = b"<!DOCTYPE html>", b"<title>Report: "  # how a report begins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,30 +31,13 @@ def _report(options: argparse.Namespace) -> None:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
     output = Path(options.output or options.run / "report.html")
     if not options.json:
-        _check_output(output)
+        check_place(output, "Report: ", "--output")
     run = collect(options.run)
     if options.json:
         print(json.dumps(run, allow_nan=False))
     else:
-        content = page(run).encode("utf-8", "backslashreplace").decode("utf-8")
-        write_page(output, content, "--output")
-        print(f"{output}: {len(content.encode()):,} bytes")
-
-
-def _check_output(path: Path) -> None:
-    """Refuse to overwrite a file that is not a report."""
-    if not os.path.lexists(path):
-        return
-    try:
-        with open_plain(path) as file:
-            start = file.read(4096)
-            is_report = start.startswith(_PAGE) and _TITLE in start
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with --output") from None
-    except UserError as error:
-        raise UserError(f"{error}; or name another file with --output") from None
-    if not is_report:
-        raise UserError(f"{path}: exists and is not a report; name another file with --output")
+        write_page(output, page(run).encode("utf-8", "backslashreplace").decode("utf-8"), "--output")
+        print(f"{output}: {output.stat().st_size:,} bytes")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""Lists the content of a checkpoint, or compares two. Reads DCP folders, HF folders and files of torch.save.
+"""Lists the content of a checkpoint. Reads DCP folders, HF folders and files of torch.save.
 
-Exit codes: 0 done, 2 it cannot be read. With two checkpoints, as `diff`: 0 equal, 1 different, 2 one cannot be read.
+Exit codes: 0 done, 2 it cannot be read.
 """
 
 import argparse
@@ -13,26 +13,21 @@ import torch
 
 from titan_mi100 import cli as tool
 from titan_mi100.checkpoint.keys import is_weight
-from titan_mi100.checkpoint.resume import differing
 from titan_mi100.config.layout import Layout
 from titan_mi100.logging import setup_logging
-from titan_mi100.weights.base import Weights, dtype_name, raw_bytes
+from titan_mi100.weights.base import dtype_name
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
 from titan_mi100.wording import printable
-
-_AT_ONCE = 1 << 22  # values compared in fp64 at a time, to bound memory
 
 
 def main() -> None:
     parser = tool.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
-    parser.add_argument("other", type=Path, nargs="?", help="a second one, to compare with")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     options = parser.parse_args()
     setup_logging(0)
-    # exit_code turns a UserError into code 2; `diff` exits with 1 itself
-    sys.exit(tool.exit_code(lambda: diff(options) if options.other else show(options)))
+    sys.exit(tool.exit_code(lambda: show(options)))
 
 
 def show(options: argparse.Namespace) -> None:
@@ -88,68 +83,6 @@ def facts(found: dict[str, Any]) -> str:
     parts.append(f"{weights} weights with {found['model_values']:,} values")
     parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in total")
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
-
-
-def diff(options: argparse.Namespace) -> None:
-    """Print the differences between two checkpoints. Exits with 1 if there are any (the manifest does not count)."""
-    paths = options.checkpoint, options.other
-    found = compare(*paths)  # reads all values of both, tensor by tensor
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for side, path in zip(("only_first", "only_second"), paths, strict=True):
-            for name in found[side]:
-                print(printable(f"only in {path}: {name}"))
-        for name, words in found["kinds"].items():
-            print(printable(f"{name}: {words}"))
-        for name, largest in found["values"].items():
-            print(printable(f"{name}: values differ by up to {largest:.3g}"))
-        for words in found["manifest"]:
-            print(printable(f"manifest: {words}"))
-        print(f"{found['equal']} tensors are bit-identical, {len(found['values'])} have different values")
-    if any(found[key] for key in ("only_first", "only_second", "kinds", "values")):
-        sys.exit(1)
-
-
-def compare(first: Path, second: Path) -> dict[str, Any]:
-    """The differences between two checkpoints, as JSON values.
-
-    Returns:
-        only_first, only_second: names of tensors; kinds: name -> both shapes and dtypes, where they differ; values:
-        name -> largest absolute difference (NaN if only one of the values is NaN); equal: number of bit-identical
-        tensors; manifest: differing entries.
-    """
-    a, b = (open_weights(path, only_weights=False) for path in (first, second))
-    manifests = [read_manifest(path) for path in (first, second)]
-    facts = [{key: m.get(key) for key in ("step", "layout", "processes", "fingerprints")} for m in manifests]
-    found: dict[str, Any] = {
-        "only_first": [name for name in a.kinds if name not in b.kinds],
-        "only_second": [name for name in b.kinds if name not in a.kinds],
-        "kinds": {},
-        "values": {},
-        "equal": 0,
-        "manifest": list(differing(*facts).values()) if all(manifests) else [],
-    }
-    for name in a.kinds:
-        if name not in b.kinds:
-            continue
-        if a.kinds[name] != b.kinds[name]:
-            words = [f"{tuple(kind.shape)} {dtype_name(kind.dtype)}" for kind in (a.kinds[name], b.kinds[name])]
-            found["kinds"][name] = ", ".join(words)
-        elif (largest := largest_difference(a, b, name)) is None:
-            found["equal"] += 1
-        else:
-            found["values"][name] = largest
-    return found
-
-
-def largest_difference(a: Weights, b: Weights, name: str) -> float | None:
-    """The largest absolute difference between two tensors of one shape and dtype; None if they are bit-identical."""
-    left, right = a.tensor(name).flatten(), b.tensor(name).flatten()
-    if torch.equal(raw_bytes(left), raw_bytes(right)):  # bytes, because NaN is not equal to itself
-        return None
-    pairs = zip(left.split(_AT_ONCE), right.split(_AT_ONCE), strict=True)
-    return torch.stack([(x.double() - y.double()).abs().max() for x, y in pairs]).max().item()
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class RecordReader:
 
     @property
     def consumed(self) -> int:
-        """Bytes of the file read so far; of a packed file packed bytes, up to `CHUNK` unpacked ones ahead of the records."""
+        """Bytes of the file read so far; of a packed one packed bytes, up to `CHUNK` unpacked ones ahead."""
         return self._position()
 
     def __iter__(self) -> Iterator[Record]:

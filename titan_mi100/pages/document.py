@@ -1,7 +1,11 @@
 """The frame of our HTML pages: one file each, light and dark, no network. Imports no torch."""
 
+import os
 from html import escape
+from pathlib import Path
 
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import open_plain
 from titan_mi100.wording import printable
 
 # Colours are CSS variables, so that a page follows the light or dark mode. The colours of curves are those of Okabe and
@@ -38,3 +42,26 @@ def html_document(title: str, style: str, body: str) -> str:
         f"<title>{text(title)}</title><style>{_STYLE}{style}</style>\n"
     )
     return f"{head}{body}</html>\n"
+
+
+def check_place(path: Path, title: str, option: str) -> None:
+    """Refuse to write a page over a file that is none: a mistyped option could name the data.
+
+    Args:
+        title: how the page's title begins.
+        option: it names another file.
+
+    Raises:
+        UserError: the file is no page with such a title, or cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        with open_plain(path) as file:
+            start = file.read(4096)
+    except (OSError, UserError) as error:
+        raise UserError(
+            f"{getattr(error, 'strerror', '') or error}; name another file than {path} with {option}"
+        ) from None
+    if not start.startswith(b"<!DOCTYPE html>") or f"<title>{title}".encode() not in start:
+        raise UserError(f"{path}: exists already and is no page of this command; name another file with {option}")
