@@ -108,6 +108,12 @@ def test_packed_documents_have_the_logits_they_have_alone(backend: str) -> None:
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
+def test_a_misspelt_argument_is_refused() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(TypeError, match="neither the model nor its objective reads postions"):
+        Qwen3(SPECS["tied"])(ids, postions=ids)
+
+
 def test_documents_that_come_back_with_the_same_id_are_two() -> None:
     documents = documents_of(torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]]))
     assert documents == Documents(2, 5, (2, 1, 2, 5))

@@ -214,6 +214,7 @@ class CausalLM(nn.Module):
     Attributes:
         kinds: the family's layers, by their kind (LayerShape.kind).
         norm: the class of the final norm, made of the hidden size and eps.
+        columns: arrays of a row that the objective reads, besides the labels.
 
     Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
     with `init.initial_values`. There are no buffers.
@@ -221,6 +222,7 @@ class CausalLM(nn.Module):
 
     kinds: ClassVar[Mapping[str, type[Layer]]]
     norm: ClassVar[type[nn.Module]] = RMSNorm
+    columns: Collection[str] = ()
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
         super().__init__()
@@ -257,6 +259,8 @@ class CausalLM(nn.Module):
             With labels the loss, (1,), in fp32 or fp64. Without labels the logits in the activations' dtype,
             (batch, seq, vocab_size) or (n, vocab_size). A stage that is not the last returns hidden states.
         """
+        if unread := sorted(columns.keys() - {*self.columns}):
+            raise TypeError(f"neither the model nor its objective reads {', '.join(unread)}")
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         if documents is None:

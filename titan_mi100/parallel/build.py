@@ -66,7 +66,7 @@ def build_model(
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
             model = MODELS[spec.model_type](spec, backend, stage)
-        model.head_loss = loss
+        model.head_loss, model.columns = loss, objective.columns
         parallelize(model, config, layout, mesh)
         read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model

@@ -60,7 +60,7 @@ def load_weights(
             name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in spec.carried if name in saved
         }
     name = config.model.flavor or Path(source).name
-    log.info(f"Qwen3 {name}: {parameter_count(spec):,} parameters, {origin}")
+    log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
         _load_adapter(model, optimizer, config.lora, config.training.seed, spec, checkpoint)
 

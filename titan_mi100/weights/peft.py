@@ -96,7 +96,7 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
     found = {name: _NAME.fullmatch(name) for name in stored.kinds}
     if odd := sorted(name for name, match in found.items() if match is None):
         raise UserError(
-            f"{path}: has {some(odd, 1)}, which is not a LoRA matrix of a linear layer of Qwen3 as peft names it, "
+            f"{path}: has {some(odd, 1)}, which is not a LoRA matrix of a linear layer as peft names it, "
             f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight; rename it, or train the adapter on "
             f"{', '.join(LINEARS)} only, without modules_to_save"
         )
