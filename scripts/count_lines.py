@@ -34,10 +34,9 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-# Raised for families and objectives as data, and for opening a run in parts (some 400 lines), beside which uploads, a
-# second engine, half of the report's charts and three more went (CHANGELOG.md). The cuts that the workshop owes bring
-# the package back below 22,950 and the core below 7,950.
-BUDGETS = {"core": 8090, "titan_mi100": 23230, "scripts": 3600}  # lines of code
+# Raised for families and objectives as data, and for opening a run in parts (some 400 lines); since then uploads, a
+# second engine, much of the report and of certificates went (CHANGELOG.md). The core was below 7,950 before.
+BUDGETS = {"core": 8075, "titan_mi100": 22950, "scripts": 3600}  # lines of code
 LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
 
 # tokens that are no code

@@ -70,32 +70,3 @@ def test_both_ends_of_a_v_shaped_pipeline_are_restored(tmp_path: Path) -> None:
     pairs = [("FSDP2 x2", "PP2 ZBVZeroBubble")]
     (result,) = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=4)
     assert_within_the_bars([result])
-
-
-@pytest.mark.full
-def test_layouts_train_in_fp16_as_one_process_does(tmp_path: Path) -> None:
-    jobs = parity.cells("float16", 0.0, [name for name, (n, _) in parity.LAYOUTS.items() if n < 8], accumulations=(4,))
-    assert_within_the_bars(parity.measure([replace(cell, steps=2) for cell in jobs if cell.tied], tmp_path))
-
-
-@pytest.mark.full
-def test_layouts_train_with_less_state_as_one_process_does(tmp_path: Path) -> None:
-    jobs = parity.cells("float64", 0.0, [name for name, (n, _) in parity.LAYOUTS.items() if n < 8], accumulations=(4,))
-    jobs = [replace(cell, steps=2, state="8bit", master="bf16_sr") for cell in jobs if cell.tied]
-    assert_within_the_bars(parity.measure(jobs, tmp_path))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["chunked", "eager"])
-def test_layouts_train_alike_with_every_backend_of_attention(backend: str, tmp_path: Path) -> None:
-    jobs = parity.cells("float64", 0.0, ["FSDP2 x2", "TP2", "PP2 1F1B"], accumulations=(2,))
-    jobs = [replace(cell, steps=2, layers=2, backend=backend) for cell in jobs if cell.tied]
-    assert_within_the_bars(parity.measure(jobs, tmp_path))
-
-
-@pytest.mark.full
-def test_a_layout_trains_with_our_kernel(tmp_path: Path) -> None:
-    """In Triton's interpreter, two steps."""
-    pytest.importorskip("triton")
-    (cell, *_) = parity.cells("float32", 0.0, ["FSDP2 x2"], accumulations=(2,))
-    assert_within_the_bars(parity.measure([replace(cell, steps=2, layers=2, backend="triton")], tmp_path))

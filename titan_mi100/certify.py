@@ -25,7 +25,6 @@ from titan_mi100.measure.session import Session, backends, machine_here
 from titan_mi100.wording import some
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
-_MINUTES = 10.0
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
 
 
@@ -97,19 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
-    add(
-        "--minutes",
-        type=_minutes,
-        default=_MINUTES,
-        help="time limit for all parts (default 10); parts that were not run are named",
-    )
-    add(
-        "--model",
-        type=_model,
-        nargs="+",
-        default=(),
-        help=f"models whose shapes are measured: {', '.join(tasks.MODELS)}",
-    )
+    add("--minutes", type=_minutes, default=10.0, help="time limit (default 10); parts that were not run are named")
+    which = f"models whose shapes are measured: {', '.join(tasks.MODELS)}"
+    add("--model", type=_model, nargs="+", default=(), help=which)
     return parser
 
 

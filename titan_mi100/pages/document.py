@@ -60,8 +60,7 @@ def check_place(path: Path, title: str, option: str) -> None:
         with open_plain(path) as file:
             start = file.read(4096)
     except (OSError, UserError) as error:
-        raise UserError(
-            f"{getattr(error, 'strerror', '') or error}; name another file than {path} with {option}"
-        ) from None
+        why = getattr(error, "strerror", "") or error
+        raise UserError(f"{path}: cannot be looked into ({why}); name another file with {option}") from None
     if not start.startswith(b"<!DOCTYPE html>") or f"<title>{title}".encode() not in start:
         raise UserError(f"{path}: exists already and is no page of this command; name another file with {option}")
