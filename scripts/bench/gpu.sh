@@ -26,7 +26,6 @@ part() {
   date -u +%F
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || rocm-smi --showproductname --showdriverversion
 } | tee -a "$tables"
-part "Which dtype" python3 scripts/bench/gemm.py --model 0.6B --tokens 8192
 for seq in 1024 4096 16384; do # unmasked rows, and documents of GSM8K's mean length
   part "Attention, $seq" python3 scripts/bench/attention.py --seq "$seq" --document 0 200 --batch $((16384 / seq))
 done
