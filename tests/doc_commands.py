@@ -21,7 +21,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 
 # programs that are not ours: only for commands that are not run
-OTHERS = {
+OTHERS = {"bash", 
     "pip", "hf", "git", "wandb", "tensorboard", "vllm", "docker", "curl", "tar", "rocm-smi", "amd-smi", "nvidia-smi",
     "sudo", "apt", "sbatch", "squeue", "scancel", "scontrol", "salloc", "ssh", "export", "read", "exec", "source", ".",
     "kill", "wait", "module", "ulimit",

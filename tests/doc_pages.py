@@ -124,7 +124,8 @@ class Page:
 
 
 def pages() -> list[Page]:
-    found = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "train_configs" / "README.md"]
+    found = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+    found.append(REPO / "train_configs" / "README.md")
     return [Page(path) for path in found]
 
 

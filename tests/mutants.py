@@ -194,12 +194,13 @@ def _instead(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
         yield changed(keywords=node.keywords[:-1])
 
 
-def core_files() -> list[str]:
-    """The core's Python files, as scripts/count_lines.py lists it."""
-    entries = runpy.run_path(str(REPO / "scripts" / "count_lines.py"))["CORE"]
+def files_of(only: tuple[str, ...]) -> list[str]:
+    """The package's Python files whose path ends like one of these; of none, the core's, see scripts/count_lines.py."""
+    entries = [""] if only else runpy.run_path(str(REPO / "scripts" / "count_lines.py"))["CORE"]
     paths = [REPO / "titan_mi100" / entry for entry in entries]
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    return [file.relative_to(REPO).as_posix() for file in files]
+    names = [file.relative_to(REPO).as_posix() for file in files]
+    return [name for name in names if name.endswith(only or ("",))]
 
 
 def tests_of(path: str) -> list[str]:
@@ -245,7 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=300, help="mutants to try, drawn from all; 0: every one")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="FILE", help="files whose path ends like this")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="files whose path ends like this")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--list", action="store_true", help="only print the mutants that would be tried")
@@ -255,7 +256,7 @@ def main() -> int:
     }
     if missing:
         parser.error(f"TESTS names what does not exist: {', '.join(sorted(missing))}")
-    files = [file for file in core_files() if file.endswith(tuple(options.only))]
+    files = files_of(tuple(options.only))
     every = [mutant for file in files for mutant in mutants_of(file, (REPO / file).read_bytes())]
     chosen = every
     if 0 < options.sample < len(every):
