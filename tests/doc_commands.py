@@ -21,10 +21,10 @@ from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 
 # programs that are not ours: only for commands that are not run
-OTHERS = {"bash", 
+OTHERS = {
     "pip", "hf", "git", "wandb", "tensorboard", "vllm", "docker", "curl", "tar", "rocm-smi", "amd-smi", "nvidia-smi",
     "sudo", "apt", "sbatch", "squeue", "scancel", "scontrol", "salloc", "ssh", "export", "read", "exec", "source", ".",
-    "kill", "wait", "module", "ulimit",
+    "kill", "wait", "module", "ulimit", "bash",
 }  # fmt: skip
 SHELL = {"cat", "cp", "echo", "head", "ls", "mkdir", "mv", "rm", "sha256sum", "tail"}  # these are run
 _LAUNCHERS = {"torchrun", "srun", "env", "exec", "timeout", "nohup"}  # in front of one of ours
