@@ -17,7 +17,7 @@ from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.made_up import packed
-from titan_mi100.data.microbatch import Microbatch, collate
+from titan_mi100.data.microbatch import Microbatch, collate, for_the_model
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index
@@ -107,7 +107,9 @@ def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
 def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) -> None:
     """Under fake tensors whatever depends on a value, such as nonzero or item, raises."""
     backend = make_backend(name, "", "cpu")
-    described = describe_on_host(Qwen3(SPECS[head], backend).model, model_inputs(microbatch(), CPU), CPU)
+    described = describe_on_host(
+        Qwen3(SPECS[head], backend).model, model_inputs(for_the_model(microbatch(), ()), CPU), CPU
+    )
     with FakeTensorMode() as mode:
         model = Qwen3(SPECS[head], backend)
         inputs = tree_map_only(torch.Tensor, mode.from_tensor, described)

@@ -156,8 +156,11 @@ def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: 
     options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
     monkeypatch.setattr(new, "_SECONDS", 0.0)
     code, out, err = run(*options, "--output", "x.toml")
-    [read] = re.findall(r"counted: .* in the first ([0-9.]+)% of the data, read for 0 seconds", out)
-    assert (code, err) == (0, "") and 5 < float(read) < 50
+    pattern = r"counted: ([\d,]+) documents of .* in the first ([0-9.]+)% of the data, read for 0 seconds"
+    [(counted, read)] = re.findall(pattern, out)
+    rows = Path("train.jsonl").read_text().count("\n")
+    assert (code, err) == (0, "")
+    assert float(read) == pytest.approx(100 * int(counted.replace(",", "")) / rows, rel=0.03)
     assert not multiprocessing.active_children()
 
 
