@@ -22,6 +22,7 @@ from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.settings import Config, ValidationConfig
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
+from titan_mi100.data.rows import Row
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.logging import log
@@ -49,24 +50,16 @@ def open_record(
     progress: Progress,
     steps: int,
 ) -> Reporter | None:
-    """Log the attention kernel, write the describing files, and open rank 0's Reporter; None on other ranks. A
-    collective.
+    """Write the describing files and open rank 0's Reporter; None on other ranks. A collective.
 
     Args:
         steps: the run's last step.
     """
     device_words, arch, compute_units = distributed.device_name(world.device)
-    dtype = _SHORT[config.training.mixed_precision_param]
-    first = collate([rows.row(progress.rows_consumed)])  # to try the kernel on
-    documents = documents_of(first)
-    backend = model.parts[0].model.backend
-    shape = Shape(documents.batch, documents.seq, *spec.attention, config.training.mixed_precision_param)
-    kernel = running_kernel(backend, shape, documents, world.device)
-    log.info(f"attention kernel: {kernel}, compute in {dtype}")
-    if kernel == NO_KERNEL and world.device.type != "cpu":
-        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
+    precision = config.training.mixed_precision_param
+    kernel, dtype = _log_kernel(world, spec, model, rows.row(progress.rows_consumed), precision), _SHORT[precision]
     gpu = hardware.find_gpu(arch, compute_units)
-    tflops = gpu.tflops.get(config.training.mixed_precision_param) if gpu else None
+    tflops = gpu.tflops.get(precision) if gpu else None
     with raise_together():
         if world.rank == 0:
             layout = config.layout(world.size).describe()
@@ -91,6 +84,17 @@ def open_record(
             warn_of_higher_rate(config.optimizer, config.lr_scheduler, reporter.last_entry, progress.step, steps)
             return reporter
     return None
+
+
+def _log_kernel(world: World, spec: ModelSpec, model: ParallelModel, row: Row, dtype: str) -> str:
+    """The attention kernel that runs. Args: row: to try it on."""
+    documents = documents_of(collate([row]))
+    shape = Shape(documents.batch, documents.seq, *spec.attention, dtype)
+    kernel = running_kernel(model.parts[0].model.backend, shape, documents, world.device)
+    log.info(f"attention kernel: {kernel}, compute in {_SHORT[dtype]}")
+    if kernel == NO_KERNEL and world.device.type != "cpu":
+        log.warning("no fused attention kernel runs on this device: expect it to be slow and to take memory")
+    return kernel
 
 
 def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[str, Any]) -> Explanation:
