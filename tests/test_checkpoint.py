@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import resume, sealed
@@ -24,7 +24,7 @@ from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.open_run.start import open_run
-from titan_mi100.parallel.distributed import World, measure_gradients
+from titan_mi100.parallel.distributed import World, local_part, measure_gradients
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
@@ -112,6 +112,14 @@ def test_one_save_is_in_flight_and_the_copy_is_of_its_step(
     for step in (1, 2):
         job.checkpointer.load(tmp_path / f"step-{step}")
         assert same(job.tensors(), expected[step - 1])
+
+
+def test_a_save_in_the_background_writes_a_copy_and_not_the_weight_itself(world: World) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for weight in (torch.ones(4, 3), DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])):
+        copy = checkpoint._host_copy(weight)
+        weight.mul_(2)  # the next step
+        assert type(copy) is type(weight) and torch.equal(local_part(copy)[0], torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("in_background", [False, True])
