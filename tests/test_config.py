@@ -327,6 +327,8 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         ("pipeline_parallel_degree = 8", 8, "pipeline_parallel_degree = 8 makes 8 stages of 4 layers; lower it"),
         ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [3, 2]", 2, "[3, 2] must be 2 numbers "
          "above 0 that sum to the model's 4 layers"),
+        ("pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = [1, 1, 1, 1]", 2, "[1, 1, 1, 1] must be 2 "
+         "numbers above 0 that sum to the model's 4 layers"),
         ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
          "pipeline_parallel_layers_per_stage = [2, 2]", 2, "[2, 2] must be 4 numbers or more, a multiple of 2, "),
         ("pipeline_parallel_degree = 2", 2, 'needs at least 2 microbatches, but gets 1: the forwards '
