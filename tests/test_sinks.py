@@ -213,10 +213,10 @@ def test_a_network_that_takes_nothing_at_the_end_is_not_waited_for(
     tmp_path: Path, wandb: FakeWandB, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "_FINISH_SECONDS", 0.2)
-    wandb.fails, started = {"slow"}, time.perf_counter()
+    wandb.fails, started, before = {"slow"}, time.perf_counter(), threading.enumerate()
     record(tmp_path, 1, 1, steps=1, tensorboard=False)
     assert time.perf_counter() - started < 10 and "wandb sync sends the rest" in warnings[0]
-    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    assert all(thread.daemon for thread in threading.enumerate() if thread not in before)
 
 
 def test_a_network_that_fails_at_the_start_leaves_an_offline_run(

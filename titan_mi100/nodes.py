@@ -74,6 +74,13 @@ def parse_place(given: Mapping[str, str]) -> Place | None:
     return Place(least, most, int(rank), address[1].strip("[]"), int(address[2]), int(patience))
 
 
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Wait until it can be read. With poll: select refuses descriptors above 1,023."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(1000 * max(0.0, seconds)))
+
+
 class Link:
     """A connection to another launcher."""
 
@@ -103,7 +110,7 @@ class Link:
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._received:
-            if not select.select([self._socket], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not _is_readable(self._socket, until - time.monotonic()):
                 return None
             part = self._socket.recv(_LONGEST)
             self._received += part
@@ -160,7 +167,7 @@ class Host:
         Returns:
             A message for the log if a node was refused, else "".
         """
-        if not select.select([self._server], [], [], seconds)[0]:
+        if not _is_readable(self._server, seconds):
             return ""
         link = Link(self._server.accept()[0])
         try:
