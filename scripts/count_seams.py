@@ -4,8 +4,7 @@
 
 A file knows a thing if one of its words is a name, an attribute, a keyword or a whole text in its code. `--files` lists
 the files behind each number. `config` counts functions with a parameter that is the whole Config; `classes` counts
-names that several modules give to a class of theirs. Two words that mean more than the thing are not among its words:
-`head_dim` (a size of attention, which every kernel has) and `triton` (a package, too).
+names that several modules give to a class of theirs.
 """
 
 import argparse
@@ -18,13 +17,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "titan_mi100"
 WORDS = {
     "block": """q_proj k_proj v_proj o_proj gate_proj up_proj down_proj q_norm k_norm self_attn mlp input_layernorm
-        post_attention_layernorm num_attention_heads num_key_value_heads intermediate_size before_attention
+        post_attention_layernorm num_attention_heads num_key_value_heads head_dim intermediate_size before_attention
         after_attention""",
     "model class": "Qwen3",
     "row": "labels positions document_ids document_ends supervised_columns input_ids",
     "axis": """pp tp dp_shard dp_replicate pipeline_parallel_degree tensor_parallel_degree data_parallel_shard_degree
         data_parallel_replicate_degree""",
-    "kernel": "varlen flash_attn flex sdpa chunked eager",
+    "kernel": "triton varlen flash_attn flex sdpa chunked eager",
 }
 
 

@@ -37,8 +37,10 @@ def fork_for_libraries() -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         sys.stdout.flush()
         if (process := os.fork()) == 0:
-            theirs.send(child._answer(function, str(path), *arguments))
-            os._exit(0)
+            try:
+                theirs.send(child._answer(function, str(path), *arguments))
+            finally:  # whatever happens, this is no second copy of the tests
+                os._exit(0)
         theirs.close()
         with ours:
             try:

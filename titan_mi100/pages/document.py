@@ -59,8 +59,9 @@ def check_place(path: Path, title: str, option: str) -> None:
     try:
         with open_plain(path) as file:
             start = file.read(4096)
-    except (OSError, UserError) as error:
-        why = getattr(error, "strerror", "") or error
-        raise UserError(f"{path}: cannot be looked into ({why}); name another file with {option}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with {option}") from None
+    except UserError as error:
+        raise UserError(f"{error}; or name another file with {option}") from None
     if not start.startswith(b"<!DOCTYPE html>") or f"<title>{title}".encode() not in start:
         raise UserError(f"{path}: exists already and is no page of this command; name another file with {option}")
