@@ -48,7 +48,8 @@ class Example(NamedTuple):
     def tokens(self) -> tuple[list[int], list[bool]]:
         """Of a record that is tokenised already: its ids, and which of them are learned."""
         assert self.input_ids is not None
-        return self.input_ids, [label != IGNORE for label in self.labels or self.input_ids]
+        ids, labels = self.input_ids, self.labels
+        return ids, [True] * len(ids) if labels is None else [label != IGNORE for label in labels]
 
 
 @dataclass(frozen=True)
