@@ -11,6 +11,9 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.child import TOO_MUCH, call_in_child, limit, raise_limits
 
 _IMPORTS = 128 << 20  # the limits are raised as for so many bytes: the imports take seconds, with torch's 0.8 GB
+# So many bytes more for building one object: seconds enough that what grows meets the limit on memory first, whose
+# error names the file, also on a slow machine.
+_BUILD = 32 << 20
 _CLASSES = {"config.json": "AutoConfig", "generation_config.json": "GenerationConfig"}
 _CLASSES |= {"tokenizer.json": "AutoTokenizer"}
 
@@ -36,7 +39,7 @@ def build(folder: str, files: list[str]) -> str:
     for file, kind in kinds.items():
         try:
             if os.path.exists(file):
-                raise_limits(os.path.getsize(file))
+                raise_limits(os.path.getsize(file) + _BUILD)
                 kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except MemoryError:
             raise UserError(f"{file}: {TOO_MUCH} in transformers; get it again from a source that you trust") from None
