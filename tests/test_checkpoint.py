@@ -3,13 +3,11 @@
 import errno
 import json
 import os
-import random
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -77,7 +75,6 @@ def test_what_was_saved_is_restored_whatever_happened_since(world: World, tmp_pa
     saved = job.tensors()
     job.save(3)
     job.step()  # in the background, the save may still be under way
-    draws = [random.random(), np.random.rand(), torch.rand(2).tolist()]
     job.checkpointer.wait()
     other = Job(world, tmp_path, seed=1)
     assert not same(other.tensors(), saved)
@@ -85,7 +82,6 @@ def test_what_was_saved_is_restored_whatever_happened_since(world: World, tmp_pa
     assert found is not None and found[0].name == "step-3" and found[1]["layout"] == {}
     assert other.checkpointer.load(found[0]) == {"step": 3, "more": [1, None]}
     assert same(other.tensors(), saved)
-    assert [random.random(), np.random.rand(), torch.rand(2).tolist()] == draws
 
 
 def test_one_save_is_in_flight_and_the_copy_is_of_its_step(

@@ -1,6 +1,5 @@
 """What is read back is what was written, key by key; of something else the file and the key are named."""
 
-import base64
 import gzip
 import json
 import os
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
-import torch
 
-from titan_mi100.checkpoint import random_state, sealed
+from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
 from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
@@ -181,35 +179,6 @@ def test_a_manifest_says_what_a_manifest_can_say(about: dict[str, Any], message:
     assert f"manifest.json: is not the manifest of step-3 in format 1: {message}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"python": [3, [1, 2], None]}, "is not a random state: "),
-        ({"python": [3, [1, -2], None]}, "python[1][1] = -2 must be a whole number"),
-        ({"numpy": ["MT19937", [1], 0, 0, 0.0]}, "is not a random state: "),
-        ({"numpy": ["MT19937", [2**40] * 624, 0, 0, 0.0]}, "is not a random state: "),
-        (
-            {"numpy": ["MT19937", [1] * 624, 10**9, 0, 0.0]},
-            "is not a random state: numpy[2] = 1000000000 is more than 624",
-        ),
-        ({"torch": "AAAA"}, "is not a random state: "),
-        ({"torch": "a"}, "is not a random state: "),
-        ({"torch": 5}, "torch = 5 must be a text"),
-        ({"mps": ""}, "it has the unknown key mps"),
-    ],
-)
-def test_a_random_state_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    cpu, file = torch.device("cpu"), tmp_path / "rng-0.json"
-    state = json.loads(json.dumps(random_state.random_state(cpu)))
-    file.write_text(json.dumps(state))
-    random_state.set_random_state(file, cpu)
-    assert base64.b64decode(state["torch"]) == torch.get_rng_state().numpy().tobytes()
-    file.write_text(json.dumps({**state, **change}))
-    with pytest.raises(UserError, match=r"rng-0.json: ") as caught:
-        random_state.set_random_state(file, cpu)
-    assert f"rng-0.json: {message}" in str(caught.value) and "move this checkpoint" in str(caught.value)
-
-
 # ---- what a run reads back of its own folder
 
 
@@ -253,11 +222,10 @@ def test_rows_of_steps_that_were_not_finite_are_a_runs_or_refused(world: World, 
     "make", [piped, lambda file: file.symlink_to("/dev/zero"), lambda file: file.symlink_to("/etc/passwd")]
 )
 def test_what_is_no_regular_file_of_the_folder_is_not_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, {"trainer.json": "{}", "rng-0.json": "{}"}, torch="2.8")
+    path = checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8")
     for file, read in (
         (tmp_path / "metrics.jsonl", lambda: _drop_after(tmp_path / "metrics.jsonl", 2, False)),
         (path / "trainer.json", lambda: open_checkpoint(path)),
-        (path / "rng-0.json", lambda: random_state.set_random_state(path / "rng-0.json", torch.device("cpu"))),
         (path / "manifest.json", lambda: sealed.read_manifest(path)),
     ):
         file.unlink(missing_ok=True)

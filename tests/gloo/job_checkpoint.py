@@ -134,13 +134,13 @@ def failing(run: Run, folder: Path, in_background: bool) -> dict[str, Any]:
     checkpointer.wait()
     record: dict[str, Any] = {"first": sorted(path.name for path in folder.iterdir())}
     torch.distributed.barrier()
-    real = module.HashedFiles.write
+    real = module.HashedFiles.create_stream
 
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if world.rank == 1:
-        module.HashedFiles.write = full  # type: ignore[method-assign]
+        module.HashedFiles.create_stream = full  # type: ignore[method-assign]
 
     def work() -> None:
         save(checkpointer, 2)
@@ -150,7 +150,7 @@ def failing(run: Run, folder: Path, in_background: bool) -> dict[str, Any]:
     record["said"] = said(work)
     record["failed here"] = checkpointer.has_failed()
     record["again"] = said(checkpointer.wait)
-    module.HashedFiles.write = real  # type: ignore[method-assign]
+    module.HashedFiles.create_stream = real  # type: ignore[method-assign]
     torch.distributed.barrier()
     record["left"] = sorted(path.name for path in folder.iterdir())
     return record

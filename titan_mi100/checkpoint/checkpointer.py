@@ -1,8 +1,8 @@
 """Saves and loads a run's checkpoints: DCP folders with HF names in every layout, sealed by a manifest (sealed.py).
 
 A folder `step-N` holds: DCP's files with tensors only (parameters under their HF names, AdamW's state under
-`optimizer.<name>.<state>`, per-rank state of a layout under `<kind>.rank-<rank>.`); `trainer.json`; `rng-<rank>.json`
-with the random state of each writing rank; and the manifest, which names all files, the layout and the fingerprints.
+`optimizer.<name>.<state>`, per-rank state of a layout under `<kind>.rank-<rank>.`); `trainer.json`; and the
+manifest, which names all files, the layout and the fingerprints. Random state is not saved: see seed_dropout.
 
 Only the ranks of the first replica write, and each tensor is written by the first rank that holds it. So nothing is
 planned twice, and other replicas send nothing. Traffic does not grow with ranks x tensors, except that rank 0 receives
@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
-from titan_mi100.checkpoint.random_state import random_state, set_random_state
 from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.errors import NumericalError, SaveError, UserError
@@ -91,7 +90,6 @@ class Checkpointer:
         self._verdict: str | None = None  # on the last save: "" sound, else why suspect; None: not judged yet
         self._best: Path | None = None
         self._saved = False  # until the first save, _best is unknown, so nothing may be removed
-        self._twin = layout.twin(world.rank)  # the rank of the first replica that holds the same shards
         self._first_of_stage = world.rank % layout.ranks_per_stage == 0
         # If ranks have state of their own (extra_state), all of them write.
         writers = [rank for rank in range(world.size) if model.extra_state_name or layout.twin(rank) == rank]
@@ -130,7 +128,6 @@ class Checkpointer:
         tensors = self._written_here() | extra
         size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
         self._bytes = self._bytes or round(sum_over_ranks([size], self.world.device)[0])
-        rng = json.dumps(random_state(self.world.device))
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
@@ -140,13 +137,13 @@ class Checkpointer:
             if self._in_background:  # inside raise_together, because host memory may not suffice on one rank
                 staged = {name: _host_copy(tensor) for name, tensor in tensors.items()}
             elif self._writes:
-                self._write(aside, tensors, rng, state, record, best)
+                self._write(aside, tensors, state, record, best)
         if not (self._in_background and self._writes):
             return
 
         def in_background() -> None:
             try:
-                self._write(aside, staged, rng, state, record, best)
+                self._write(aside, staged, state, record, best)
             except Exception as error:
                 self._error = error
 
@@ -217,7 +214,7 @@ class Checkpointer:
             return sealed.begin(self.folder, step)
 
     def _write(
-        self, aside: Path, tensors: dict[str, Tensor], rng: str, state: str, record: dict[str, Any], best: int | None
+        self, aside: Path, tensors: dict[str, Tensor], state: str, record: dict[str, Any], best: int | None
     ) -> None:
         """Write and seal all files; the same code in the foreground and in the thread. A collective of the writers."""
         rank, files, began = self.world.rank, HashedFiles(), time.monotonic()
@@ -230,7 +227,6 @@ class Checkpointer:
         try:
             with raise_together(self._group), _as_save_error(self.folder, record["step"]):
                 part = self._write_part(writer, planner, tensors), files.written  # gathered below
-                files.write(aside / f"rng-{rank}.json", rng.encode())
                 sync(aside)
             everyone: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
             dist.gather_object(part, everyone, dst=0, group=self._group)
@@ -306,7 +302,7 @@ class Checkpointer:
         from_rank_zero(lambda: self._mark_best(step) and None)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore model, optimizer and random state in place. Returns the trainer state. A collective.
+        """Restore model and optimizer in place. Returns the trainer state. A collective.
 
         Args:
             path: a checkpoint that find_checkpoint has verified.
@@ -338,11 +334,6 @@ class Checkpointer:
         self._model.restore_extra_state(
             manifest["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}
         )
-        states = [f"rng-{rank}.json" for rank in (self.world.rank, self._twin)]
-        with raise_together():
-            # Neither exists if more ranks load than have saved. Then nothing is restored; dropout has its own seed.
-            for file in [file for file in states if file in manifest["files"]][:1]:
-                set_random_state(path / file, self.world.device)
         if self.world.rank == 0:
             self._retention.note(path)
             self._newest = path if path.parent == self.folder else None

@@ -20,8 +20,8 @@ _LEAST_SPIKE = 0.01  # a spike is at least this share above the mean, also where
 
 @dataclass
 class Progress:
-    """Everything that changes with each step or validation, besides weights, optimizer and random state. A checkpoint
-    saves it, and a resumed run restores it.
+    """Everything that changes with each step or validation, besides weights and optimizer state. A checkpoint saves it,
+    and a resumed run restores it.
     """
 
     step: int = 0
