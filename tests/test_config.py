@@ -337,7 +337,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         ("zero_stage = 0\ndata_parallel_replicate_degree = 4", 2, "leave it out (all of them), or start"),
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP"),
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "needs at least 2 microbatches"),
-        ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set zero_stage = 0"),
+        ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set [parallelism] zero_stage = 0"),
         ("zero_stage = 4", 2, "zero_stage = 4 must be -1, 0, 1, 2 or 3"),
         ("zero_stage = 2\npipeline_parallel_degree = 2", 2, "zero_stage = 2 does not go with a pipeline"),
     ],

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,71 +51,74 @@ SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[Problem]:
     """All problems. Args: world_size: processes; None: not known, so layouts are not checked."""
-    found = _check_paths(config) if with_files else []
+    found = dict.fromkeys(_problems(config, world_size, with_files))
+    try:
+        found |= dict.fromkeys(_check_model(config, config.spec()))
+    except ConfigError as error:
+        found |= dict.fromkeys(error.problems)
+    except UserError as error:  # of a file, which it names
+        found |= {Problem("", line): None for line in str(error).splitlines()}
+    return list(found)
+
+
+def _problems(config: Config, world_size: int | None, with_files: bool) -> Iterator[Problem]:
+    """As `check`, but for the model."""
+    if with_files:
+        yield from _check_paths(config)
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):
-            what = f"and {other} are both set; keep one of them"
-            found.append(Problem(f"{section}.{one}", what, (f"{section}.{other}",)))
+            yield Problem(f"{section}.{one}", f"and {other} are both set; keep one of them", (f"{section}.{other}",))
     if training.steps and schedule.warmup_steps > training.steps:
         what = f"= {schedule.warmup_steps} is more than [training] steps = {training.steps}; lower it, or use -1 for 3%"
-        found.append(Problem("lr_scheduler.warmup_steps", what, ("training.steps",)))
+        yield Problem("lr_scheduler.warmup_steps", what, ("training.steps",))
     if config.optimizer.eps == 0:
-        what = "= 0 divides by zero for weights whose gradient was always 0; the usual is 1e-8"
-        found.append(Problem("optimizer.eps", what))
+        yield Problem("optimizer.eps", "= 0 divides by zero where a gradient was always 0; the usual is 1e-8")
     for key in ("beta1", "beta2"):
         if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
             what = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
-            found.append(Problem(f"optimizer.{key}", what, ("optimizer.state",)))
+            yield Problem(f"optimizer.{key}", what, ("optimizer.state",))
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
         for section, key in [(section, key) for section, keys in limits.items() for key in keys]:
             if (value := getattr(getattr(config, section), key)) > 1 or (limits is below_one and value == 1):
-                found.append(Problem(f"{section}.{key}", f"= {value} must be {limit} 1"))
+                yield Problem(f"{section}.{key}", f"= {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
-        found.append(Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"'))
+        yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        found.append(Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb"))
-    found += _check_data(data) + _check_lora(config.lora) + _check_effects(config) + _check_offload(config)
-    found += _check_profiling(config.profiling, world_size)
+        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb")
+    yield from (*_check_data(data), *_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
+    yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
     needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
     held_out = ("data.validation_path", "data.validation_fraction")
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
-            found.append(Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out))
+            yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
     if validation.patience and not validation.freq:
         what = f"= {validation.patience} needs freq, the steps between validations"
-        found.append(Problem("validation.patience", what, ("validation.freq",)))
+        yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
-            found.append(Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}"))
+            yield Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}")
     if config.checkpoint.fresh and not config.job.run_folder:
         what = "needs job.run_folder: a run without a name always starts over"
-        found.append(Problem("checkpoint.fresh", what, ("job.run_folder",)))
+        yield Problem("checkpoint.fresh", what, ("job.run_folder",))
     if config.checkpoint.load_step != -1 and not config.job.run_folder:
         what = "needs job.run_folder, the run that is to be resumed from that step"
-        found.append(Problem("checkpoint.load_step", what, ("job.run_folder",)))
+        yield Problem("checkpoint.load_step", what, ("job.run_folder",))
     elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
-        what = "and fresh exclude each other; remove one of them"
-        found.append(Problem("checkpoint.load_step", what, ("checkpoint.fresh",)))
+        yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them", ("checkpoint.fresh",))
     if (stage := config.parallelism.zero_stage) > 3:
-        found.append(Problem("parallelism.zero_stage", f"= {stage} must be -1, 0, 1, 2 or 3"))
+        yield Problem("parallelism.zero_stage", f"= {stage} must be -1, 0, 1, 2 or 3")
     elif world_size is not None:
-        found += check_layout(config, world_size)
-    try:
-        found += _check_model(config, config.spec())
-    except ConfigError as error:
-        found += [problem for problem in error.problems if str(problem) not in map(str, found)]
-    except UserError as error:  # of a file, which it names
-        found += [Problem("", line) for line in str(error).splitlines()]
-    return found
+        yield from check_layout(config, world_size)
 
 
 def check_start(config: Config) -> None:
@@ -144,9 +148,9 @@ def check_start(config: Config) -> None:
         raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {what}; free some, or set job.run_folder")
 
 
-def check_layout(config: Config, world_size: int) -> list[Problem]:
+def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
     """Problems that depend on the number of processes."""
-    p, training, found = config.parallelism, config.training, list[Problem]()
+    p, training = config.parallelism, config.training
     accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
     pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
     try:
@@ -154,28 +158,23 @@ def check_layout(config: Config, world_size: int) -> list[Problem]:
         is_ddp = layout.zero_stage == 0
         accumulation = config.batch(world_size).gradient_accumulation_steps
     except ConfigError as error:
-        found += error.problems
+        yield from error.problems
     degrees = tuple(f"parallelism.{field.name}" for field in fields(p) if "powersgd" not in field.name)
     if config.memory.offload != "nothing" and is_ddp:
         what = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
-        found.append(Problem("memory.offload", what, degrees))
-    of_powersgd: list[tuple[str, str]] = []
-    if not is_ddp:
-        of_powersgd.append(("needs DDP; set zero_stage = 0", "parallelism.zero_stage"))
-    if config.training.mixed_precision_reduce == "bfloat16":
-        what = 'compresses float32; set [training] mixed_precision_reduce = "float32"'
-        of_powersgd.append((what, "training.mixed_precision_reduce"))
-    if (master := config.optimizer.master) != "fp32":
-        what = f'compresses float32, and gradients are bfloat16 with [optimizer] master = "{master}"; set it to "fp32"'
-        of_powersgd.append((what, "optimizer.master"))
-    if config.training.mixed_precision_param == "float16":
-        what = "keeps errors from step to step, which do not follow the loss scale of float16; set [training] "
-        of_powersgd.append((f'{what}mixed_precision_param = "bfloat16"', "training.mixed_precision_param"))
-    for what, key in of_powersgd if p.powersgd_rank else ():
-        found.append(Problem("parallelism.powersgd_rank", f"= {p.powersgd_rank} {what}", (key, *degrees)))
+        yield Problem("memory.offload", what, degrees)
+    reduce, master, dtype = training.mixed_precision_reduce, config.optimizer.master, training.mixed_precision_param
+    for is_wrong, what, key, value in (
+        (not is_ddp, "needs DDP", "parallelism.zero_stage", 0),
+        (reduce != "float32", "compresses float32", "training.mixed_precision_reduce", "float32"),
+        (master != "fp32", "compresses float32, and gradients are bfloat16 here", "optimizer.master", "fp32"),
+        (dtype == "float16", "keeps errors that ignore the loss scale", "training.mixed_precision_param", "bfloat16"),
+    ):
+        if p.powersgd_rank and is_wrong:
+            what = f"= {p.powersgd_rank} {what}; set [{key.replace('.', '] ')} = {toml_value(value)}"
+            yield Problem("parallelism.powersgd_rank", what, (key, *degrees))
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
-        found.append(refused)
-    return found
+        yield refused
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
@@ -184,27 +183,26 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (64 * n)), "")
 
 
-def _check_model(config: Config, spec: ModelSpec) -> list[Problem]:
+def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     """Problems with the model's shape, and of splitting it over tensor-parallel ranks and pipeline stages."""
-    p, lora, found, seq_len = config.parallelism, config.lora, list[Problem](), config.training.seq_len
+    p, lora, seq_len = config.parallelism, config.lora, config.training.seq_len
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
         what = f'= "nf4" needs blocks of 64 values, which {size} does not have; use "whole"'
-        found.append(Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree")))
+        yield Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree"))
     if lora.rank > spec.hidden_size:
-        what = f"= {lora.rank} is more than hidden_size = {spec.hidden_size}; lower it"
-        found.append(Problem("lora.rank", what, _MODEL))
+        yield Problem("lora.rank", f"= {lora.rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)
     if seq_len > (most := spec.max_position_embeddings):
         what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
-        found.append(Problem("training.seq_len", what, _MODEL))
+        yield Problem("training.seq_len", what, _MODEL)
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
         fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
         what = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
-        found.append(Problem("parallelism.tensor_parallel_degree", f"{what}must be a multiple", _MODEL_AND_ROW))
+        yield Problem("parallelism.tensor_parallel_degree", f"{what}must be a multiple", _MODEL_AND_ROW)
     if pp == 1:
-        return found
+        return
     schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
     layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
     read = (*_MODEL, "parallelism.pipeline_parallel_schedule")
@@ -214,31 +212,30 @@ def _check_model(config: Config, spec: ModelSpec) -> list[Problem]:
             what = f"= {list(counts)} must be {stages} numbers "
             what += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
             key = "parallelism.pipeline_parallel_layers_per_stage"
-            found.append(Problem(key, f"{what}{layers} layers", (*read, "parallelism.pipeline_parallel_degree")))
+            yield Problem(key, f"{what}{layers} layers", (*read, "parallelism.pipeline_parallel_degree"))
     elif stages > layers:
         what = f"= {pp} makes {stages} stages of {layers} layers; lower it"
-        found.append(Problem("parallelism.pipeline_parallel_degree", what, read))
-    return found
+        yield Problem("parallelism.pipeline_parallel_degree", what, read)
 
 
-def _check_paths(config: Config) -> list[Problem]:
-    found, folder = list[Problem](), os.path.dirname(config.job.config_file)
+def _check_paths(config: Config) -> Iterator[Problem]:
+    folder = os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
         what = "is not set; name a file or a glob, or several, or [[data.source]]"
-        found.append(Problem("data.path", what, ("data.source",)))
+        yield Problem("data.path", what, ("data.source",))
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
             if os.path.exists(os.path.join(pattern, assets.PLAN)) and not assets.is_corpus(pattern):
                 what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
-                found.append(Problem(f"data.{key}", f": {pattern}: {what}"))
+                yield Problem(f"data.{key}", f": {pattern}: {what}")
             elif key == "validation_path" or not assets.is_corpus(pattern):
                 hint = hub_hint(pattern, folder, is_data=True)
-                found += [Problem(f"data.{key}", f": {wrong}{hint}") for wrong in matching_files(pattern)[1]]
+                yield from (Problem(f"data.{key}", f": {wrong}{hint}") for wrong in matching_files(pattern)[1])
     if (template := config.model.chat_template) and not os.path.isfile(template):
-        found.append(Problem("model.chat_template", f"= {template!r} is not a file"))
+        yield Problem("model.chat_template", f"= {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
-        found.append(no_such_model(load, config.job.config_file))
+        yield no_such_model(load, config.job.config_file)
     path = config.tokenizer_path()
     key = "model.tokenizer_path" if config.model.tokenizer_path else "checkpoint.initial_load_path"
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
@@ -246,43 +243,38 @@ def _check_paths(config: Config) -> list[Problem]:
     elif not path:
         what = "is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the tiny model: "
         what += "--job.config_file train_configs/debug.toml"
-        found.append(Problem("model.tokenizer_path", what, ("checkpoint.initial_load_path",)))
+        yield Problem("model.tokenizer_path", what, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
-        found.append(Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}"))
+        yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
         what = f"= {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model file; "
-        found.append(Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file"))
-    return found
+        yield Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file")
 
 
-def _check_data(data: DataConfig) -> list[Problem]:
-    found = []
+def _check_data(data: DataConfig) -> Iterator[Problem]:
     if bool(data.prompt_column) != bool(data.response_column):
         what = "and response_column go together; set both or neither"
-        found.append(Problem("data.prompt_column", what, ("data.response_column",)))
+        yield Problem("data.prompt_column", what, ("data.response_column",))
     if data.prompt_column and data.format not in ("auto", "columns"):
         what = f'is set, but format = "{data.format}"; remove one of them'
-        found.append(Problem("data.prompt_column", what, ("data.format",)))
+        yield Problem("data.prompt_column", what, ("data.format",))
     if data.system_column and not data.prompt_column:
         what = "needs prompt_column and response_column"
-        found.append(Problem("data.system_column", what, ("data.prompt_column", "data.response_column")))
+        yield Problem("data.system_column", what, ("data.prompt_column", "data.response_column"))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
         what = f"= {data.prompt_column!r} is another text's column, too; name one for each"
-        found.append(Problem("data.prompt_column", what, ("data.response_column", "data.system_column")))
-    found += _check_sources(data)
+        yield Problem("data.prompt_column", what, ("data.response_column", "data.system_column"))
+    yield from _check_sources(data)
     for key in ("weights", "repeats"):
         values = getattr(data, key)
         if values and len(values) != len(data.path):
             what = f"has {len(values)} values for {len(data.path)} paths; give one for each path"
-            found.append(Problem(f"data.{key}", what, ("data.path",)))
+            yield Problem(f"data.{key}", what, ("data.path",))
         if any(value <= 0 for value in values):
-            what = f"= {list(values)} must all be above 0; leave a path out instead"
-            found.append(Problem(f"data.{key}", what))
-    return found
+            yield Problem(f"data.{key}", f"= {list(values)} must all be above 0; leave a path out instead")
 
 
-def _check_sources(data: DataConfig) -> list[Problem]:
-    found = []
+def _check_sources(data: DataConfig) -> Iterator[Problem]:
     names = [source.name or source.stem for source in data.source]
     for number, source in enumerate(data.source, 1):
         problems = []
@@ -296,16 +288,15 @@ def _check_sources(data: DataConfig) -> list[Problem]:
             problems.append(f"weight = {source.weight}: either all sources have one, above 0, or none")
         if not source.epochs:
             problems.append("epochs = 0: it would never be read; leave the source out")
-        found += [Problem("data.source", f", table {number}: {problem}") for problem in problems]
+        yield from (Problem("data.source", f", table {number}: {problem}") for problem in problems)
     for source in data.sources if all(source.path for source in data.source) else ():
         if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
             what = f"{source.path[0]}: a folder of prepare_corpus is a source of its own, with format = 'auto'; "
             what += "give each path a [[data.source]], or set data.weights"
-            found.append(Problem("data.source" if data.source else "data.path", f": {what}", ("data.weights",)))
-    return found
+            yield Problem("data.source" if data.source else "data.path", f": {what}", ("data.weights",))
 
 
-def _check_effects(config: Config) -> list[Problem]:
+def _check_effects(config: Config) -> Iterator[Problem]:
     """Settings that were changed, but have no effect because of another setting."""
     data, defaults = config.data, Config()
     idle = [  # why, the setting that is the reason, those without effect
@@ -343,7 +334,6 @@ def _check_effects(config: Config) -> list[Problem]:
         idle.append((f'format = "{data.format}"', "data.format", of_conversations))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
-    found = []
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
     for why, reason, keys in idle:
         section = reason.partition(".")[0]
@@ -351,11 +341,10 @@ def _check_effects(config: Config) -> list[Problem]:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
                 what = f"= {toml_value(value)} has no effect with {why}; delete it"
-                found.append(Problem(f"{section}.{key}", what, (reason, *(of_data if section == "data" else ()))))
-    return found
+                yield Problem(f"{section}.{key}", what, (reason, *(of_data if section == "data" else ())))
 
 
-def _check_offload(config: Config) -> list[Problem]:
+def _check_offload(config: Config) -> Iterator[Problem]:
     offload, p, found = config.memory.offload, config.parallelism, list[tuple[str, str]]()
     if offload != "nothing" and p.pipeline_parallel_degree > 1:
         what = "is not for a pipeline; set pipeline_parallel_degree = 1"
@@ -368,52 +357,47 @@ def _check_offload(config: Config) -> list[Problem]:
     if offload == "optimizer" and config.lora.rank:
         what = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
         found.append((what, "lora.rank"))
-    problems = [Problem("memory.offload", f'= "{offload}" {what}', (key,)) for what, key in found]
+    yield from (Problem("memory.offload", f'= "{offload}" {what}', (key,)) for what, key in found)
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
         what = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
-        problems.append(Problem("memory.offload_activations", what, ("activation_checkpoint.mode",)))
-    return problems
+        yield Problem("memory.offload_activations", what, ("activation_checkpoint.mode",))
 
 
-def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> list[Problem]:
-    found = []
+def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iterator[Problem]:
     for key in ("save_traces_folder", "save_memory_snapshot_folder"):
         name = getattr(profiling, key)
         if name != os.path.basename(name) or name in ("", ".", "..", *_TAKEN) or has_control_characters(name):
             what = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
-            found.append(Problem(f"profiling.{key}", f"= {name!r} {what}"))
+            yield Problem(f"profiling.{key}", f"= {name!r} {what}")
     is_on, ranks = profiling.enable_profiling or profiling.enable_memory_snapshot, "profiling.profile_ranks"
     switches = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
     if is_on and not profiling.profile_ranks:
-        found.append(Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false", switches))
+        yield Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false", switches)
     if not is_on and profiling.profile_ranks != (0,):
         what = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
-        found.append(Problem(ranks, f"= {list(profiling.profile_ranks)} {what}", switches))
+        yield Problem(ranks, f"= {list(profiling.profile_ranks)} {what}", switches)
     if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
-        found.append(Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}"))
-    return found
+        yield Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
 
 
-def _check_lora(lora: LoRAConfig) -> list[Problem]:
-    known, found = (*LINEARS, ALL_LINEAR), []
+def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
+    known = (*LINEARS, ALL_LINEAR)
     if ALL_LINEAR in lora.target_modules:
-        what = f'names "{ALL_LINEAR}" beside others; it stands alone, for all of them'
-        found.append(Problem("lora.target_modules", what))
+        yield Problem("lora.target_modules", f'names "{ALL_LINEAR}" beside others; it stands alone, for all of them')
     elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
         for name in wrong:
             what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
-            found.append(Problem("lora.target_modules", what))
+            yield Problem("lora.target_modules", what)
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
-        found.append(Problem("lora.target_modules", what, ("lora.rank",)))
+        yield Problem("lora.target_modules", what, ("lora.rank",))
     if lora.rank and not lora.alpha:
         what = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
-        found.append(Problem("lora.alpha", what, ("lora.rank",)))
+        yield Problem("lora.alpha", what, ("lora.rank",))
     if lora.initial_load_path and not lora.rank:
-        found.append(Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",)))
+        yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):
-        found.append(Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}"))
+        yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
         what = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
-        found.append(Problem("lora.base_model_name_or_path", what))
-    return found
+        yield Problem("lora.base_model_name_or_path", what)

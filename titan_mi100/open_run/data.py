@@ -81,7 +81,7 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
         f"gradient_accumulation_steps is {accumulation} instead of {batch.gradient_accumulation_steps}, to keep the "
         f"run's {rows} rows per step"
     )
-    if problems := check_layout(config, world.size):
+    if problems := list(check_layout(config, world.size)):
         raise ConfigError(problems)
     return config
 
