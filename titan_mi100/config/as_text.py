@@ -48,9 +48,7 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(map(toml_value, value))}]"
     if not isinstance(value, str | bool):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # JSON allows DEL in a string, TOML does not
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows no DEL in a string
 
 
 def help_text() -> str:

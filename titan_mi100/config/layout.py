@@ -152,39 +152,26 @@ def resolve_layout(
         raise _refused("data_parallel_shard_degree", "= 0 must be -1 (all processes) or at least 1")
     if zero_stage == 0:
         dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, tp, pp)
-    named = {
-        "pipeline_parallel_degree": pp,
-        "data_parallel_replicate_degree": dp_replicate,
-        "tensor_parallel_degree": tp,
-    }
-    given = [(name, degree) for name, degree in named.items() if degree > 1]
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
+    given = [(AXES[name].key, degree) for name, degree in degrees.items() if degree > 1]
     others = "".join(f" x {name} = {degree}" for name, degree in given)
     product = pp * dp_replicate * tp
     processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == -1:
         if world_size % product:
-            name = given[0][0]
-            raise _refused(
-                name,
-                f"{others.removeprefix(f' x {name} ')} does not divide the {processes}; start with "
-                f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree",
-            )
+            what = f"{others.removeprefix(f' x {given[0][0]} ')} does not divide the {processes}; start with "
+            what += f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree"
+            raise _refused(given[0][0], what)
         dp_shard = world_size // product
     if product * dp_shard != world_size:
-        raise _refused(
-            "data_parallel_shard_degree",
-            f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
-            f"./run_train.sh --nproc_per_node {product * dp_shard}",
-        )
+        what = f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
+        raise _refused("data_parallel_shard_degree", f"{what}./run_train.sh --nproc_per_node {product * dp_shard}")
     if zero_stage == -1:
         only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
         zero_stage = 1 if pp > 1 else 0 if only_replicas else 3
     elif pp > 1 and zero_stage != 1:
-        raise _refused(
-            "zero_stage",
-            f"= {zero_stage} does not go with a pipeline, whose schedule keeps a stage's "
-            "weights and gradients whole until the end of the step; use 1, or leave it out",
-        )
+        what = f"= {zero_stage} does not go with a pipeline, which keeps weights and gradients whole "
+        raise _refused("zero_stage", f"{what}until the end of the step; use 1, or leave it out")
     return Layout(dp_shard, dp_replicate, tp, pp, zero_stage)
 
 
@@ -200,12 +187,9 @@ def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, p
         what = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
         raise _refused("zero_stage", f"= 0 {what}")
     if dp_replicate not in (1, world_size):
-        raise _refused(
-            "zero_stage",
-            f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill "
-            f"the {world_size} started processes; leave it out (all of them), or start with "
-            f"./run_train.sh --nproc_per_node {dp_replicate}",
-        )
+        what = f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill the {world_size} started "
+        what += f"processes; leave it out (all of them), or start with ./run_train.sh --nproc_per_node {dp_replicate}"
+        raise _refused("zero_stage", what)
     return 1, world_size
 
 

@@ -124,10 +124,8 @@ def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> lis
     is_own = given is not None and not given.is_text and os.path.lexists(os.path.join(here, "run_state.json"))
     if not is_own or os.path.realpath(here) == os.path.realpath(run_folder):
         return []
-    remedy = f"to resume the run that is here: --job.run_folder {shlex.quote(here)}"
-    return [
-        f"{config_file}: [job] run_folder is {shown(run_folder)}, but the file is in another run's folder; {remedy}"
-    ]
+    what = f"[job] run_folder is {shown(run_folder)}, but the file is in another run's folder; to resume the run"
+    return [f"{config_file}: {what} that is here: --job.run_folder {shlex.quote(here)}"]
 
 
 def _may_follow(problem: Problem, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:

@@ -37,17 +37,11 @@ class JobConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     flavor: str = _key("", f"{', '.join(families.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
-    tokenizer_path: str = _key(
-        "", "HF folder, .tiktoken or sentencepiece .model file; empty: checkpoint.initial_load_path", path=True
-    )
-    allow_other_tokenizer: bool = _key(
-        False, "allow a tokenizer_path that differs from the tokenizer in checkpoint.initial_load_path"
-    )
+    tokenizer_path: str = _key("", "HF folder, .tiktoken or .model; empty: checkpoint.initial_load_path", path=True)
+    allow_other_tokenizer: bool = _key(False, "allow another tokenizer_path than checkpoint.initial_load_path's")
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key(
-        "auto",
-        "attention kernel; auto: the fastest that works on this machine; eager: the reference",
-        choices=(AUTO, *KERNELS),
+        "auto", "attention kernel; auto: the fastest that works here; eager: the reference", choices=(AUTO, *KERNELS)
     )
 
 
@@ -58,9 +52,7 @@ _FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "colu
 class SourceConfig:
     """A `[[data.source]]`. Those of a config are in `DataConfig.sources`."""
 
-    path: tuple[str, ...] = _key(
-        (), "files or globs, or one folder that prepare_corpus has made (docs/CORPORA.md)", path=True
-    )
+    path: tuple[str, ...] = _key((), "files or globs, or one folder that prepare_corpus has made", path=True)
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
     epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
@@ -89,18 +81,12 @@ class DataConfig:
         "others share its weight, or the run stops",
         choices=("repeat", "drop", "stop"),
     )
-    concatenate: bool = _key(
-        False, "let attention cross document boundaries in the rows of a corpus; false: documents are isolated"
-    )
-    format: str = _key(
-        "auto", "what a row looks like (docs/DATA.md); auto: by the keys of each file's first row", choices=_FORMATS
-    )
+    concatenate: bool = _key(False, "let attention cross documents in the rows of a corpus; false: they are isolated")
+    format: str = _key("auto", "a row's form (docs/DATA.md); auto: by each file's first row", choices=_FORMATS)
     prompt_column: str = _key("", "column with the user's text, for format columns")
     response_column: str = _key("", "column with the assistant's text, for format columns")
     system_column: str = _key("", "column with the system message, for format columns; empty: none")
-    system_prompt: str = _key(
-        "", "system message added to conversations that have none, in training and at inference; empty: none"
-    )
+    system_prompt: str = _key("", "system message of conversations without one, also at inference; empty: none")
     text_column: str = _key("text", "column with the text, for format text")
     loss: str = _key(
         "assistant",
@@ -108,9 +94,7 @@ class DataConfig:
         choices=("assistant", "last", "all", "weight"),
     )
     empty_think: str = _key(
-        "masked",
-        "whether the empty think block that the template puts before an answer is learned",
-        choices=("masked", "supervised"),
+        "masked", "whether the empty think block before an answer is learned", choices=("masked", "supervised")
     )
     earlier_thinking: str = _key(
         "template",
@@ -172,12 +156,8 @@ class TrainingConfig:
     steps: int = _key(0, "optimizer steps in all; 0: by epochs")
     epochs: int = _key(0, "passes over the data; 0 with steps = 0: one")
     max_norm: float = _key(1.0, "clip the gradient's global norm to this; 0: off")
-    max_nonfinite_steps: int = _key(
-        3, "end the run after this many steps in a row with a loss or gradient norm that is not finite", low=1
-    )
-    loss_spike_sigmas: float = _key(
-        6.0, "log the rows of a step whose loss is this many deviations above the mean of the last 128; 0: off"
-    )
+    max_nonfinite_steps: int = _key(3, "steps in a row without finite loss and gradients that end the run", low=1)
+    loss_spike_sigmas: float = _key(6.0, "log a step's rows if its loss is so many deviations above the mean; 0: off")
     skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
     mixed_precision_param: str = _key(
@@ -281,9 +261,7 @@ class MemoryConfig:
     offload_activations: bool = _key(
         False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
     )
-    on_overflow: str = _key(
-        "refuse", "what to do if a step is predicted not to fit: refuse to start, or warn", choices=("refuse", "warn")
-    )
+    on_overflow: str = _key("refuse", "if a step is predicted not to fit: refuse, or warn", choices=("refuse", "warn"))
 
 
 @dataclass(frozen=True)
@@ -297,12 +275,10 @@ class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
     dropout: float = _key(0.0, "dropout of the adapters' inputs")
-    target_modules: tuple[str, ...] = _key(
-        families.LINEARS, "linear layers of each block that get an adapter; all-linear: all of them"
-    )
+    target_modules: tuple[str, ...] = _key(families.LINEARS, "linear layers that get adapters; all-linear: all")
     base: str = _key(
         "whole",
-        "format of the frozen weights: whole: the dtype of the computation; nf4: 4 bits (QLoRA)",
+        "format of frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)",
         choices=("whole", "nf4"),
     )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
@@ -323,9 +299,7 @@ class CheckpointConfig:
     )
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
     async_mode: str = _key(
-        "disabled",
-        "async: training continues while a thread writes a copy in the host's memory",
-        choices=("disabled", "async"),
+        "disabled", "async: training goes on while a thread writes a copy in host memory", choices=("disabled", "async")
     )
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
     keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
@@ -357,9 +331,7 @@ class MetricsConfig:
 @dataclass(frozen=True)
 class WatchdogConfig:
     seconds: float = _key(
-        300.0,
-        "a step that takes longer than this and than 10 median steps is a hang: the run ends with code 5; 0: no "
-        "watching",
+        300.0, "a step longer than this and than 10 median steps is a hang: the run ends with code 5; 0: off"
     )
     start_seconds: float = _key(3600.0, "time limit of the start, up to the first step", low=1)
     compile_seconds: float = _key(1800.0, "time limit of the first two steps, which compile kernels", low=1)

@@ -19,7 +19,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config, TrainingConfig, lora_identity
+from titan_mi100.config.settings import Config, lora_identity
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
@@ -46,7 +46,7 @@ from titan_mi100.run.samples import open_sampler
 from titan_mi100.run.stragglers import Stragglers
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import fingerprint
-from titan_mi100.trainer import Flags, Trainer
+from titan_mi100.trainer import Trainer
 from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
@@ -117,7 +117,13 @@ def open_run(
     sampler = open_sampler(config, data)
     child.end()  # no more files from elsewhere are read
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
-    trainer = _open_trainer(config.training, model, optimizer, stream, progress, flags, heartbeat, stragglers)
+    training = config.training
+    trainer = Trainer(
+        model, optimizer, stream, training.max_norm, progress.rows_consumed, flags,
+        loss_scale=progress.loss_scale if training.mixed_precision_param == "float16" else None,
+        note=heartbeat.note, own_values=stragglers.own_values if stragglers else tuple,
+        spike_above=partial(progress.spike_above, training.loss_spike_sigmas), skip_spikes=training.skip_loss_spikes,
+    )  # fmt: skip
     return Run(
         config=config, world=world, folder=folder, mesh=mesh, data=data, about=about,
         model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
@@ -180,32 +186,6 @@ def _model(
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     load_weights(model, optimizer, config, spec, found.path if found else None)
     return mesh, model, optimizer
-
-
-def _open_trainer(
-    config: TrainingConfig,
-    model: ParallelModel,
-    optimizer: NamedState,
-    stream: RowStream,
-    progress: Progress,
-    flags: Flags,
-    heartbeat: Heartbeat,
-    stragglers: Stragglers | None,
-) -> Trainer:
-    """A collective."""
-    return Trainer(
-        model,
-        optimizer,
-        stream,
-        config.max_norm,
-        progress.rows_consumed,
-        flags,
-        loss_scale=progress.loss_scale if config.mixed_precision_param == "float16" else None,
-        note=heartbeat.note,
-        own_values=stragglers.own_values if stragglers else tuple,
-        spike_above=partial(progress.spike_above, config.loss_spike_sigmas),
-        skip_spikes=config.skip_loss_spikes,
-    )
 
 
 def _about(

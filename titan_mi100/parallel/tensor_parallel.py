@@ -34,8 +34,13 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         mesh: the 1-D mesh of the tensor-parallel ranks.
     """
     group = mesh.get_group()
-    gather = functools.partial(_gather_output, group.group_name)
-    scatter = functools.partial(_scatter_output, group.group_name)
+
+    def gather(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return gather_sequence(output, group.group_name)
+
+    def scatter(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return scatter_sequence(output, group.group_name)
+
     for layer in model.model.blocks():
         held = [(name, p.split.dim) for whole, p in layer.shape.parameters.items() for name in p.held(whole)]
         for name, dim in held:
@@ -103,14 +108,6 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicat
         assert isinstance(placement, Replicate) or whole.shape[placement.dim] % mesh.size() == 0, "uneven parts"
         parameter = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
         setattr(module, name, parameter)
-
-
-def _gather_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return gather_sequence(output, group_name)
-
-
-def _scatter_output(group_name: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return scatter_sequence(output, group_name)
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
