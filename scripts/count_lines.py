@@ -34,9 +34,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-# Raised for families and objectives as data, and for opening a run in parts (some 400 lines); since then uploads, a
-# second engine, much of the report and of certificates went (CHANGELOG.md). The core was below 7,950 before.
-BUDGETS = {"core": 8075, "titan_mi100": 22950, "scripts": 2210}  # lines of code
+BUDGETS = {"core": 7950, "titan_mi100": 22850, "scripts": 2210}  # lines of code
 LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
 
 # tokens that are no code

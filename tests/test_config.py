@@ -27,6 +27,10 @@ seq_len = 256
 """
 
 
+def run_folder_of(config: Config) -> Path:
+    return make_run_folder(config.job, config.checkpoint.fresh)
+
+
 def load(tmp_path: Path, text: str, *arguments: str, world_size: int = 1) -> Config:
     path = tmp_path / "my.toml"
     path.write_text(text)
@@ -248,15 +252,15 @@ def test_run_folders_are_named_by_the_user_or_by_config_and_time(tmp_path: Path)
     unnamed = load(tmp_path, MINIMAL, *dump)
     # in one second, at once: a sweep, a job array
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(make_run_folder, [unnamed] * 16))
+        folders = list(pool.map(run_folder_of, [unnamed] * 16))
     assert len(set(folders)) == 16 and all(folder.is_dir() for folder in folders)
     assert {folder.parent for folder in folders} == {tmp_path / "out"}
     assert all(re.fullmatch(r"my-\d{8}-\d{6}(-\d+)?", folder.name) for folder in folders)
     named = tmp_path / "run"
     for _ in range(2):
-        assert make_run_folder(load(tmp_path, MINIMAL, "--job.run_folder", str(named))) == named
+        assert run_folder_of(load(tmp_path, MINIMAL, "--job.run_folder", str(named))) == named
     fresh = load(tmp_path, MINIMAL, "--job.run_folder", str(named), "--checkpoint.fresh")
-    assert [make_run_folder(fresh) for _ in range(2)] == [tmp_path / "run-2", tmp_path / "run-3"]
+    assert [run_folder_of(fresh) for _ in range(2)] == [tmp_path / "run-2", tmp_path / "run-3"]
 
 
 CLUSTER = {  # rows a step

@@ -35,6 +35,10 @@ seq_len = 256
 """
 
 
+def run_folder_of(config: Config) -> Path:
+    return make_run_folder(config.job, config.checkpoint.fresh)
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "my.toml"
@@ -81,10 +85,10 @@ def test_a_single_value_given_twice_is_refused(file: Path, second: tuple[str, ..
 def test_the_launchers_folder_is_the_runs_whatever_the_config_names(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_run_folder(load(file, "--job.run_folder", str(tmp_path / "run"), "--checkpoint.fresh"))
+    made = run_folder_of(load(file, "--job.run_folder", str(tmp_path / "run"), "--checkpoint.fresh"))
     monkeypatch.setenv(RUN_FOLDER, str(made))
     config = load(file, "--job.run_folder", str(tmp_path / "run"), "--checkpoint.fresh")
-    assert (config.job.run_folder, make_run_folder(config)) == (str(made), made)
+    assert (config.job.run_folder, run_folder_of(config)) == (str(made), made)
     other = refusal("--job.config_file", str(file), "--job.run_folder", "a", "--job.run_folder", "b")
     assert "--job.run_folder is given twice" in other
 
@@ -412,9 +416,9 @@ def test_a_run_folder_that_cannot_be_made_is_said_at_once(file: Path, tmp_path: 
     for folder in ("gone/run", "file/run"):
         (tmp_path / "file").touch()
         with at_most(5), pytest.raises(UserError, match=r"cannot be made \(.*set job.run_folder or job.dump_folder"):
-            make_run_folder(load(file, "--job.run_folder", str(tmp_path / folder), *fresh))
+            run_folder_of(load(file, "--job.run_folder", str(tmp_path / folder), *fresh))
     with pytest.raises(UserError, match=r"file/below/.*: cannot be made"):
-        make_run_folder(load(file, "--job.dump_folder", str(tmp_path / "file" / "below")))
+        run_folder_of(load(file, "--job.dump_folder", str(tmp_path / "file" / "below")))
 
 
 @pytest.mark.parametrize("name", ["train.log", "config.toml", "ledger.csv", ".lock"])
@@ -425,9 +429,9 @@ def test_a_run_writes_through_no_link_and_waits_for_no_pipe(file: Path, tmp_path
         folder.mkdir()
         put(folder / name)
         with pytest.raises(UserError, match=f"{name}: is a link, a folder or a pipe, .*another job.run_folder"):
-            make_run_folder(load(file, "--job.run_folder", str(folder)))
+            run_folder_of(load(file, "--job.run_folder", str(folder)))
     with pytest.raises(UserError, match=r"shared: cannot be made \(File exists\)"):
-        make_run_folder(load(file, "--job.run_folder", str(tmp_path / "shared")))
+        run_folder_of(load(file, "--job.run_folder", str(tmp_path / "shared")))
 
 
 def test_a_file_replaces_what_its_base_says_in_another_way(file: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import Config, DataConfig, SourceConfig, TrainingConfig
+from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.made_up import random_rows
 from titan_mi100.data.mixture import Mixture, Segment, consumed_at
@@ -247,8 +247,7 @@ def test_how_often_sources_are_read_is_said_and_extremes_are_refused() -> None:
 def test_a_run_ends_where_its_data_do(how: str, steps: int, last: int, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of padding would move the weights by what AdamW remembers."""
     mixture = Mixture([source("a", 10, 0.5), source("b", 30, 0.5)], 1, how)
-    config = Config(data=DataConfig(on_exhausted=how), training=TrainingConfig(steps=steps))
-    assert last_step(config, Progress(), mixture, Batch(4, 1, 1)) == last
+    assert last_step(steps, how, -1, Progress(), mixture, Batch(4, 1, 1)) == last
     assert (f"the data end with step {last}" in caplog.text) == (last < steps)
 
 

@@ -109,7 +109,7 @@ def test_the_size_of_a_run_suits_its_tokens(rows: int, cards: int) -> None:
     """Rows of about GSM8K's lengths: at least 30 steps, and at most a tenth of padding."""
     config = FINETUNE
     lengths = np.random.default_rng(0).integers(100, 300, rows)
-    change, lines = new.sized_run(config, cards, rows_of(lengths))
+    change, lines = new.sized_run(config.training, config.batch(cards), rows_of(lengths))
     config = with_settings(config, change)
     kept = lengths[round(config.data.validation_fraction * rows) :]
     packed = len(pack_rows(kept, config.training.seq_len).starts) - 1
@@ -122,19 +122,19 @@ def test_the_size_of_a_run_suits_its_tokens(rows: int, cards: int) -> None:
 
 def test_what_the_size_cannot_suit_is_said() -> None:
     config = FINETUNE
-    change, lines = new.sized_run(config, 8, rows_of([1000] * 5))
+    change, lines = new.sized_run(config.training, config.batch(8), rows_of([1000] * 5))
     assert change["training"] == {"seq_len": 1024, "target_tokens_per_step": 8 * 1024, "epochs": 10}
     assert "10 steps, 50% padding; 1 of the documents for validation (share 10%)" in lines
-    change, lines = new.sized_run(config, 1, rows_of([9], refused=3))
+    change, lines = new.sized_run(config.training, config.batch(1), rows_of([9], refused=3))
     assert "data" not in change and "; 0 of the documents" in lines and "WARNING 3 rows are refused" in lines
-    _, lines = new.sized_run(config, 2, rows_of([1000] * 100, share=0.004))
+    _, lines = new.sized_run(config.training, config.batch(2), rows_of([1000] * 100, share=0.004))
     assert "in the first 0.4% of the data, read for 10 seconds" in lines and "32 rows of" in lines
     with pytest.raises(UserError, match="no row can be learned"):
-        new.sized_run(config, 1, rows_of([]))
+        new.sized_run(config.training, config.batch(1), rows_of([]))
 
 
 def test_short_rows_get_a_short_seq_len(run: Run) -> None:
-    change, lines = new.sized_run(FINETUNE, 2, rows_of([35] * 50))
+    change, lines = new.sized_run(FINETUNE.training, FINETUNE.batch(2), rows_of([35] * 50))
     assert change["training"]["seq_len"] == 128 and int(re.findall(r"(\d+)% padding", lines)[0]) <= 10
 
 

@@ -256,8 +256,9 @@ def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, pe
     config = load_config(["--job.config_file", path], int(ranks), with_files=False)
     spec, found = config.spec(), []
     for layers in (2, 3):
-        with as_rank(config, int(ranks), 0, enough_microbatches(config, int(ranks)), GPU,
-                     spec=replace(spec, num_hidden_layers=layers)) as fake:  # fmt: skip
+        enough = enough_microbatches(config.layout(int(ranks)), config.batch(int(ranks)), "1F1B")
+        smaller = replace(spec, num_hidden_layers=layers)
+        with as_rank(config, int(ranks), 0, enough, GPU, spec=smaller) as fake:
             found.append(fake.count_step().peak)
     whole = found[1] + (spec.num_hidden_layers - 3) * (found[1] - found[0])
     assert whole / 2**30 == pytest.approx(float(peak), rel=0.02)

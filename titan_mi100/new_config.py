@@ -24,10 +24,11 @@ from titan_mi100.config.check import check
 from titan_mi100.config.device import positive, size_gib
 from titan_mi100.config.hardware import count_gpus
 from titan_mi100.config.hub import hub_hint
+from titan_mi100.config.layout import Batch
 from titan_mi100.config.load import load_config
 from titan_mi100.config.plan import GIB, Plan, make_plan, with_settings
 from titan_mi100.config.problem import Problem
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
@@ -209,7 +210,7 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
     config = load_config([*given, "--data.path", *answers.data], answers.cards)
     try:
-        sized, about_data = sized_run(config, answers.cards, survey(config, _SECONDS))
+        sized, about_data = sized_run(config.training, config.batch(answers.cards), survey(config, _SECONDS))
     except UserError as error:
         sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
     config = with_settings(config, sized)
@@ -227,7 +228,7 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     )
 
 
-def sized_run(config: Config, cards: int, found: Survey) -> tuple[Change, str]:
+def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Change, str]:
     """Rows per step, epochs and a share for validation that suit the number of tokens; and lines that say so.
 
     Raises:
@@ -237,12 +238,12 @@ def sized_run(config: Config, cards: int, found: Survey) -> tuple[Change, str]:
         raise UserError("no row can be learned, as titan-mi100 inspect shows")
     held_out = {share: int((found.places < share).sum()) for share in (0.01, 0.05, 0.1, 0.2, 0.3, 0.0)}
     share = next((s for s, held in held_out.items() if documents > held >= (50 if s < 0.1 else 1)), 0.0)
-    batch, kept, sizes = config.batch(cards), found.lengths[found.places >= share], list[Size]()
-    for seq_len in (config.training.seq_len >> halvings for halvings in range(5)):
+    kept, sizes = found.lengths[found.places >= share], list[Size]()
+    for seq_len in (training.seq_len >> halvings for halvings in range(5)):
         if not sizes or found.lengths.max() <= seq_len:
             rows = math.ceil((len(pack_rows(kept, seq_len).starts) - 1) / found.share)
             steps = range(batch.global_batch_size, 0, -batch.local_batch_size * batch.dp_degree)
-            epochs = range(config.training.epochs, _MOST_EPOCHS + 1)
+            epochs = range(training.epochs, _MOST_EPOCHS + 1)
             sizes += [Size(seq_len, rows, times, step) for times in epochs for step in steps]
     # The first that is good is taken: long rows, few epochs, large steps.
     good = [size for size in sizes if size.steps >= _LEAST_STEPS and size.padding <= _MOST_PADDING]

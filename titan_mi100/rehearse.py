@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import resource
 import sys
@@ -14,11 +15,12 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.device import NAMES, find_card, positive, size_gib
 from titan_mi100.config.hardware import Gpu
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, make_plan, remedy, with_unseen
 from titan_mi100.config.scaling import EFFICIENCY, StepTime, step_of
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import CompileConfig, ParallelismConfig
 from titan_mi100.config.traffic import by_axis
 from titan_mi100.errors import UserError
 from titan_mi100.logging import log, setup_logging
@@ -48,7 +50,7 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
         raise UserError(str(error).replace("--nproc_per_node", "--rehearse")) from None
-    _refuse(config, ranks, options.ranks)
+    _refuse(config.compile, config.parallelism, ranks, options.ranks)
     from titan_mi100.memory.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.rehearsal.session import rehearse
 
@@ -56,14 +58,18 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     found = [rehearse(config, ranks, rank, card) for rank in chosen]
     most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
     step = None
-    if config.training.mixed_precision_param in gpu.tflops:
-        step = step_of(config, ranks, [rehearsed.work for rehearsed in found], gpu)
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    if training.mixed_precision_param in gpu.tflops:
+        works, schedule = [rehearsed.work for rehearsed in found], config.parallelism.pipeline_parallel_schedule
+        step = step_of(schedule, layout, batch, training.mixed_precision_param, works, gpu)
+    tokens = batch.global_batch_size * training.seq_len
     if options.json:
         print(
             json.dumps({**_as_json(found, gpu, card, most), "step": step and {**asdict(step), "seconds": step.seconds}})
         )
     else:
-        print("\n".join([*_lines(config, ranks, found, gpu, card, most), *_time(config, ranks, step)]))
+        lines = _lines(layout, batch, training.seq_len, found, gpu, card, most)
+        print("\n".join([*lines, *_time(tokens, ranks, step)]))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
     if most <= card:
@@ -73,28 +79,30 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return _OUT_OF_MEMORY
 
 
-def _refuse(config: Config, ranks: int, chosen: Sequence[int]) -> None:
+def _refuse(compiled: CompileConfig, parallelism: ParallelismConfig, ranks: int, chosen: Sequence[int]) -> None:
     """Refuse what a rehearsal would count wrongly.
 
     Raises:
         UserError: compiled code, PowerSGD, or a rank that does not exist.
     """
-    if config.compile.enable:
+    if compiled.enable:
         raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
-    if config.parallelism.powersgd_rank:
+    if parallelism.powersgd_rank:
         raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
     if outside := [rank for rank in chosen if rank >= ranks]:
         raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
 
 
-def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> list[str]:
+def _lines(
+    layout: Layout, batch: Batch, seq_len: int, found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float
+) -> list[str]:
     """The rehearsal as text lines.
 
     Args:
         card: bytes of a device's memory.
         most: bytes of the rank that needs most, with the assumed share for driver and fragmentation.
     """
-    layout, batch, seq_len = config.layout(ranks), config.batch(ranks), config.training.seq_len
+    ranks = math.prod(layout.shape())
     heading = "".join(f"{f'rank {rehearsed.rank}':>14}" for rehearsed in found)
     lines = [
         f"{ranks} x {gpu.name}, {card / GIB:.1f} GiB each, {gpu.per_node} a node: {layout.describe()}",
@@ -129,10 +137,9 @@ def _lines(config: Config, ranks: int, found: "Sequence[Rehearsed]", gpu: Gpu, c
     return lines
 
 
-def _time(config: Config, ranks: int, step: StepTime | None) -> list[str]:
+def _time(tokens: int, ranks: int, step: StepTime | None) -> list[str]:
     if step is None:
         return []
-    tokens = config.batch(ranks).global_batch_size * config.training.seq_len
     exposed = ", ".join(f"{seconds:.2f} {axis}" for axis, seconds in step.exposed.items() if seconds >= 0.005)
     waits = f", {step.bubble:.2f} s the pipeline's bubble" if step.bubble else ""
     return [

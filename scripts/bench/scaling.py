@@ -64,7 +64,9 @@ class Run:
         return self.loaded.batch(self.ranks).global_batch_size * self.loaded.training.seq_len / self.ranks
 
     def step(self, efficiency: float = EFFICIENCY) -> StepTime:
-        return step_of(self.loaded, self.ranks, [self.work], DEVICES[self.device], efficiency)
+        config, schedule = self.loaded, self.loaded.parallelism.pipeline_parallel_schedule
+        where = config.layout(self.ranks), config.batch(self.ranks), config.training.mixed_precision_param
+        return step_of(schedule, *where, [self.work], DEVICES[self.device], efficiency)
 
     def mfu(self, rate: float) -> float:
         """6 FLOPs per token and parameter but the embedding's, attention uncut: as the 40% of the fitted figure."""

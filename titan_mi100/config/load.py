@@ -24,7 +24,7 @@ from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import Unknown, messages, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean
@@ -332,8 +332,8 @@ def _as_kind(value: Any, kind: type, is_text: bool) -> Any:
     return value
 
 
-def make_run_folder(config: Config) -> Path:
-    """Make this run's folder and return it.
+def make_run_folder(job: JobConfig, fresh: bool) -> Path:
+    """Make a run's folder and return it. Args: fresh: see checkpoint.fresh.
 
     It is the named folder, which may exist; with checkpoint.fresh a new one beside it; without a name a new one, named
     by the time. Two runs that start at the same time never get the same new folder.
@@ -343,10 +343,10 @@ def make_run_folder(config: Config) -> Path:
     """
     if made := os.environ.get(RUN_FOLDER):
         return Path(made)
-    base = config.job.run_folder
+    base = job.run_folder
     if not base:
-        stem = Path(config.job.config_file).stem or "run"
-        base = os.path.join(os.path.realpath(config.job.dump_folder), f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+        stem = Path(job.config_file).stem or "run"
+        base = os.path.join(os.path.realpath(job.dump_folder), f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     for number in itertools.count(1):
         folder = Path(base if number == 1 else f"{base}-{number}")
         try:
@@ -355,7 +355,7 @@ def make_run_folder(config: Config) -> Path:
             if not folder.is_dir():  # the error may also be about a folder above it
                 where = f"{error.filename or folder}: cannot be made ({error.strerror})"
                 raise UserError(f"{where}; set job.run_folder or job.dump_folder") from None
-            if not config.job.run_folder or config.checkpoint.fresh:
+            if not job.run_folder or fresh:
                 continue
         _check_ours(folder)
         return folder
@@ -411,4 +411,4 @@ if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
     limit = [checked.watchdog.seconds and checked.watchdog.start_seconds] if os.environ.get(ASKS_LIMIT) else []
-    sys.exit(cli.exit_code(lambda: print(*limit, make_run_folder(checked))))
+    sys.exit(cli.exit_code(lambda: print(*limit, make_run_folder(checked.job, checked.checkpoint.fresh))))

@@ -4,7 +4,7 @@ tests/test_memory.py compares the prediction with memory/counter.py. Sizes are b
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_mi100.config.costs import stage_costs
@@ -72,19 +72,27 @@ def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | N
 
 def _stages(config: Config, spec: ModelSpec, layout: Layout) -> list[list[Stage]]:
     """The stages of each pipeline rank, balanced as if every token were supervised."""
-    p = config.parallelism
-    schedule = SCHEDULES[p.pipeline_parallel_schedule]
     if layout.pp == 1:
         return [[Stage(range(spec.num_hidden_layers))]]
-    counts = list(p.pipeline_parallel_layers_per_stage)
-    if not counts:
-        t, recompute = config.training, config.activation_checkpoint.mode != "none"
-        costs = stage_costs(spec, t.local_batch_size, t.seq_len, 1.0, recompute, config.lora.rank > 0)
-        counts = split_layers(*costs, layout.pp * schedule.stages_per_rank)
-    cuts = stages_of(counts)
-    return [
-        [cuts[index] for index in stages_on(rank, layout.pp, len(cuts), schedule.v_shaped)] for rank in range(layout.pp)
-    ]
+    cuts = stages_of(layers_per_stage(config, spec, layout.pp, 1.0))
+    is_v_shaped = SCHEDULES[config.parallelism.pipeline_parallel_schedule].v_shaped
+    ranks = (stages_on(rank, layout.pp, len(cuts), is_v_shaped) for rank in range(layout.pp))
+    return [[cuts[index] for index in mine] for mine in ranks]
+
+
+def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
+    """Layers of each pipeline stage: as configured, or balanced by the estimated cost of a microbatch per stage.
+
+    Args:
+        pp: ranks of the pipeline. A schedule with several stages per rank has more stages.
+        supervised_share: supervised tokens per token of a row; the head runs on these only.
+    """
+    parallelism, training, recompute = config.parallelism, config.training, config.activation_checkpoint.mode != "none"
+    if parallelism.pipeline_parallel_layers_per_stage:
+        return parallelism.pipeline_parallel_layers_per_stage
+    rows, is_frozen = training.local_batch_size, config.lora.rank > 0
+    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
+    return split_layers(*costs, pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
 
 
 class _Rank:

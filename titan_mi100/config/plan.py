@@ -9,6 +9,7 @@ from typing import Any
 from titan_mi100.config.check import check
 from titan_mi100.config.costs import flops_of_steps, recomputed_flops
 from titan_mi100.config.hardware import Gpu
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
 from titan_mi100.config.scaling import bubble_share, exposed_seconds
 from titan_mi100.config.settings import Config
@@ -167,9 +168,12 @@ def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float]
 _RANDOM = {"state": "8bit", "master": "bf16_sr"}
 
 
-def _changes(config: Config, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Changes that save memory: words, and settings; those that compute the same first, then the faster."""
-    batch, layout = config.batch(ranks), config.layout(ranks)
+def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Changes that save memory: words, and settings; those that compute the same first, then the faster.
+
+    Args:
+        rank: of LoRA; 0: all weights are trained.
+    """
 
     def rows(size: int, times: int) -> dict[str, Any]:  # the same rows per step
         forwards = batch.gradient_accumulation_steps * batch.local_batch_size // size * times
@@ -185,9 +189,9 @@ def _changes(config: Config, ranks: int) -> Iterator[tuple[str, dict[str, dict[s
         degree, shard = layout.tp * times, {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
         change = {"parallelism": {"tensor_parallel_degree": degree, **shard}}
         yield f"split each matrix over {degree} cards", {**change, "training": rows(batch.local_batch_size, times)}
-    lora = {"rank": config.lora.rank or 16}
+    lora = {"rank": rank or 16}
     quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
-    if config.lora.rank:
+    if rank:
         yield quantised
     yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": _RANDOM}
     host = {"memory": {"offload": "optimizer"}}
@@ -208,7 +212,7 @@ def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
 def remedy(plan: Plan) -> str:
     """The change to propose, in words: the first after which the run fits; else the one that saves most memory."""
     config, least, best = plan.config, plan.most, "more cards, or a smaller model"
-    for words, change in _changes(config, plan.ranks):
+    for words, change in _changes(config.layout(plan.ranks), config.batch(plan.ranks), config.lora.rank):
         changed = with_settings(config, change)
         if changed == config or check(changed, plan.ranks, with_files=False):
             continue

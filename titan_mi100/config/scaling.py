@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_mi100.config.hardware import Gpu
-from titan_mi100.config.layout import AXES, DATA_PARALLEL, SCHEDULES
-from titan_mi100.config.settings import Config
+from titan_mi100.config.layout import AXES, DATA_PARALLEL, SCHEDULES, Batch, Layout
 from titan_mi100.config.traffic import WORLD, Traffic, Work
 
 # Share of a device's peak rate that a step reaches while it computes. Fitted so that the modelled step of Llama-3 8B
@@ -73,11 +72,13 @@ def step_time(
     return StepTime(computing, waiting, sending, exposed)
 
 
-def step_of(config: Config, ranks: int, works: Sequence[Work], gpu: Gpu, efficiency: float = EFFICIENCY) -> StepTime:
+def step_of(
+    schedule: str, layout: Layout, batch: Batch, dtype: str, works: Sequence[Work], gpu: Gpu,
+    efficiency: float = EFFICIENCY,
+) -> StepTime:  # fmt: skip
     """Time of a run's step: that of its slowest rank. Args: works: one for each pipeline stage."""
-    layout, microbatches = config.layout(ranks), config.batch(ranks).gradient_accumulation_steps
-    bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
-    dtype = config.training.mixed_precision_param
+    microbatches = batch.gradient_accumulation_steps
+    bubble = bubble_share(schedule, layout.pp, microbatches)
     times = [step_time(work, gpu, dtype, microbatches, bubble, efficiency) for work in works]
     return max(times, key=lambda time: time.seconds)
 

@@ -139,7 +139,7 @@ def main() -> int:
 
 def _prepare(config: Config) -> None:
     is_new = config.checkpoint.fresh or not os.path.isdir(config.job.run_folder)
-    folder = make_run_folder(config)
+    folder = make_run_folder(config.job, config.checkpoint.fresh)
     lock = FolderLock(folder) if any(folder.iterdir()) else None  # never overwrite the ledger of a running run
     if is_new and RUN_FOLDER not in os.environ:  # without a launcher no run follows: leave no empty folder
         folder.rmdir()  # a refusal makes it again, for its ledger

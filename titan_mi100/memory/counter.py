@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
-from titan_mi100.config.layout import Layout
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.memory import (
     ACTIVATIONS,
     CATEGORIES,
@@ -38,7 +38,7 @@ from titan_mi100.config.memory import (
     OPTIMIZER,
     PARAMETERS,
 )
-from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.config.settings import Config, OptimizerConfig, TrainingConfig
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.memory import no_others
 from titan_mi100.model.decoder import CausalLM
@@ -254,7 +254,8 @@ def ranks_of_stages(layout: Layout) -> list[int]:
 
 def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
     """Count the memory of one rank in a step; see `as_rank` for the arguments."""
-    microbatches = enough_microbatches(config, ranks)
+    schedule = config.parallelism.pipeline_parallel_schedule
+    microbatches = enough_microbatches(config.layout(ranks), config.batch(ranks), schedule)
     with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
         return fake.count_step()
 
@@ -280,7 +281,8 @@ class FakeRank:
     def count_step(self) -> Count:
         """Run one step with a new optimizer and count its memory."""
         config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
-        kept, *edges = _step(model, config, inputs(config.training, self.microbatches), ledger, is_gpu)
+        is_on_host, rows = config.memory.offload == "weights", inputs(config.training, self.microbatches)
+        kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
         more = _receive_buffer_bytes(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
         phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
@@ -334,15 +336,15 @@ def as_rank(
 
 
 def _step(
-    model: ParallelModel, config: Config, inputs: list[Microbatch], ledger: TensorLedger, is_gpu: bool
-) -> tuple[int, int, int, int]:
+    model: ParallelModel, config: OptimizerConfig, is_on_host: bool, inputs: list[Microbatch], ledger: TensorLedger,
+    is_gpu: bool,
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Run a step.
 
     Returns:
         Bytes kept after the step; and the ledger's event numbers at the start, before the update, and at the end.
     """
-    named, seed, is_on_host = model.trained_parameters(), config.training.seed, config.memory.offload == "weights"
-    optimizer = build_optimizer(named, config.optimizer, seed, CPU, model.host_gradients)
+    optimizer = build_optimizer(model.trained_parameters(), config, 0, CPU, model.host_gradients)
     ledger.label((value for _, value in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
     trained = [parameter for _, parameter in model.trained_parameters()]
     start = len(ledger.events)
@@ -397,14 +399,14 @@ def _receive_buffer_bytes(model: ParallelModel, microbatches: int) -> int:
     return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
 
 
-def enough_microbatches(config: Config, ranks: int) -> int:
+def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     """How many microbatches of a step have to be run; more do not change the peak.
 
     Without a pipeline two: the second one adds to gradients that exist already. With a pipeline four per stage: it is
     full then. GPipe keeps the activations of all microbatches, so all of them are run.
     """
-    layout, wanted = config.layout(ranks), config.batch(ranks).gradient_accumulation_steps
-    if layout.is_pipeline and config.parallelism.pipeline_parallel_schedule == "GPipe":
+    wanted = batch.gradient_accumulation_steps
+    if layout.is_pipeline and schedule == "GPipe":
         return wanted
     return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 

@@ -196,14 +196,12 @@ def code_and_machine(world: World) -> dict[str, Any]:
     }
 
 
-def log_machine(config: Config, world: World) -> None:
-    """Log notes of the config, the device, and advice on the dtype and torch.compile."""
-    for line in config.notes:
-        log.info(line)
+def log_machine(dtype: str, is_compiled: bool, world: World) -> None:
+    """Log the device, and advice on the dtype of the computation and torch.compile."""
     words, arch, units = distributed.device_name(world.device)
     log.info(f"{world.size} process(es), each on {words}")
-    dtype, is_cpu = config.training.mixed_precision_param, world.device.type == "cpu"
+    is_cpu = world.device.type == "cpu"
     if advice := hardware.dtype_advice(dtype, hardware.find_gpu(arch, units), is_cpu):
         log.warning(advice)
-    if not config.compile.enable and (advice := hardware.compile_advice(dtype, is_cpu)):
+    if not is_compiled and (advice := hardware.compile_advice(dtype, is_cpu)):
         log.info(advice)

@@ -2,7 +2,7 @@
 
 from titan_mi100.checkpoint.resume import Found
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import DataConfig, TrainingConfig
 from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
@@ -13,19 +13,21 @@ from titan_mi100.run.progress import Progress
 _MUCH_PADDING = 0.2  # share of an epoch's rows
 
 
-def open_rows(config: Config, data: Prepared, batch: Batch, progress: Progress) -> ShuffledEpochs | Mixture:
+def open_rows(
+    training: TrainingConfig, wanted: DataConfig, data: Prepared, batch: Batch, progress: Progress, is_pipeline: bool
+) -> ShuffledEpochs | Mixture:
     """The rows of the run."""
-    seed, size, epochs = config.training.seed, batch.global_batch_size, config.training.epochs or 1
-    if config.data.is_mixture:
-        how = config.data.on_exhausted, config.data.weights_in == "documents", epochs
+    seed, size, epochs = training.seed, batch.global_batch_size, training.epochs or 1
+    if wanted.is_mixture:
+        how = wanted.on_exhausted, wanted.weights_in == "documents", epochs
         return Mixture(data.sources, seed, *how, progress.segments, progress.rows_consumed)
     [source] = data.sources
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
         what = f"the data fill {len(source.rows):,} rows, a step has {size:,}"
-        keys = "training.target_tokens_per_step" if config.training.target_tokens_per_step else "the rows of a step"
+        keys = "training.target_tokens_per_step" if training.target_tokens_per_step else "the rows of a step"
         factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
-        more = ", which a pipeline computes like rows" * config.parallelism.is_pipeline
+        more = ", which a pipeline computes like rows" * is_pipeline
         log.warning(f"{what} ({factors}): {padding:.0%} of an epoch is padding{more}; lower {keys}")
     return rows
 
@@ -54,16 +56,21 @@ def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs |
         progress.validations_since_best = 0
 
 
-def last_step(config: Config, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch) -> int:
-    """The number of the run's last step. Logs how often each source of a mixture will have been read by then."""
-    steps, ends = config.training.steps, isinstance(rows, Mixture) and config.data.on_exhausted != "repeat"
-    if not steps or ends:
+def last_step(
+    steps: int, on_exhausted: str, warmup: int, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch
+) -> int:
+    """The number of the run's last step. Logs how often each source of a mixture will have been read by then.
+
+    Args:
+        steps, on_exhausted, warmup: as configured, see TrainingConfig, DataConfig and LRSchedulerConfig.
+    """
+    if not steps or (isinstance(rows, Mixture) and on_exhausted != "repeat"):
         last = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
         if steps > last:
             what = f"[training] steps = {steps}, but the data end with step {last}: so does the run"
-            log.warning(f'{what} ([data] on_exhausted = "{config.data.on_exhausted}")')
+            log.warning(f'{what} ([data] on_exhausted = "{on_exhausted}")')
         steps = min(steps or last, last)
-    if (warmup := config.lr_scheduler.warmup_steps) > steps:
+    if warmup > steps:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
     if isinstance(rows, Mixture):
         stop = progress.rows_consumed + max(0, steps - progress.step) * batch.global_batch_size

@@ -24,6 +24,7 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
+from titan_mi100.logging import log
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
@@ -114,7 +115,8 @@ def open_run(
     if profiler is not None:
         observers.append(profiler)
         flags[SNAPSHOT] = profiler.is_asked
-    sampler = open_sampler(config, data)
+    named = config.tokenizer_path(), config.checkpoint.initial_load_path
+    sampler = open_sampler(config.validation, config.training.seq_len, data, *named)
     child.end()  # no more files from elsewhere are read
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
     training = config.training
@@ -145,7 +147,9 @@ def _start(
     """Find data and checkpoint. A collective."""
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
-    log_machine(config, world)
+    for line in config.notes:
+        log.info(line)
+    log_machine(config.training.mixed_precision_param, config.compile.enable, world)
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
@@ -163,12 +167,13 @@ def _start(
 def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]:
     """The rows, the manifest's entries about the run, and its last step. A collective."""
     config, spec, data, found, progress, layout, batch = start
-    rows = open_rows(config, data, batch, progress)
+    rows = open_rows(config.training, config.data, data, batch, progress, config.parallelism.is_pipeline)
     about = _about(config, spec, data, layout, batch, rows.fingerprint)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
     fit_progress(progress, found, rows, data.facts.plan)
-    return rows, about, last_step(config, progress, rows, batch)
+    wanted = config.training.steps, config.data.on_exhausted, config.lr_scheduler.warmup_steps
+    return rows, about, last_step(*wanted, progress, rows, batch)
 
 
 def _model(

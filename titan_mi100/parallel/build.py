@@ -1,7 +1,7 @@
 """Builds the model of a run in its layout: which wrappers, in which order, and why."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.costs import stage_costs
-from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, split_layers, stages_of
+from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
+from titan_mi100.config.memory import layers_per_stage
 from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.logging import log
 from titan_mi100.model.decoder import CausalLM
@@ -128,23 +128,6 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
         apply_fsdp(model, mesh, training, layout, config.memory.offload == "weights")
     else:
         model.model.dtype = compute_dtype(training)  # fp32 weights are cast where they are used
-
-
-def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
-    """Layers of each pipeline stage: as configured, or balanced by the estimated cost of a microbatch per stage.
-
-    Args:
-        pp: ranks of the pipeline. A schedule with several stages per rank has more stages.
-        supervised_share: supervised tokens per token of a row; the head runs on these only.
-    """
-    parallelism, training = config.parallelism, config.training
-    if parallelism.pipeline_parallel_layers_per_stage:
-        return parallelism.pipeline_parallel_layers_per_stage
-    stages = pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
-    recompute = config.activation_checkpoint.mode != "none"
-    is_frozen, rows = config.lora.rank > 0, training.local_batch_size
-    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
-    return split_layers(*costs, stages)
 
 
 def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> None:

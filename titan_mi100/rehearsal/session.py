@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.config.traffic import Work, extrapolated
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.memory.counter import CPU, Count, FakeRank, FusedKernel, as_rank, enough_microbatches, inputs
@@ -46,8 +46,9 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
 
     Args: see memory.counter.as_rank.
     """
-    wanted, more = config.batch(ranks).gradient_accumulation_steps, enough_microbatches(config, ranks)
-    few = config.layout(ranks).fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
+    layout, batch, schedule = config.layout(ranks), config.batch(ranks), config.parallelism.pipeline_parallel_schedule
+    wanted, more = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
+    few = layout.fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
     memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
     if more == 1 or (wanted == more and few >= more):
         return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))
@@ -123,7 +124,7 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
     batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
     flags = {name: lambda: False for name in _FLAGS}
-    return trainer.Trainer(model, optimizer, _Rows(config, batch), config.training.max_norm, 0, flags)  # type: ignore[arg-type]
+    return trainer.Trainer(model, optimizer, _Rows(config.training, batch), config.training.max_norm, 0, flags)  # type: ignore[arg-type]
 
 
 def _no_gradient() -> Gradients:
@@ -141,11 +142,11 @@ def _gather_same_values(tally: Tally, mine: Tensor, device: torch.device) -> Ten
 class _Rows:
     """Replaces the loader: every row is one document."""
 
-    def __init__(self, config: Config, batch: Batch) -> None:
-        self.batch, self._config = batch, config
+    def __init__(self, training: TrainingConfig, batch: Batch) -> None:
+        self.batch, self._training = batch, training
 
     def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        return inputs(self._config.training, self.batch.gradient_accumulation_steps)
+        return inputs(self._training, self.batch.gradient_accumulation_steps)

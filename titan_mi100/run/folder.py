@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config.load import make_run_folder
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
@@ -34,7 +34,7 @@ class RunFolder:
         Raises:
             UserError: another run uses it, or it cannot be written.
         """
-        path, nonce = from_rank_zero(lambda: self._take(config))
+        path, nonce = from_rank_zero(lambda: self._take(config.job, config.checkpoint.fresh))
         self.path, self._rank = Path(path), world.rank
         if world.rank:
             log_errors_to_file(self.path / _LOG.format(world.rank))
@@ -79,10 +79,10 @@ class RunFolder:
         message = f"running if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
         write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
 
-    def _take(self, config: Config) -> tuple[str, str]:
-        folder = Path(config.job.run_folder or config.job.dump_folder)
+    def _take(self, job: JobConfig, fresh: bool) -> tuple[str, str]:
+        folder = Path(job.run_folder or job.dump_folder)
         try:
-            folder = make_run_folder(config)
+            folder = make_run_folder(job, fresh)
             checkpoints = folder / "checkpoint"
             checkpoints.mkdir(parents=True, exist_ok=True)
             sync(folder)

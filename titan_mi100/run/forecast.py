@@ -12,7 +12,7 @@ from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.hardware import find_gpu
 from titan_mi100.config.memory import CATEGORIES
 from titan_mi100.config.plan import GIB, make_plan, remedy
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, MemoryConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.logging import log
@@ -54,7 +54,7 @@ class Forecast:
         with raise_together():  # cards may differ
             self._check_host()
             if card:
-                self._check(config)
+                self._check(config.memory)
 
     def _check_host(self) -> None:
         """Check that the host has enough memory for what is offloaded to it."""
@@ -64,14 +64,14 @@ class Forecast:
             what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for {processes} process(es)"
             raise UserError(f"{what}, which has {has / GIB:.1f}; planner --search looks for what takes less")
 
-    def _check(self, config: Config) -> None:
+    def _check(self, memory: MemoryConfig) -> None:
         plan, card = self.plan, self._card
         needs = f"a step takes {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB by plan, of {card / GIB:.1f}"
         if plan.most <= card:
             log.info(f"memory: {needs}")
             return
         advice = f"what helps most: {remedy(plan)}"
-        if plan.least > card and config.memory.on_overflow == "refuse":
+        if plan.least > card and memory.on_overflow == "refuse":
             where = "python -m titan_mi100.planner --search looks for a layout that fits"
             raise UserError(f'{needs}; {advice}; {where}; memory.on_overflow = "warn" starts all the same')
         log.warning(f"{needs}; {advice}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from titan_mi100.config.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import ValidationConfig
 from titan_mi100.data.microbatch import of_prompts
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
@@ -72,13 +72,18 @@ class Sampler:
         ]
 
 
-def open_sampler(config: Config, data: Prepared) -> Sampler | None:
+def open_sampler(
+    config: ValidationConfig, seq_len: int, data: Prepared, tokenizer_path: str, base: str
+) -> Sampler | None:
     """The sampler that the config asks for. A collective.
+
+    Args:
+        base: checkpoint.initial_load_path.
 
     Raises:
         UserError: on all ranks: there is no usable prompt, or the tokenizer cannot be read.
     """
-    wanted, tokenizer = config.validation.prompts, None
+    wanted, tokenizer = config.prompts, None
     if not wanted:
         return None
     prompts = held_out_prompts([source.rows for source in data.validation], wanted)
@@ -91,13 +96,12 @@ def open_sampler(config: Config, data: Prepared) -> Sampler | None:
 
     def read_stops() -> tuple[list[int], int]:
         nonlocal tokenizer
-        tokenizer, base = load_tokenizer(config.tokenizer_path()), config.checkpoint.initial_load_path
-        folder = folder_of(base)
+        tokenizer, folder = load_tokenizer(tokenizer_path), folder_of(base)
         named = stop_ids(read_assets(folder), folder / GENERATION) if base else []
         return [*tokenizer.end_ids(data.facts.end_of_turn), *named], tokenizer.n_vocab
 
     stops, vocabulary = from_rank_zero(read_stops)
-    return Sampler(prompts, tokenizer, stops, vocabulary, config.validation.prompt_tokens, config.training.seq_len)
+    return Sampler(prompts, tokenizer, stops, vocabulary, config.prompt_tokens, seq_len)
 
 
 def until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:
