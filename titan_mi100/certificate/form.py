@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_mi100.certificate.machine import Machine
 from titan_mi100.files.schema import validated
 
 FORMAT = 2  # raised with every change of the form, of a limit or of a verdict's text
@@ -12,36 +13,6 @@ MEASURED, UNAVAILABLE, NOT_RUN = "measured", "unavailable", "not run"
 DTYPES = ("bfloat16", "float16", "float32")
 _TIMES = ("ms", "seconds", "copy", "triad")
 _POSITIVE = (*_TIMES, "scale", "m", "k", "n", "count", "size", "ranks", "tokens")  # keys whose values must be above 0
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The properties of a machine that the numbers depend on. An empty string: it has none.
-
-    Attributes:
-        device: description of the device.
-        arch: "gfx908:sramecc+:xnack-", "sm90", "cpu".
-        compute_units: 0 on a CPU.
-        memory: bytes of a card; 0 on a CPU.
-        cards: number of cards, and of ranks in the parts with several ranks; 2 ranks on a CPU.
-        driver: version of amdgpu or nvidia.
-        runtime: "hip 6.4.1", "cuda 12.8".
-        version, commit: this package's version and commit; the commit only in a git checkout,
-            with "+changes" where files differ.
-    """
-
-    device: str
-    arch: str
-    compute_units: int
-    memory: int
-    cards: int
-    driver: str
-    torch: str
-    runtime: str
-    triton: str
-    python: str
-    version: str
-    commit: str
 
 
 @dataclass(frozen=True)

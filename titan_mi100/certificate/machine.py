@@ -1,27 +1,62 @@
-"""Describes this machine for a certificate."""
+"""Describes this machine, for a run's environment.json and for a certificate."""
 
 import os
 import platform
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from titan_mi100.certificate.form import Machine
 from titan_mi100.cli import version_of
-from titan_mi100.parallel.distributed import device_name
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGE = Path(__file__).parents[1]
 _CPU_PROCESSES = 2  # on a CPU two processes replace two cards
 
 
-def describe(device: torch.device, cards: int) -> Machine:
+@dataclass(frozen=True)
+class Machine:
+    """The properties of a machine that the numbers depend on. An empty string: it has none.
+
+    Attributes:
+        device: description of the device.
+        arch: "gfx908:sramecc+:xnack-", "sm90", "cpu".
+        compute_units: 0 on a CPU.
+        memory: bytes of a card; 0 on a CPU.
+        cards: number of cards, and of ranks in the parts with several ranks; 2 ranks on a CPU.
+        driver: version of amdgpu or nvidia.
+        runtime: "hip 6.4.1", "cuda 12.8".
+        version, commit: this package's version and commit; the commit only in a git checkout,
+            with "+changes" where files differ.
+    """
+
+    device: str
+    arch: str
+    compute_units: int
+    memory: int
+    cards: int
+    driver: str
+    torch: str
+    runtime: str
+    triton: str
+    python: str
+    version: str
+    commit: str
+
+
+def describe(device: "torch.device", cards: int) -> Machine:
     """Describe this machine.
 
     Args:
         cards: number of this node's cards that a run would use.
     """
+    import torch  # a certificate is read without it
+
+    from titan_mi100.parallel.distributed import device_name
+
     words, arch, units = device_name(device)
     is_gpu = device.type == "cuda"
     runtimes = {"hip": torch.version.hip, "cuda": torch.version.cuda}

@@ -8,11 +8,10 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_mi100.config import assets
+from titan_mi100.config import assets, settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
-from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
 from titan_mi100.errors import UserError, did_you_mean
@@ -138,8 +137,8 @@ def check_start(config: Config) -> None:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
     trained = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else parameter_shapes(spec)
-    count, state = sum(map(math.prod, trained.values())), STATE_BYTES[config.optimizer.state]
-    saved = count * (sum(MASTER_BYTES[config.optimizer.master]) + state)
+    count, state = sum(map(math.prod, trained.values())), settings.STATE_BYTES[config.optimizer.state]
+    saved = count * (sum(settings.MASTER_BYTES[config.optimizer.master]) + state)
     exported = count * (4 if save.export_dtype == "float32" else 2) if save.export_hf else 0  # at least
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

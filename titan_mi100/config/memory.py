@@ -18,7 +18,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
 from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -27,8 +27,6 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNIC
 HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # bytes of AdamW's two moments per weight
-MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes per weight, and of its extra bits
 _UPDATE_BUFFERS = 40 << 22  # bytes that optim/lean.py needs on a GPU without its Triton kernel
 _ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
 HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # model/loss.py: logits in one block; 1/64 of the memory may hold logits

@@ -10,9 +10,9 @@ from titan_mi100.config.check import check
 from titan_mi100.config.costs import flops_of_steps, recomputed_flops
 from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.memory import MASTER_BYTES, STATE_BYTES, Memory, estimate
+from titan_mi100.config.memory import Memory, estimate
 from titan_mi100.config.scaling import bubble_share, exposed_seconds
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
 from titan_mi100.config.traffic import REACHED, reached
 from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
 

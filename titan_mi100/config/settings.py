@@ -177,6 +177,10 @@ class ValidationConfig:
     prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)
 
 
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # bytes of AdamW's two moments per weight
+MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes per weight, and of its extra bits
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = _key(2e-5, "peak learning rate of AdamW")
