@@ -210,7 +210,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert errors(tmp_path, "[training\n")[0].startswith(f"{tmp_path / 'my.toml'}: cannot be read as TOML")
     assert errors(tmp_path, 'base = "gone.toml"\n' + MINIMAL) == [
         f"{tmp_path / 'my.toml'}: base = 'gone.toml': {tmp_path / 'gone.toml'}: no such file; "
-        "python -m titan_mi100 config new writes one"
+        "titan-mi100 config new writes one"
     ]
     assert "forms a cycle" in errors(tmp_path, 'base = "my.toml"\n' + MINIMAL)[0]
     with pytest.raises(UserError, match=r"nowhere.toml: no such file"):
@@ -277,7 +277,7 @@ CLUSTER = {  # rows a step
         (['path = "a.jsonl"\nweight = 1', 'path = "b.jsonl"'], "table 2: weight = 0.0: either all sources have one"),
         (['path = "a.jsonl"\nname = "x"', 'path = "b.jsonl"\nname = "x"'], "name = 'x' is another's too"),
         (['path = "a.jsonl"', 'path = "sub/a.jsonl"'], "it would be called 'a' like another; give it a name"),
-        (['path = "half"'], "half: is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"),
+        (['path = "half"'], "half: is a corpus that is not complete; finish titan-mi100 prepare"),
         (['path = "a.jsonl"\nepochs = 0'], "epochs = 0: it would never be read; leave the source out"),
         (['path = "a.jsonl"\nepochs = "x"'], "table 1: epochs = 'x' must be a number"),
     ],

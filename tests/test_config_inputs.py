@@ -493,7 +493,7 @@ def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_
     assert refusal("--job.config_file", str(file), "--lora.alpha", "4").endswith(
         "has no effect with rank = 0; delete it"
     )
-    gone = f"{tmp_path / 'gone.toml'}: no such file; python -m titan_mi100 config new writes one"
+    gone = f"{tmp_path / 'gone.toml'}: no such file; titan-mi100 config new writes one"
     assert refusal("--job.config_file", str(tmp_path / "gone.toml")) == gone
     (heir := tmp_path / "heir.toml").write_text('base = "gone.toml"')
     assert refusal("--job.config_file", str(heir)) == f"{heir}: base = 'gone.toml': {gone}"

@@ -281,8 +281,8 @@ def test_the_index_names_every_page() -> None:
 
 # Commands, and what their check must say.
 WRONG = {
-    "python -m titan_mi100.generate --model my-model --promt x": "--promt",
-    "python -m titan_mi100.generate --prompt x": "--model",
+    "titan-mi100 generate --model my-model --promt x": "--promt",
+    "titan-mi100 generate --prompt x": "--model",
     "python -m titan_mi100.nothing --help": "nothing",
     "python checkpoint_tools/nothing.py": "nothing.py",
     "titan-mi100 convert hf-to-nothing": "hf-to-nothing",
@@ -290,7 +290,7 @@ WRONG = {
     "./run_train.sh --training.step 3": "--training.step",
     "./run_train.sh --nproc_per_node 3 --parallelism.pipeline_parallel_degree 2": "pipeline_parallel_degree",
     "NGPU=2 torchrun --nproc_per_node 2 -m titan_mi100.train --training.sequence_len 3": "sequence_len",
-    "python -m titan_mi100.planner --gpus 2 --job.config_file qwen3_0.6b_sft.toml --lora.ranks 3": "--lora.ranks",
+    "titan-mi100 plan --gpus 2 --job.config_file qwen3_0.6b_sft.toml --lora.ranks 3": "--lora.ranks",
     "titan-mi100 evaluate harness my-model": "names no checkpoint and tasks",
     "ls && runtrain.sh": "runtrain.sh",
     "pip install something": "pip",

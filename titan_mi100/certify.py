@@ -86,7 +86,7 @@ def _say(certificate: Certificate, folder: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.certify",
+        prog="titan-mi100 certify",
         usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...]",
         description=__doc__,
         epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate is "

@@ -75,7 +75,7 @@ def summary(verdicts: Sequence[Result], checks: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.doctor",
+        prog="titan-mi100 doctor",
         description=__doc__.splitlines()[0],
         epilog="Exit codes: 0 no check fails (there may be warnings), 2 a check fails. It changes nothing.",
     )

@@ -1,4 +1,4 @@
-"""Exact match by generation: `python -m titan_mi100.exact_match --model PATH --data FILE.jsonl`, in GSM8K's format.
+"""Exact match by generation: `titan-mi100 evaluate exact-match --model PATH --data FILE.jsonl`, in GSM8K's format.
 
 A row has a `question`, and an `answer` with the correct number after `####`. The model answers greedily. Its number is
 the first one after its last `####`, or its last number if it writes no `####`. It is correct if the two are equal.

@@ -1,4 +1,4 @@
-"""Generate text: `python -m titan_mi100.generate --model PATH` with --prompt or --input; without both it is a chat.
+"""Generate text: `titan-mi100 generate --model PATH` with --prompt or --input; without both it is a chat.
 
 Invalid options and prompts are reported before any weights are loaded.
 """

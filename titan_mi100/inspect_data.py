@@ -48,7 +48,7 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.inspect_data",
+        prog="titan-mi100 inspect",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Settings are those of training; only [data], [model] and training.seq_len matter here.\n\n"

@@ -62,7 +62,7 @@ _MEANING = {
     3: "stopped on request and saved",
     4: "stopped because of the numbers (loss or gradients)",
     5: "a process hung",
-    6: "out of memory; python -m titan_mi100.planner shows layouts that need less",
+    6: "out of memory; titan-mi100 plan shows layouts that need less",
 }
 Process = subprocess.Popen[bytes]
 PassOn = Callable[[Process], bool | None]  # forwards a stop signal; true: the process ends after its current step

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
-        prog="python -m titan_mi100 config new",
+        prog="titan-mi100 config new",
         description="Write a config for fine-tuning: asks for what the options leave open, on a terminal, and checks "
         "that the run fits the cards before it writes.",
     )
@@ -120,7 +120,7 @@ def _new(options: argparse.Namespace) -> None:
     missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
     if missing and not sys.stdin.isatty():
         what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
-        raise UserError(f"{what}; e.g. python -m titan_mi100 config new --model Qwen3-0.6B --data train.jsonl")
+        raise UserError(f"{what}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
     answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
     plan, changed, about_data = fitting_plan(answers)
     output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))

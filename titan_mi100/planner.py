@@ -164,7 +164,7 @@ def _words(plan: Plan) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.planner",
+        prog="titan-mi100 plan",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "

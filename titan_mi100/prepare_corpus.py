@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
-        prog="python -m titan_mi100.prepare_corpus", description=__doc__,
+        prog="titan-mi100 prepare", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0 the corpus (or this part of it) is complete; 1 crash; 2 bad options or input.",
     )  # fmt: skip

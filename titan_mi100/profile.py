@@ -1,4 +1,4 @@
-"""Summarise a trace of torch.profiler: `python -m titan_mi100.profile TRACE.json.gz`. Imports no torch."""
+"""Summarise a trace of torch.profiler: `titan-mi100 profile TRACE.json.gz`. Imports no torch."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(argv: Sequence[str] | None) -> None:
-    parser = tool.Parser(prog="python -m titan_mi100.profile", description=__doc__.splitlines()[0])
+    parser = tool.Parser(prog="titan-mi100 profile", description=__doc__.splitlines()[0])
     parser.add_argument("trace", metavar="TRACE", nargs="+", help="a Chrome trace, .json or .json.gz")
     for name in parser.parse_args(argv).trace:
         try:

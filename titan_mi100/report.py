@@ -1,6 +1,6 @@
 """Write a page about a run: did it go well, curves, plan, data, checkpoints, restarts.
 
-    python -m titan_mi100.report RUN [--output FILE.html] [--json]
+    titan-mi100 report RUN [--output FILE.html] [--json]
 
 The page is one file that needs no network, no other file and no JavaScript. The run may still be running. Imports no
 torch.
@@ -42,7 +42,7 @@ def _report(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="python -m titan_mi100.report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md."
+        prog="titan-mi100 report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md."
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="run folder, as training printed it")

@@ -2,7 +2,7 @@
 
     python scripts/corpora/fetch.py dclm --dry_run
     python scripts/corpora/fetch.py finemath --output_dir raw/finemath
-    python -m titan_mi100.prepare_corpus --input raw/finemath/*/*.parquet --tokenizer Qwen3-8B/ --output_dir finemath
+    titan-mi100 prepare --input raw/finemath/*/*.parquet --tokenizer Qwen3-8B/ --output_dir finemath
 
 Needs huggingface_hub: pip install huggingface_hub. The recipes are in recipes.toml.
 """

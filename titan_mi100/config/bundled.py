@@ -1,4 +1,4 @@
-"""The configs that come with the package. `python -m titan_mi100.config.bundled` lists them, with a NAME prints one.
+"""The configs that come with the package. `titan-mi100 configs` lists them, with a NAME prints one.
 
 They are in train_configs/: inside an installed package; in a checkout beside the package, which links to them.
 """
@@ -39,7 +39,7 @@ def no_such_file(path: str) -> str:
     close = difflib.get_close_matches(os.path.basename(path).removesuffix(".toml"), names(), n=1, cutoff=0.8)
     if close:
         return f"no such file; a bundled config is called {close[0]}.toml, without a folder"
-    return f"no such file{nearby(path)}; python -m titan_mi100 config new writes one"
+    return f"no such file{nearby(path)}; titan-mi100 config new writes one"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -226,7 +226,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
             if os.path.exists(os.path.join(pattern, assets.PLAN)) and not assets.is_corpus(pattern):
-                what = "is a corpus that is not complete; finish python -m titan_mi100.prepare_corpus"
+                what = "is a corpus that is not complete; finish titan-mi100 prepare"
                 yield Problem(f"data.{key}", f": {pattern}: {what}")
             elif key == "validation_path" or not assets.is_corpus(pattern):
                 hint = hub_hint(pattern, folder, is_data=True)

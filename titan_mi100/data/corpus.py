@@ -89,7 +89,7 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
     Raises:
         UserError: it is missing, or not as prepare_corpus wrote it.
     """
-    remedy = "finish python -m titan_mi100.prepare_corpus, or copy the folder again"
+    remedy = "finish titan-mi100 prepare, or copy the folder again"
     path = folder / CORPUS
     try:
         content = read_plain(path, LARGEST_MANIFEST)

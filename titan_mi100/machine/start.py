@@ -31,7 +31,7 @@ def before_start(
         if verdict.state != PASS and not verdict.stops:
             say(f"doctor: {verdict.state}: {_line(verdict)}")
     if stopping := [_line(verdict) for verdict in verdicts if verdict.stops]:
-        raise UserError("\n".join([*stopping, "no run can work here; python -m titan_mi100.doctor shows all checks"]))
+        raise UserError("\n".join([*stopping, "no run can work here; titan-mi100 doctor shows all checks"]))
 
 
 def _line(verdict: Result) -> str:

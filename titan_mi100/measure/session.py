@@ -27,7 +27,7 @@ def machine_here() -> Machine:
     if ended.status != MEASURED:
         raise UserError(
             f"this machine's device cannot be described: {ended.status}: {ended.said}; "
-            "to find the cause, run python -m titan_mi100.doctor"
+            "to find the cause, run titan-mi100 doctor"
         )
     found: Machine = validated(ended.found, Machine, "machine")
     return found

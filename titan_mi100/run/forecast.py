@@ -72,7 +72,7 @@ class Forecast:
             return
         advice = f"what helps most: {remedy(plan)}"
         if plan.least > card and memory.on_overflow == "refuse":
-            where = "python -m titan_mi100.planner --search looks for a layout that fits"
+            where = "titan-mi100 plan --search looks for a layout that fits"
             raise UserError(f'{needs}; {advice}; {where}; memory.on_overflow = "warn" starts all the same')
         log.warning(f"{needs}; {advice}")
 
