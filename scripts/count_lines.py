@@ -22,7 +22,8 @@ COUNTED = (*PRODUCT, "tests")
 
 # The core: config, attention, model, parallel, the loop, checkpoint. Folders and files below titan_mi100/.
 CORE = (
-    *("shapes", "config", "attention", "model", "optim", "parallel", "checkpoint"),
+    *("shapes", "config", "planning", "attention", "model", "optim", "parallel", "checkpoint"),
+    "text/assets.py",  # once in config/
     *(
         "train.py",
         "open_run/start.py",

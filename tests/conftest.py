@@ -100,7 +100,7 @@ def _signals_as_they_were() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
     """A test that sets up the package's log, as a program does, leaves it to the next one as it was."""
-    from titan_mi100.logging import log
+    from titan_mi100.log import log
 
     handlers, propagate, level = list(log.handlers), log.propagate, log.level
     yield

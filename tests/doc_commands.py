@@ -16,9 +16,10 @@ import pytest
 from doc_pages import Command
 
 from titan_mi100 import __main__ as console
-from titan_mi100 import harness, launch
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
+from titan_mi100.launch import launcher as launch
+from titan_mi100.tools import harness
 
 # programs that are not ours: only for commands that are not run
 OTHERS = {
@@ -61,7 +62,7 @@ def program_of(words: list[str]) -> Program:
     if program == "titan-mi100":
         return Program("launch", "", arguments[1:]) if arguments[:1] == ["train"] else _word(arguments)
     if program in ("python", "python3"):
-        if arguments[:1] == ["-m"] and arguments[1] in ("titan_mi100", "titan_mi100.launch"):
+        if arguments[:1] == ["-m"] and arguments[1] in ("titan_mi100", "titan_mi100.launch.launcher"):
             return program_of(["titan-mi100", *(["train"] if "." in arguments[1] else []), *arguments[2:]])
         if arguments[:1] == ["-m"] and arguments[1].startswith("titan_mi100."):
             return Program("module", arguments[1].removeprefix("titan_mi100."), arguments[2:])
@@ -70,7 +71,7 @@ def program_of(words: list[str]) -> Program:
     if program == "run_train.sh":
         return Program("launch", "", arguments)
     if program == "scripts/evaluate.sh":
-        return Program("module", "harness", arguments)
+        return Program("module", "tools.harness", arguments)
     if program.startswith("scripts/"):
         return Program("script", program, arguments)
     return Program("", program, arguments)
@@ -122,13 +123,13 @@ def _check(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
             is_given = any(argument.startswith(("--nproc_per_node", "--nproc-per-node")) for argument in arguments)
             load_config(settings, processes if is_given and place is None else None, with_files=False)
             return ""
-        program = Program("module", "rehearse", arguments)
+        program = Program("module", "tools.rehearse", arguments)
     if program.kind == "launch":
         return ""
     if program.name in _WHOLE:
         load_config(arguments, None, with_files=False)
         return ""
-    if program.name == "harness" and not {"--help", "-h"} & set(arguments):
+    if program.name == "tools.harness" and not {"--help", "-h"} & set(arguments):
         harness.parser().parse_known_args(arguments[2:])  # what is left is lm_eval's
         is_wrong = len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-")
         return "names no checkpoint and tasks" if is_wrong else ""
@@ -172,7 +173,7 @@ def _check_parser(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def _check_settings(module: str, found: _Parsed) -> None:
     """What a command passes on to the config loader."""
-    ranks = {"planner": "gpus", "rehearse": "rehearse"}.get(module)
+    ranks = {"tools.plan": "gpus", "tools.rehearse": "rehearse"}.get(module)
     world = getattr(found.options, ranks) if ranks and not getattr(found.options, "search", False) else None
-    if module in ("planner", "rehearse", "inspect_data"):
+    if module in ("tools.plan", "tools.rehearse", "tools.inspect_data"):
         load_config(found.rest, world, with_files=False)

@@ -13,7 +13,7 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
 
     from titan_mi100.attention.base import Documents, Shape
     from titan_mi100.attention.plain import Sdpa
-    from titan_mi100.measure.attention import of_backend
+    from titan_mi100.tools.measure.attention import of_backend
 
     class Wrong(Sdpa):
         def prepare(self, documents: Documents, device: torch.device) -> Documents:

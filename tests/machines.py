@@ -14,8 +14,8 @@ from typing import Any
 from conftest import REPO
 
 from titan_mi100.files.schema import validated
-from titan_mi100.machine.facts import Facts, System, read
-from titan_mi100.machine.torch_build import Torch
+from titan_mi100.launch.machine_facts import Facts, System, read
+from titan_mi100.launch.torch_build import Torch
 
 FOLDER = REPO / "tests" / "fixtures" / "machines"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

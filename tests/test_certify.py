@@ -16,20 +16,22 @@ import pytest
 import torch
 from conftest import REPO, job_environment
 
-from titan_mi100 import certify
-from titan_mi100.certificate import form
-from titan_mi100.certificate.form import Certificate, Machine
-from titan_mi100.certificate.machine import describe
-from titan_mi100.certificate.page import page
-from titan_mi100.certificate.verdicts import all_pass, best_dtype, ranking, rates, verdicts
 from titan_mi100.files.schema import validated
-from titan_mi100.measure import children, collectives, products, tasks
-from titan_mi100.measure.children import Task
+from titan_mi100.run.machine import describe
+from titan_mi100.tools import certify
+from titan_mi100.tools.certificate import form
+from titan_mi100.tools.certificate.form import Certificate, Machine
+from titan_mi100.tools.certificate.page import page
+from titan_mi100.tools.certificate.verdicts import all_pass, best_dtype, ranking, rates, verdicts
+from titan_mi100.tools.measure import children, collectives, products, tasks
+from titan_mi100.tools.measure.children import Task
 
 CERTIFICATES = REPO / "certificates"
 CPU = torch.device("cpu")
 SHAPE = {"batch": 2, "seq": 40, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-SDPA = Task("attention/sdpa/debug/float32", "titan_mi100.measure.attention:measure", {"name": "sdpa", "shape": SHAPE})
+SDPA = Task(
+    "attention/sdpa/debug/float32", "titan_mi100.tools.measure.attention:measure", {"name": "sdpa", "shape": SHAPE}
+)
 
 
 def faulty(name: str, function: str, **options: Any) -> Task:
@@ -151,7 +153,7 @@ def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, ver
 
 
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_mi100.certify", "--output", str(tmp_path / "made")]
+    command = [sys.executable, "-m", "titan_mi100.tools.certify", "--output", str(tmp_path / "made")]
     with subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True) as process:
         limit = time.monotonic() + 60
         while not (started := children_of(process.pid)):
@@ -393,7 +395,7 @@ def test_a_product_of_another_card_has_a_verdict_and_is_not_the_models_rate(monk
 
 def test_the_command_itself_imports_no_torch() -> None:
     """A broken driver can crash or hang the process that imports it."""
-    code = "import sys, titan_mi100.certify; sys.exit('torch' in sys.modules)"
+    code = "import sys, titan_mi100.tools.certify; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=job_environment()).returncode == 0
 
 
@@ -403,7 +405,7 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     code = "import sys; from titan_mi100.measure import tasks; tasks.DTYPES = ('float32',)\n"
     code += "every = tasks.before_steps; tasks._ROWS_ON_CPU = tasks._ROWS_ON_CPU[:1]\n"
     code += "tasks.before_steps = lambda *a: [*{t.name.split('/')[0]: t for t in reversed(every(*a))}.values()][::-1]\n"
-    code += "from titan_mi100.certify import main; sys.exit(main(sys.argv[1:]))"
+    code += "from titan_mi100.tools.certify import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "--output", str(tmp_path / "made"), "--minutes", "8"]
     environment = job_environment()
     environment.pop("TRITON_INTERPRET", None)  # the tests' own

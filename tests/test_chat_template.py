@@ -7,12 +7,12 @@ from conftest import ASSETS, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_mi100.config.assets import run_assets, tokenizer_files
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import Encoder, supervise
 from titan_mi100.data.formats import Example
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.text.assets import run_assets, tokenizer_files
 from titan_mi100.text.chat_template import ChatTemplate, Rendered
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.text.load import tokenizer_files as files_of_tokenizer

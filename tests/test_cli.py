@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from titan_mi100 import __main__ as console
-from titan_mi100 import __version__, cli, exact_match, generate, inspect_data, train
+from titan_mi100 import __version__, cli, train
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log, setup_logging
-from titan_mi100.outcome import RunState, write_run_state
+from titan_mi100.log import log, setup_logging
+from titan_mi100.tools import exact_match, generate, inspect_data
+from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from titan_mi100.config import load as load_module
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder
-from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.config.srun import RUN_FOLDER
 from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files

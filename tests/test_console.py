@@ -70,7 +70,7 @@ def test_train_is_the_launcher_with_signals_blocked_before_it_is_imported(tmp_pa
         "def main(arguments):\n"
         "    print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))), arguments, sys.argv[0])\n"
         "    return 7\n"
-        "sys.modules['titan_mi100.launch'] = types.SimpleNamespace(main=main)\n"
+        "sys.modules['titan_mi100.launch.launcher'] = types.SimpleNamespace(main=main)\n"
         "sys.argv = ['titan-mi100', 'train', '--a.b', 'c']\n"
         "sys.exit(console.console())\n"
     )

@@ -21,9 +21,9 @@ from test_convert import folder_of, nothing_in, same, save_in_chunks, tensors, t
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.cli import run as run_command
-from titan_mi100.config import assets
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files import durable
+from titan_mi100.text import assets
 from titan_mi100.weights import convert
 from titan_mi100.weights import hf as hf_io
 from titan_mi100.weights.source import open_source, open_weights

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 from conftest import ASSETS, job_environment
 
-from titan_mi100 import prepare_corpus
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data import shards
@@ -34,6 +33,7 @@ from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools import prepare_corpus
 
 TOKENIZER = str(ASSETS / "tokenizer")
 WORDS = ["one", "two", "three", "été", "再见", "🙂", "<|im_end|>", "12", "+", "30\n"]
@@ -42,7 +42,7 @@ WORDS = ["one", "two", "three", "été", "再见", "🙂", "<|im_end|>", "12", "
 def in_small_units(path: Path, folder: Path) -> list[str]:
     """A command that prepares a file in units of 16 KiB."""
     code = "from titan_mi100.data import shards; shards._SMALLEST = 1 << 14; import sys\n"
-    code += "from titan_mi100.prepare_corpus import main; sys.exit(main(sys.argv[1:]))"
+    code += "from titan_mi100.tools.prepare_corpus import main; sys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code, "--input", str(path), "--tokenizer", TOKENIZER, "--output_dir", str(folder)]
 
 
@@ -285,7 +285,7 @@ def test_a_run_parses_no_names_of_files_and_an_older_corpus_stays_as_it_is(
     before = read_corpus(tmp_path / "out")
     prepare(*given, "--format", "text")
     assert read_corpus(tmp_path / "out") == before  # with the same hash, which resuming runs compare
-    monkeypatch.setattr("titan_mi100.prepare_corpus.LONGEST", 100)
+    monkeypatch.setattr("titan_mi100.tools.prepare_corpus.LONGEST", 100)
     assert "makes 150 shards, 100 are possible" in prepare(*given[:3], tmp_path / "more", code=2)
     assert not (tmp_path / "more").exists()
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_mi100.config.costs import stage_costs
 from titan_mi100.config.layout import (
     Batch,
     Layout,
@@ -18,6 +17,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
+from titan_mi100.planning.costs import stage_costs
 from titan_mi100.shapes.base import AttentionShape
 from titan_mi100.shapes.families import PRESETS
 

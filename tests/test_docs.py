@@ -19,7 +19,6 @@ from doc_commands import SHELL, check, program_of
 from doc_pages import LANGUAGES, MARK, REPO, Command, Page, pages
 from forked import ForkServer
 
-from titan_mi100 import launch
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig
@@ -28,6 +27,7 @@ from titan_mi100.data.columns import Findings
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format, parse_record
 from titan_mi100.errors import UserError
+from titan_mi100.launch import launcher as launch
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 PAGES = pages()

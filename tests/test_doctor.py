@@ -11,12 +11,13 @@ import pytest
 from conftest import REPO
 from machines import NAMES, build, facts_of, load
 
-from titan_mi100 import doctor, launch
 from titan_mi100.errors import UserError
-from titan_mi100.machine import facts as reading
-from titan_mi100.machine import start
-from titan_mi100.machine.checks import FAIL, PASS, Result, judge
-from titan_mi100.machine.torch_build import Torch
+from titan_mi100.launch import before_start as start
+from titan_mi100.launch import launcher as launch
+from titan_mi100.launch import machine_facts as reading
+from titan_mi100.launch.machine_checks import FAIL, PASS, Result, judge
+from titan_mi100.launch.torch_build import Torch
+from titan_mi100.tools import doctor
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import REPO, torchrun
 
-from titan_mi100.config.assets import read_assets
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.errors import UserError
 from titan_mi100.generation.engine import Model
+from titan_mi100.text.assets import read_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged_source

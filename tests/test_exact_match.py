@@ -9,10 +9,10 @@ import torch
 from conftest import ASSETS, REPO
 from test_generate import write_folder
 
-from titan_mi100 import exact_match
 from titan_mi100.generation import engine as inference
 from titan_mi100.generation.engine import AnswerBatch
 from titan_mi100.model.decode import Generated
+from titan_mi100.tools import exact_match
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titan_mi100 import exact_match, generate
 from titan_mi100.attention import plain
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
@@ -33,6 +32,7 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools import exact_match, generate
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.wording import printable
@@ -603,7 +603,7 @@ def test_a_chat_streams_on_a_terminal_with_line_editing_history_and_commands(
     mine, terminal = pty.openpty()
     # without taking the terminal, Ctrl-C on it would be no signal
     code = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    code += "runpy.run_module('titan_mi100.generate', run_name='__main__')"
+    code += "runpy.run_module('titan_mi100.tools.generate', run_name='__main__')"
     words = [sys.executable, "-c", code, "--model", str(folder), "--max_new_tokens", "10"]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)

@@ -16,10 +16,10 @@ from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_data
-from titan_mi100.inspect import report as inspect_report
-from titan_mi100.inspect.report import token_texts
-from titan_mi100.inspect_data import main
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools.inspect_data import main
+from titan_mi100.tools.prepared import report as inspect_report
+from titan_mi100.tools.prepared.report import token_texts
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
 
@@ -242,8 +242,6 @@ def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
 
 
 def test_a_closed_pipe_is_no_mistake() -> None:
-    command = (
-        f"{sys.executable} -m titan_mi100.inspect_data --job.config_file train_configs/debug.toml --table | head -1"
-    )
+    command = f"{sys.executable} -m titan_mi100 inspect --job.config_file train_configs/debug.toml --table | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)
     assert result.stderr == "" and result.stdout.count("\n") == 1

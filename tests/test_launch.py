@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from titan_mi100 import launch, launch_nodes
-from titan_mi100 import outcome as outcome_module
 from titan_mi100.errors import UserError
-from titan_mi100.outcome import RunState, write_run_state
+from titan_mi100.launch import launcher as launch
+from titan_mi100.launch import several_nodes as launch_nodes
+from titan_mi100.watch import outcome as outcome_module
+from titan_mi100.watch.outcome import RunState, write_run_state
 
 
 @pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80", "100"])
@@ -50,7 +51,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_hardw
 
 def test_the_launcher_imports_no_torch_and_nothing_that_is_slow() -> None:
     """It runs beside the workers for as long as they do, and must listen at once."""
-    code = "import sys, titan_mi100.launch; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, titan_mi100.launch.launcher; print(*{name.split('.')[0] for name in sys.modules})"
     found = subprocess.run(
         [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=True
     )

@@ -11,7 +11,7 @@ import pytest
 from titan_mi100 import cli
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log, log_errors_to_file, log_to_file, setup_logging
+from titan_mi100.log import log, log_errors_to_file, log_to_file, setup_logging
 
 
 def bad() -> None:

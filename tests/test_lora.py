@@ -26,7 +26,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.checkpoint.resume import Found, check_same_run
 from titan_mi100.config.check import check
-from titan_mi100.config.costs import train_flops
 from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.settings import Config, LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
@@ -37,6 +36,7 @@ from titan_mi100.model.lora import LoRALinear, apply_lora, base_fingerprint, is_
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.base import without_dropout
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.costs import train_flops
 from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.shapes.families import LINEARS, PRESETS, to_hf_config
 from titan_mi100.weights.peft import CONFIG, WEIGHTS, open_adapter, read_adapter, write_adapter

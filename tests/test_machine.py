@@ -16,11 +16,12 @@ import pytest
 from machines import build, facts_of, load
 
 from titan_mi100.compiler import cannot_compile
-from titan_mi100.config.hardware import GPUS, count_gpus
-from titan_mi100.machine import checks, torch_build
-from titan_mi100.machine.checks import FAIL, PASS, WARN
-from titan_mi100.machine.facts import UNLIMITED, Facts, System, read
-from titan_mi100.machine.torch_build import Torch
+from titan_mi100.launch import machine_checks as checks
+from titan_mi100.launch import torch_build
+from titan_mi100.launch.machine_checks import FAIL, PASS, WARN
+from titan_mi100.launch.machine_facts import UNLIMITED, Facts, System, read
+from titan_mi100.launch.torch_build import Torch
+from titan_mi100.planning.hardware import GPUS, count_gpus
 
 NODE = "sys/class/kfd/kfd/topology/nodes/1"
 CARD = "sys/devices/pci0000:20/0000:20:01.1/0000:21:00.0/0000:22:00.0/0000:23:00.0"

@@ -17,12 +17,12 @@ from made_up_family import CARRIED, MadeUp, MadeUpSpec, logits_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from titan_mi100.config.costs import train_flops
 from titan_mi100.config.load import load_config
-from titan_mi100.config.memory import estimate
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.init import initial_values
 from titan_mi100.parallel.distributed import World, fill_parameters
+from titan_mi100.planning.costs import train_flops
+from titan_mi100.planning.memory import estimate
 from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.weights import convert

@@ -14,15 +14,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.load import load_config
-from titan_mi100.config.memory import CATEGORIES, estimate
 from titan_mi100.config.settings import Config
-from titan_mi100.memory import counter
-from titan_mi100.memory.counter import Count, count, ranks_of_stages
 from titan_mi100.optim.formats import SIGNED, UNSIGNED
 from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.parallel import distributed
+from titan_mi100.planning.memory import CATEGORIES, estimate
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.tools.rehearsal import counter
+from titan_mi100.tools.rehearsal.counter import Count, count, ranks_of_stages
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixed_precision_reduce": "bfloat16"}

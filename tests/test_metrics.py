@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_mi100.config.costs import train_flops
 from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig, TrainingConfig
 from titan_mi100.open_run.record import _write_explanation
+from titan_mi100.planning.costs import train_flops
 from titan_mi100.run import metrics
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.shapes.families import PRESETS

@@ -9,7 +9,7 @@ import pytest
 from conftest import ASSETS, torchrun
 from test_corpus import prepare, texts, write
 
-from titan_mi100 import inspect_data
+from titan_mi100.tools import inspect_data
 
 CONFIG = """
 [model]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
 from titan_mi100.optim.optimizer import lr_factor
+from titan_mi100.planning.costs import train_flops
+from titan_mi100.planning.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from conftest import REPO
 
-from titan_mi100 import new_config as new
 from titan_mi100.config.load import load_config
-from titan_mi100.config.plan import GIB, make_plan, with_settings
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey
 from titan_mi100.errors import UserError
+from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.tools import new_config as new
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -241,7 +241,7 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
             (),
             None,
             2,
-            "--model and --data must be given, as there is no terminal to ask for answers; e.g. python -m",
+            "--model and --data must be given, as there is no terminal to ask for answers; e.g. titan-mi100",
         ),
         (("--model", "gone"), None, 2, "--data must be given"),
         (

@@ -16,11 +16,21 @@ from typing import Any
 import pytest
 from conftest import REPO, job_environment
 
-from titan_mi100 import launch_nodes
-from titan_mi100.config.scheduler import device_index
+from titan_mi100.config.srun import device_index
 from titan_mi100.errors import UserError
-from titan_mi100.nodes import Host, Link, Place, free_port, join, parse_place
-from titan_mi100.outcome import ATTEMPTS, KILLED, LOST, RUNNING, Outcome, Restarts, combined, next_move, read_outcome
+from titan_mi100.launch import several_nodes as launch_nodes
+from titan_mi100.launch.links import Host, Link, Place, free_port, join, parse_place
+from titan_mi100.watch.outcome import (
+    ATTEMPTS,
+    KILLED,
+    LOST,
+    RUNNING,
+    Outcome,
+    Restarts,
+    combined,
+    next_move,
+    read_outcome,
+)
 
 
 def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Place:
@@ -118,7 +128,7 @@ def test_the_killed_rank_is_named_before_the_ranks_that_lost_it() -> None:
 
 def test_a_batch_script_reads_code_and_move_of_its_own_start_only(tmp_path: Path) -> None:
     def ask(*options: str) -> str:
-        command = [sys.executable, "-S", "-m", "titan_mi100.outcome", str(tmp_path), *options]
+        command = [sys.executable, "-S", "-m", "titan_mi100.watch.outcome", str(tmp_path), *options]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
     assert ask("--start", "7.0.1") == "1 retry the run has left no message\n"

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.memory import layers_per_stage
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -28,6 +27,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.shapes.families import PRESETS
 
 LAYERS = 3

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import REPO
 
-from titan_mi100 import planner
 from titan_mi100.config.load import load_config
 from titan_mi100.run import forecast
+from titan_mi100.tools import plan as planner
 
 SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
 LEAN = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--training.mixed_precision_reduce", "bfloat16"]

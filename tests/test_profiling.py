@@ -21,10 +21,10 @@ from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.profile import main
 from titan_mi100.run import profiling
 from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
+from titan_mi100.tools.summarise_trace import main
 
 
 def event(category: str, name: str, start: float, stop: float, thread: object = 1) -> dict[str, Any]:

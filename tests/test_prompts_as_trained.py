@@ -8,12 +8,12 @@ import pytest
 from conftest import ASSETS
 from test_chat_template import SMALL, chatml, folder_with, needs_qwen3, say, transformers_tokenizer
 
-from titan_mi100.config.assets import run_assets
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import JOINED, Encoder
 from titan_mi100.data.formats import BadRecord, Example, choose_format
 from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.text.assets import run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 

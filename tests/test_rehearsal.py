@@ -14,16 +14,17 @@ from conftest import REPO, random_documents, torchrun
 from gloo.job_parity import config_of
 from test_model import SPECS
 
-from titan_mi100 import launch, rehearse
-from titan_mi100.config.costs import recomputed_flops, train_flops
-from titan_mi100.config.hardware import Gpu
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.load import load_config
-from titan_mi100.config.scaling import bubble_share, step_time
 from titan_mi100.config.settings import Config
-from titan_mi100.config.traffic import OPERATIONS, Transfer, Work, axis_of
-from titan_mi100.memory.counter import as_rank, enough_microbatches
-from titan_mi100.rehearsal import session
+from titan_mi100.launch import launcher as launch
+from titan_mi100.planning.costs import recomputed_flops, train_flops
+from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.scaling import bubble_share, step_time
+from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of
+from titan_mi100.tools import rehearse
+from titan_mi100.tools.rehearsal import session
+from titan_mi100.tools.rehearsal.counter import as_rank, enough_microbatches
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 SEQ_LEN, RANKS = 32, 4

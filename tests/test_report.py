@@ -19,18 +19,18 @@ from titan_mi100.checkpoint import sealed
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
-from titan_mi100.outcome import append_to_log
-from titan_mi100.pages import collect as collecting
-from titan_mi100.pages import tables
-from titan_mi100.pages.bins import Bins, half_window, smoothed, usable
-from titan_mi100.pages.charts import charts, ticks
-from titan_mi100.pages.collect import collect
-from titan_mi100.pages.verdict import findings, state_of
-from titan_mi100.report import main
 from titan_mi100.run import faults, forecast
 from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter
+from titan_mi100.tools.pages import collect as collecting
+from titan_mi100.tools.pages import tables
+from titan_mi100.tools.pages.bins import Bins, half_window, smoothed, usable
+from titan_mi100.tools.pages.charts import charts, ticks
+from titan_mi100.tools.pages.collect import collect
+from titan_mi100.tools.pages.verdict import findings, state_of
+from titan_mi100.tools.report import main
 from titan_mi100.trainer import StepResult
+from titan_mi100.watch.outcome import append_to_log
 
 HOSTILE = "<script>alert(1)</script></pre><img src=x onerror=alert(2)>'\"&amp; \x1b[31m \u202eevil 😀 مرحبا \ud800"
 VOID = {"meta", "br", "img", "link", "input"}
@@ -651,14 +651,14 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
 
 def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
     code = (
-        "import sys; from titan_mi100.report import main; assert main(sys.argv[1:]) == 0; "
+        "import sys; from titan_mi100.tools.report import main; assert main(sys.argv[1:]) == 0; "
         "assert not {'torch', 'matplotlib', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
 
 
 def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from titan_mi100.logging import log
+    from titan_mi100.log import log
     from titan_mi100.open_run.record import log_where_everything_is
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
@@ -670,4 +670,4 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             )  # type: ignore[arg-type]
     finally:
         log.propagate = False
-    assert any(line.endswith(f" -m titan_mi100.report '{tmp_path}/a b'") for line in caplog.messages)
+    assert any(line.endswith(f" -m titan_mi100.tools.report '{tmp_path}/a b'") for line in caplog.messages)

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 from conftest import ASSETS, REPO
 
-from titan_mi100 import exact_match, generate, inspect_data, launch, report
+from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
-from titan_mi100.convert import dcp_to_hf
+from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
 from titan_mi100.open_run.start import open_run
-from titan_mi100.outcome import RunState, write_run_state
-from titan_mi100.pages.verdict import _STATES
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import after_run, shown_path, to_resume
+from titan_mi100.tools import exact_match, generate, inspect_data, report
+from titan_mi100.tools.convert import dcp_to_hf
+from titan_mi100.tools.pages.verdict import _STATES
 from titan_mi100.train import Preempted, train
+from titan_mi100.watch.outcome import RunState, write_run_state
 
 PLACEHOLDERS = re.compile(r"\b(N|R|HOST|NAME)\b")  # of the tables
 NEVER = SimpleNamespace(reason="")  # a run that is not told to stop
@@ -129,7 +131,9 @@ def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_
     state = table("run_state.json")
     assert json.loads((folder / "run_state.json").read_text()).keys() <= state.keys()
     assert [
-        key for key in state if f'"{key}"' not in strings("outcome.py") and f"    {key}: " not in strings("outcome.py")
+        key
+        for key in state
+        if f'"{key}"' not in strings("watch/outcome.py") and f"    {key}: " not in strings("watch/outcome.py")
     ] == []
     assert set(re.findall("`([^`]+)`", state["state"][0])) == _STATES.keys()
 
@@ -155,7 +159,7 @@ def test_the_commands_at_the_end_of_a_run_work(
 
     commands = dict(after_run(folder, config, 1))
     assert list(commands) == ["chat", "evaluate", "export", "report", "data page", "curves"]
-    assert commands["curves"].endswith("-m tensorboard.main --logdir 'a b/tensorboard'")
+    assert commands["curves"].endswith("/tensorboard --logdir 'a b/tensorboard'")
     generated = ["--prompt", "1 + 1", "--max_new_tokens", "2", "--device", "cpu"]
     for purpose, program, more in (
         ("chat", generate.main, generated),
@@ -163,8 +167,11 @@ def test_the_commands_at_the_end_of_a_run_work(
         ("report", report.main, []),
         ("data page", inspect_data.main, []),
     ):
-        python, _, module, *arguments = shlex.split(commands[purpose])
-        assert module == program.__module__ and (python == "python" or Path(python).samefile(sys.executable))
+        ours, *words = shlex.split(commands[purpose])
+        name = " ".join(words[:2]) if purpose == "evaluate" else words[0]
+        arguments = words[2 if purpose == "evaluate" else 1 :]
+        assert f"titan_mi100.{COMMANDS[name][0]}" == program.__module__
+        assert Path(ours) == Path(sys.executable).parent / "titan-mi100"  # no environment is active
         assert program([*arguments, *more]) == 0, capsys.readouterr().err
     assert "0 of 1 correct" in capsys.readouterr().out
     assert (folder / "report.html").exists() and (folder / "data.html").exists()
@@ -172,9 +179,7 @@ def test_the_commands_at_the_end_of_a_run_work(
     dcp_to_hf.main()
 
     with_export = dict(after_run(folder, config, 1))  # which is what is used from now on, and not made again
-    assert "export" not in with_export and with_export["chat"].endswith(
-        " -m titan_mi100.generate --model 'a b/hf-step-1'"
-    )
+    assert "export" not in with_export and with_export["chat"].endswith("titan-mi100 generate --model 'a b/hf-step-1'")
     gold.write_text('{"question": "1 + 1?", "answer": "two"}\n')
     assert "evaluate" not in dict(after_run(folder, config, 1))
 
@@ -191,7 +196,7 @@ def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pyte
     base.mkdir()
     config = load_config(settings(tmp_path, **lora, **{"checkpoint.initial_load_path": base}), 1, with_files=False)
     chat = dict(after_run(tmp_path, config, 3))["chat"]
-    assert chat.endswith(" -m titan_mi100.generate --model base --adapter checkpoint/step-3")
+    assert chat.endswith("titan-mi100 generate --model base --adapter checkpoint/step-3")
     two = settings(tmp_path, **{"data.path": f"{ASSETS}/arithmetic.jsonl,{ASSETS}/chat.jsonl", "data.weights": "1,2"})
     assert "--source arithmetic" in dict(after_run(tmp_path, load_config(two, 1), 3))["data page"]
     assert shown_path(tmp_path / "x") == "x" and shown_path("/usr") == "/usr"

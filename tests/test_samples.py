@@ -16,19 +16,19 @@ from test_generate import SPECS, reference, said_by_transformers
 from test_metrics import open_reporter
 from torch._dynamo.utils import counters
 
-from titan_mi100 import prepare_corpus
 from titan_mi100.config.load import load_config
 from titan_mi100.data.corpus import CorpusRows, read_corpus
 from titan_mi100.data.made_up import packed
 from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import sample_line
 from titan_mi100.run.samples import answer_greedily, until_stop
 from titan_mi100.run.sinks import Explanation, TensorBoard
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools import prepare_corpus
 
 
 @pytest.mark.parametrize(

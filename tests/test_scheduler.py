@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, job_environment
 
-from titan_mi100.config.scheduler import check_place, srun_ranks, srun_tasks
+from titan_mi100.config.srun import check_place, srun_ranks, srun_tasks
 from titan_mi100.errors import UserError
 
 STEP = {

@@ -13,20 +13,20 @@ import pytest
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
-from titan_mi100.config.assets import GENERATION, stop_ids
 from titan_mi100.config.layout import Batch, accumulation_for
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
 from titan_mi100.files.schema import validated
 from titan_mi100.open_run.record import _write_explanation
-from titan_mi100.outcome import Outcome, note_restart, read_outcome, restarts_of
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import trace_summary
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.metrics import _drop_after
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import _run_id
+from titan_mi100.text.assets import GENERATION, stop_ids
+from titan_mi100.watch.outcome import Outcome, note_restart, read_outcome, restarts_of
 
 
 class Place(TypedDict, total=False):

@@ -44,12 +44,12 @@ elif argv[0] == "-c" and "print(sys.executable)" in argv[1]:  # the search for a
     print(sys.argv[0])
 elif argv[0] in ("-c", "-"):
     os.execv(sys.executable, [sys.executable, *argv])
-elif argv[1] == "titan_mi100.launch":  # the real one, but what it starts is the stub
+elif argv[1] == "titan_mi100.launch.launcher":  # the real one, but what it starts is the stub
     sys.path.insert(0, {str(REPO)!r})
-    from titan_mi100.config import hardware
+    from titan_mi100.planning import hardware
     hardware.default_process_count = lambda: 3
     sys.executable, sys.argv = sys.argv[0], argv[1:]
-    runpy.run_module("titan_mi100.launch", run_name="__main__", alter_sys=True)
+    runpy.run_module("titan_mi100.launch.launcher", run_name="__main__", alter_sys=True)
 elif argv[1] == "titan_mi100.config.load":
     log("config", argv[2:])
     wait_in("config")

@@ -17,7 +17,7 @@ from test_metrics import RESULT
 from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config, MetricsConfig, TrainingConfig
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.open_run.record import _chosen, _flat, _write_explanation
 from titan_mi100.run import sinks
 from titan_mi100.run.metrics import Reporter

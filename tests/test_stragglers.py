@@ -12,11 +12,11 @@ import torch
 from test_ruined_weights import opened
 
 from titan_mi100.data.loader import ShuffledEpochs
-from titan_mi100.machine.health import amd_health
 from titan_mi100.open_run.record import log_where_everything_is
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.stragglers import Stragglers, device_health, slow_ranks
+from titan_mi100.watch.health import amd_health
+from titan_mi100.watch.stragglers import Stragglers, device_health, slow_ranks
 
 
 def probes(*best: float) -> list[deque[float]]:
@@ -41,7 +41,7 @@ def test_a_slow_rank_is_named_with_its_host_once(
 ) -> None:
     found = Stragglers(world, log_freq=2)
     result: Any = SimpleNamespace(seconds=1.0, ranks=torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64))
-    monkeypatch.setattr("titan_mi100.run.stragglers.slow_ranks", lambda *_: {0: "it sleeps"})
+    monkeypatch.setattr("titan_mi100.watch.stragglers.slow_ranks", lambda *_: {0: "it sleeps"})
     for step in range(1, 99):
         found.after_step(step, result, 0.5)
     [line] = [record.getMessage() for record in caplog.records]
@@ -58,7 +58,7 @@ def test_all_ranks_come_to_the_same_answer_whatever_their_own_clocks_say(
 ) -> None:
     """They meet in a collective if a rank is slow: one that thinks otherwise would not come."""
     asked = []
-    monkeypatch.setattr("titan_mi100.run.stragglers.slow_ranks", lambda *given: asked.append(repr(given)) or {})
+    monkeypatch.setattr("titan_mi100.watch.stragglers.slow_ranks", lambda *given: asked.append(repr(given)) or {})
     gathered = torch.tensor([[0.1, 0.2, 0.5, 0.02]], dtype=torch.float64)
     for own in (0.1, 9.0):
         found = Stragglers(world, log_freq=2)

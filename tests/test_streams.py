@@ -64,7 +64,10 @@ def test_the_name_of_a_run_folder_passes_through_any_encoding(tmp_path: Path) ->
 def test_the_launcher_checks_the_config_for_its_number_of_processes(tmp_path: Path) -> None:
     stages = "--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 3"
     done = bash(
-        f'"$PYTHON" -m titan_mi100.launch --nproc_per_node 2 {GOOD} {stages}', tmp_path, RANK="x", LOCAL_RANK="3"
+        f'"$PYTHON" -m titan_mi100.launch.launcher --nproc_per_node 2 {GOOD} {stages}',
+        tmp_path,
+        RANK="x",
+        LOCAL_RANK="3",
     )
     said = "data_parallel_shard_degree = 3 x pipeline_parallel_degree = 2 does not fill the 2 started processes"
     assert done.returncode == 2 and said in done.stderr

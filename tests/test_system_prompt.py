@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from conftest import ASSETS
 
-from titan_mi100 import harness, inspect_data
-from titan_mi100.config.assets import PROMPTS, PromptSettings, prompt_settings, read_assets, run_assets
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.prepare import prepare_data
@@ -18,8 +16,10 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.generation.engine import PromptBuilder
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.text.assets import PROMPTS, PromptSettings, prompt_settings, read_assets, run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools import harness, inspect_data
 
 TOKENIZER, PROMPT = ASSETS / "tokenizer", "Answer in one word. 🙂"
 OWN = {"role": "system", "content": "My own."}

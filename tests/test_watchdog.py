@@ -14,23 +14,23 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from titan_mi100 import launch
-from titan_mi100 import outcome as outcomes
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.data import cache
-from titan_mi100.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
-from titan_mi100.run import heartbeat as heartbeats
-from titan_mi100.run import watchdog
-from titan_mi100.run.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
-from titan_mi100.run.watchdog import Seen, Watch, behind
+from titan_mi100.launch import launcher as launch
+from titan_mi100.watch import heartbeat as heartbeats
+from titan_mi100.watch import outcome as outcomes
+from titan_mi100.watch import watchdog
+from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
+from titan_mi100.watch.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
+from titan_mi100.watch.watchdog import Seen, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
 PROCESS = """
 import ctypes, sys, threading, time
 from pathlib import Path
 from titan_mi100.config.settings import WatchdogConfig
-from titan_mi100.run.heartbeat import Heartbeat
+from titan_mi100.watch.heartbeat import Heartbeat
 heartbeat = Heartbeat(WatchdogConfig(seconds=0.5), Path(sys.argv[1]), int(sys.argv[2]))
 for number in (1, 2, 3):
     heartbeat.begin_step(number)
@@ -277,7 +277,7 @@ def test_a_watcher_ends_with_its_processes_also_if_they_ended_before_it_looked(
     if is_recorded:
         command = [sys.executable, "-c", PROCESS.format(how="pass", does="pass"), str(folder), "0"]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
-    command = [sys.executable, "-m", "titan_mi100.run.watchdog", str(folder), "1"]
+    command = [sys.executable, "-m", "titan_mi100.watch.watchdog", str(folder), "1"]
     subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True, stdin=subprocess.DEVNULL, timeout=30
     )
@@ -303,7 +303,7 @@ def test_a_lock_that_another_process_holds_is_polled(monkeypatch: pytest.MonkeyP
 
 RUNS_FIRST = """
 import sys
-from titan_mi100.launch import Launcher
+from titan_mi100.launch.launcher import Launcher
 launcher = Launcher()
 launcher._limit = float(sys.argv[1])
 launcher.run_first("the preparation", "-c", sys.argv[2])

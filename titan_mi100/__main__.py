@@ -1,7 +1,7 @@
 """The console command: `titan-mi100 WORD ...` or `python -m titan_mi100 WORD ...`. Each word is a module's `main`.
 
 A module is imported only when its command is used, and this file does not import torch: help and mistakes answer at
-once. `train` does what run_train.sh does: it blocks signals first, then launch.py supervises the run.
+once. `train` does what run_train.sh does: it blocks signals first, then launch/launcher.py supervises the run.
 """
 
 import os
@@ -12,26 +12,26 @@ from importlib import import_module
 # as run_train.sh blocks them
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 COMMANDS = {  # word or words: module, and what it does
-    "train": ("launch", "check the config, prepare the data, start the processes and supervise them"),
-    "doctor": ("doctor", "check this machine: what is wrong with it, and what to do about it"),
-    "certify": ("certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
+    "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
+    "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
+    "certify": ("tools.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
-    "config new": ("new_config", "write a config: five questions, and a check that the run fits the cards"),
-    "inspect": ("inspect_data", "show what will train, token by token"),
-    "plan": ("planner", "predict whether a run fits its GPUs, and find the fastest layout"),
-    "rehearse": ("rehearse", "count memory and communication of a run on N devices, without the devices"),
-    "prepare": ("prepare_corpus", "tokenise a corpus for pretraining into shards"),
-    "profile": ("profile", "summarise a trace that a run has written"),
-    "report": ("report", "one page about a run, or several side by side"),
-    "generate": ("generate", "generate text with a model, or chat with it"),
-    "evaluate exact-match": ("exact_match", "exact match of generated answers, in GSM8K's format"),
-    "evaluate harness": ("harness", "any task of the lm-evaluation-harness (extra eval)"),
-    "convert hf-to-dcp": ("convert.hf_to_dcp", "Hugging Face folder to DCP folder"),
-    "convert dcp-to-hf": ("convert.dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
-    "convert dcp-to-torch": ("convert.dcp_to_torch", "DCP folder to a file of torch.save"),
-    "convert torch-to-dcp": ("convert.torch_to_dcp", "file of torch.save to DCP folder"),
-    "convert merge-lora": ("convert.merge_lora", "merge an adapter into its base"),
-    "convert inspect-dcp": ("convert.inspect_dcp", "list what a checkpoint holds"),
+    "config new": ("tools.new_config", "write a config: five questions, and a check that the run fits the cards"),
+    "inspect": ("tools.inspect_data", "show what will train, token by token"),
+    "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
+    "rehearse": ("tools.rehearse", "count memory and communication of a run on N devices, without the devices"),
+    "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),
+    "profile": ("tools.summarise_trace", "summarise a trace that a run has written"),
+    "report": ("tools.report", "one page about a run"),
+    "generate": ("tools.generate", "generate text with a model, or chat with it"),
+    "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
+    "evaluate harness": ("tools.harness", "any task of the lm-evaluation-harness (extra eval)"),
+    "convert hf-to-dcp": ("tools.convert.hf_to_dcp", "Hugging Face folder to DCP folder"),
+    "convert dcp-to-hf": ("tools.convert.dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
+    "convert dcp-to-torch": ("tools.convert.dcp_to_torch", "DCP folder to a file of torch.save"),
+    "convert torch-to-dcp": ("tools.convert.torch_to_dcp", "file of torch.save to DCP folder"),
+    "convert merge-lora": ("tools.convert.merge_lora", "merge an adapter into its base"),
+    "convert inspect-dcp": ("tools.convert.inspect_dcp", "list what a checkpoint holds"),
 }
 
 _OTHER_WORDS = {  # what other tools call a command
@@ -59,10 +59,10 @@ def main() -> int:
     given = sys.argv[1:]
     if given[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before anything is imported: the launcher waits for them
-        from titan_mi100 import launch
+        from titan_mi100.launch import launcher
 
         sys.argv[0] = "titan-mi100 train"
-        return launch.main(given[1:])
+        return launcher.main(given[1:])
     from titan_mi100 import cli
 
     if not given or given[0] in ("-h", "--help"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log, setup_logging
+from titan_mi100.log import log, setup_logging
 from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import command_name, shortened, with_level
 

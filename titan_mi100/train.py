@@ -5,8 +5,8 @@ the loop needs, and trainer.py runs one step.
 """
 
 from titan_mi100.config.load import config_from_command_line
-from titan_mi100.run.heartbeat import ENDED, SAVE, Heartbeat
 from titan_mi100.run.preemption import Preemption
+from titan_mi100.watch.heartbeat import ENDED, SAVE, Heartbeat
 
 if __name__ == "__main__":
     preemption = Preemption()  # first: a signal to stop may arrive while torch is imported
@@ -20,21 +20,21 @@ from dataclasses import replace
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
-from titan_mi100.config.plan import remedy
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, SaveError, UserError
-from titan_mi100.logging import log, setup_logging
+from titan_mi100.log import log, setup_logging
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
-from titan_mi100.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
+from titan_mi100.planning.plan import remedy
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.next_commands import to_resume
 from titan_mi100.run.time_limit import TimeLimit, end_of_job
 from titan_mi100.trainer import peak_memory_gib
+from titan_mi100.watch.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level
 

@@ -5,8 +5,8 @@
 A model of 4M parameters takes the trainer's own steps, of 8,192 tokens at least. All cases of a group take theirs in
 turn, so that a machine whose speed drifts treats them alike. Of each group the cost per token, or per counted FLOP,
 relative to its first case: 1.00 is no growth. Documents of 200 tokens are to cost the same per token in any batch,
-within 10%; all else is to follow the FLOPs that config/costs.py counts within 15%; 100 documents in a row are never to
-be slower than one.
+within 10%; all else is to follow the FLOPs that planning/costs.py counts within 15%; 100 documents in a row are never
+to be slower than one.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from step import open_bench
 
 from titan_mi100.cli import exit_code
-from titan_mi100.config.costs import train_flops
 from titan_mi100.parallel import distributed
+from titan_mi100.planning.costs import train_flops
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 SPEC = Qwen3Spec(4096, 256, 768, 4, 4, 2, 64, True, rope_theta=1e6, max_position_embeddings=40_960)

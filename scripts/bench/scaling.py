@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_mi100.config.hardware import DEVICES
 from titan_mi100.config.load import load_config
-from titan_mi100.config.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.config.settings import Config
-from titan_mi100.config.traffic import Work
-from titan_mi100.rehearsal.session import rehearse
+from titan_mi100.planning.hardware import DEVICES
+from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
+from titan_mi100.planning.traffic import Work
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.tools.rehearsal.session import rehearse
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 LLAMA_3_8B = Qwen3Spec(128_256, 4096, 14_336, 32, 32, 8, 128, False, rope_theta=500_000.0)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("what", choices=("fit", "published", "curves"))
     what = parser.parse_args().what
     if what == "fit":
-        print(f"efficiency {fitted_efficiency():.4f}; config/scaling.py has {EFFICIENCY}")
+        print(f"efficiency {fitted_efficiency():.4f}; planning/scaling.py has {EFFICIENCY}")
     for line in {"fit": lambda: lines_of((FITTED,)), "published": lambda: lines_of(PUBLISHED), "curves": curves}[
         what
     ]():

@@ -3,7 +3,7 @@
     python scripts/bench/step.py [--model 103m 281m 281m-4096 ...] [--seq 1024] [--document 0] [--dtype float32]
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 scripts/bench/step.py ...   # on two processes
 
-The trainer's own step on made-up rows of the real model's shapes. `share` is the step's FLOPs, as config/costs.py
+The trainer's own step on made-up rows of the real model's shapes. `share` is the step's FLOPs, as planning/costs.py
 counts them (recomputation is not work), over the rate at which this machine multiplies two of the model's matrices,
 times the processes. Documents of random lengths from 100 to 500 tokens, or with --document of that length each. With
 --profile the ten operators that take most time by themselves, and the share of copies and casts.
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.cli import exit_code
-from titan_mi100.config.costs import train_flops
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -40,6 +39,7 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
+from titan_mi100.planning.costs import train_flops
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3 import Qwen3Spec

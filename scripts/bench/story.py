@@ -129,7 +129,7 @@ def score(folder: Path, export: Path) -> dict[str, Any]:
     arguments |= {"--output": folder / "answers.jsonl", "--max_new_tokens": MAX_NEW_TOKENS, "--batch_size": 50}
     words = [str(word) for argument in arguments.items() for word in argument]
     started = time.perf_counter()
-    summary = json.loads(run(sys.executable, "-m", "titan_mi100.exact_match", *words, "--no_thinking", "--json"))
+    summary = json.loads(run(sys.executable, "-m", "titan_mi100.tools.exact_match", *words, "--no_thinking", "--json"))
     print(f"exact match {summary['score']:.1%} of {summary['n']} in {time.perf_counter() - started:.0f} s\n")
     return summary
 

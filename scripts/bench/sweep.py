@@ -28,7 +28,6 @@ import torchrun_job
 
 from titan_mi100.cli import exit_code
 from titan_mi100.config.check import check
-from titan_mi100.config.hardware import default_process_count
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
@@ -36,6 +35,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.planning.hardware import default_process_count
 from titan_mi100.shapes import families
 
 WORKER = Path(__file__).with_name("sweep_worker.py")

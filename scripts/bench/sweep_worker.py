@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from sweep import Row, config_of
 
-from titan_mi100.config.costs import train_flops
-from titan_mi100.config.hardware import find_gpu
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.costs import train_flops
+from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.run.communication import communication
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone

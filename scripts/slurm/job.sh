@@ -151,7 +151,7 @@ titan_job() {
   fi
   titan_set_up "$run_folder" || { titan_say "ERROR the nodes cannot be set up" && return 1; }
   if [ -n "${TITAN_CHAINED:-}" ]; then # a job of a chain: is there anything left to do?
-    read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$run_folder")
+    read -r code move words < <("$PYTHON" -m titan_mi100.watch.outcome "$run_folder")
     if [ "$move" = end ] && [ -e "$run_folder/run_state.json" ]; then
       titan_say "the run has ended before, with exit code $code: $words"
       return "$code"
@@ -178,7 +178,7 @@ titan_job() {
     first=${nodes[0]}
     export TITAN_START=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
     titan_step "$(titan_list "${nodes[@]}")" "$folder" "$@"
-    read -r code move words < <("$PYTHON" -m titan_mi100.outcome "$folder" --start "$TITAN_START" --srun "$step_code")
+    read -r code move words < <("$PYTHON" -m titan_mi100.watch.outcome "$folder" --start "$TITAN_START" --srun "$step_code")
     titan_say "attempt $attempt: exit code $code (srun: $step_code), $move; $words"
     [ "$move" = retry ] && [ -z "$titan_stopping" ] || break
   done

@@ -27,7 +27,7 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec

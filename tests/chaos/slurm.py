@@ -24,8 +24,8 @@ from chaos.case import Case, Outcome
 from chaos.starts import CONFIG
 from conftest import REPO, job_environment
 
-from titan_mi100.nodes import free_port
-from titan_mi100.outcome import read_outcome
+from titan_mi100.launch.links import free_port
+from titan_mi100.watch.outcome import read_outcome
 
 NODES = ("n1", "n2", "n3")
 SETTINGS = """

@@ -18,7 +18,7 @@ from pathlib import Path
 from chaos.case import Case, Outcome
 from conftest import ASSETS, REPO, job_environment
 
-from titan_mi100.nodes import free_port
+from titan_mi100.launch.links import free_port
 
 TROUBLE = ("rank killed", "late", "agent killed", "refused", "rank killed", "port taken")  # of every second start
 AGAIN = re.compile(r"^run_train: .*; attempt \d of \d \.\.\.$", re.MULTILINE)  # a line about a further attempt

@@ -29,8 +29,8 @@ from types import FrameType
 from typing import Any
 
 from titan_mi100.config.load import config_from_command_line
-from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
+from titan_mi100.watch.heartbeat import Heartbeat
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.open_run.run import Run
-from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.train import main
+from titan_mi100.watch.heartbeat import Heartbeat
 
 step = Run.step
 

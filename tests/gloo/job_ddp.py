@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_mi100.config.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, packed
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World

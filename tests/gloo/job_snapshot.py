@@ -11,10 +11,10 @@ import torch
 
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.open_run import start as open_run
-from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.run.profiling import Profiler
 from titan_mi100.train import main
+from titan_mi100.watch.heartbeat import Heartbeat
 
 step = open_run.Run.step
 

@@ -33,7 +33,7 @@ from titan_mi100.config.kernels import KERNELS, OWN
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.plain import read_checked
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.wording import shortened
 
 _PATIENCE = 600  # seconds; it may have to compile a dozen kernels

@@ -40,7 +40,7 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.stored import open_dcp
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import (

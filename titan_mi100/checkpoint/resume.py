@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from titan_mi100.checkpoint import sealed
 from titan_mi100.errors import UserError
 from titan_mi100.files import plain
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, first_found, from_rank_zero, raise_together
 from titan_mi100.wording import shortened, some
 

@@ -20,7 +20,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import remove_any, sha256_of, sync, write_synced
 from titan_mi100.files.plain import LARGEST_CONFIG, is_plain_name, read_plain
 from titan_mi100.files.schema import UnknownKeyError, validated
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.wording import shortened
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_mi100.config import assets, settings
+from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
@@ -19,6 +19,7 @@ from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
 from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.shapes.families import LINEARS, known_fields
+from titan_mi100.text import assets
 from titan_mi100.wording import bytes_in_words, has_control_characters
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.

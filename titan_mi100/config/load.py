@@ -23,8 +23,8 @@ from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.problem import Problem
-from titan_mi100.config.scheduler import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import Unknown, messages, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean

@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titan_mi100.config import assets
 from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
@@ -12,6 +11,7 @@ from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
 from titan_mi100.shapes import families
 from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
+from titan_mi100.text import assets
 
 # what must not change on resume
 FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")

@@ -26,7 +26,7 @@ from titan_mi100.data.tokenise import tokenise
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.templates import TEMPLATE
-from titan_mi100.logging import ByteProgress, log
+from titan_mi100.log import ByteProgress, log
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files

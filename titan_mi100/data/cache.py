@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import atomic_output_folder, remove_any, replace, sha256_of, sync
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.logging import log
+from titan_mi100.log import log
 
 Stamp = tuple[str, list[int]]  # a file's SHA-256, and its `_stat_stamp` at that time
 T = TypeVar("T")

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.config.assets import CORPUS, PLAN
 from titan_mi100.data.prepared import PADDING_ROW
 from titan_mi100.data.rows import Row, packed_row
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object, read_plain
 from titan_mi100.files.schema import validated
+from titan_mi100.text.assets import CORPUS, PLAN
 
 FORMAT = 1  # version of the files; other versions are refused
 VALUE = np.dtype("<u4")

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from titan_mi100.cli import exit_code, version_of
-from titan_mi100.config.assets import folder_of, has_tokenizer
 from titan_mi100.config.load import config_from_command_line, make_run_folder
-from titan_mi100.config.scheduler import RUN_FOLDER
 from titan_mi100.config.settings import Config, DataConfig, ModelConfig
+from titan_mi100.config.srun import RUN_FOLDER
 from titan_mi100.data.build import CODE_HASH, LIBRARIES, DataRequest, make_folder
 from titan_mi100.data.cache import cached_text, open_or_build_folder
 from titan_mi100.data.files import expand_patterns
@@ -25,7 +24,8 @@ from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.plain import read_plain
-from titan_mi100.logging import setup_logging
+from titan_mi100.log import setup_logging
+from titan_mi100.text.assets import folder_of, has_tokenizer
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.wording import some
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_mi100.config.assets import is_corpus
 from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.encode import DUPLICATE
 from titan_mi100.data.ledger import NO_SET, TRAIN, VALIDATION, Ledger
+from titan_mi100.text.assets import is_corpus
 
 HELD_OUT = -1  # used instead of a source's index for the files of data.validation_path
 

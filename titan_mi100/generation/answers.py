@@ -33,7 +33,7 @@ Judge = Callable[[int, str], Row]
 
 def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
     """A parser with the options of every command that generates."""
-    prog = f"python -m titan_mi100.{name}"
+    prog = f"titan-mi100 {name}"
     parser = Parser(prog=prog, description=description, epilog=epilog, example=f"e.g. {prog} --model {_MODEL}")
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_mi100.attention.choice import without_trial
-from titan_mi100.config.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
 from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_object
@@ -23,6 +22,7 @@ from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.parallel.distributed import device_name, fill_parameters
 from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.text.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import merged_source

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.config.hardware import is_amd_cpu
+from titan_mi100.planning.hardware import is_amd_cpu
 
 _FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
 # On an AMD CPU, MKL (torch's fp32 library) uses one core for a matrix-vector product and reads a right factor slowly.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.config.memory import HEAD_BLOCK, HEAD_SHARE
+from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_SHARE
 
 _LEAST_BLOCK = 1024  # columns of a block; narrower matrix products are slow
 

@@ -14,12 +14,12 @@ from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConf
 from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
-from titan_mi100.run.heartbeat import START, WATCHED, Heartbeat
 from titan_mi100.run.progress import Progress
+from titan_mi100.watch.heartbeat import START, WATCHED, Heartbeat
 
 _PATIENCE = 24  # times watchdog.start_seconds
 

@@ -7,18 +7,18 @@ from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import Found
-from titan_mi100.config.assets import ending_turns, run_assets
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.text.assets import ending_turns, run_assets
 
 
 def choose_backend(

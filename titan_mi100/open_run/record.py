@@ -14,23 +14,23 @@ import torch
 
 from titan_mi100.attention.base import NO_KERNEL, Shape
 from titan_mi100.attention.running import running_kernel
-from titan_mi100.certificate.machine import describe
 from titan_mi100.checkpoint.sealed import list_checkpoints
-from titan_mi100.config import hardware
 from titan_mi100.config.as_text import sections, to_toml
-from titan_mi100.config.costs import flops_of_steps
 from titan_mi100.config.settings import Config, ValidationConfig
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
 from titan_mi100.data.rows import Row
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel, documents_of
 from titan_mi100.parallel.distributed import World, raise_together
+from titan_mi100.planning import hardware
+from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.run.faults import FILE, SPIKES
+from titan_mi100.run.machine import describe
 from titan_mi100.run.metrics import SAMPLES, Reporter
 from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress

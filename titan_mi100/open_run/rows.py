@@ -7,7 +7,7 @@ from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.run.progress import Progress
 
 _MUCH_PADDING = 0.2  # share of an epoch's rows

@@ -21,13 +21,13 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.forecast import Forecast
-from titan_mi100.run.heartbeat import SAVE, VALIDATION, Heartbeat
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.profiling import Profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import Sampler
-from titan_mi100.run.stragglers import Stragglers
 from titan_mi100.trainer import StepResult, Trainer
+from titan_mi100.watch.heartbeat import SAVE, VALIDATION, Heartbeat
+from titan_mi100.watch.stragglers import Stragglers
 
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 

@@ -24,7 +24,7 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
@@ -40,14 +40,14 @@ from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
-from titan_mi100.run.heartbeat import Heartbeat
 from titan_mi100.run.profiling import SNAPSHOT, open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
-from titan_mi100.run.stragglers import Stragglers
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import fingerprint
 from titan_mi100.trainer import Trainer
+from titan_mi100.watch.heartbeat import Heartbeat
+from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own

@@ -26,7 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_mi100.compiler import cannot_compile
 from titan_mi100.config.settings import OptimizerConfig
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.optim import host
 from titan_mi100.optim.formats import block_size, split_24_bits
 from titan_mi100.optim.plain import Numbers, Scratch, update_with_fused, update_with_torch

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
-from titan_mi100.config.memory import layers_per_stage
 from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora
@@ -26,6 +25,7 @@ from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.shapes.base import ModelSpec
 
 

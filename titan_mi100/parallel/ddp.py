@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_mi100.config.settings import ParallelismConfig, TrainingConfig
 from titan_mi100.data.microbatch import Microbatch
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype

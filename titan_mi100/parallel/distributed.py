@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.hardware import count_gpus
 from titan_mi100.config.layout import AXES, DATA_PARALLEL, Layout
-from titan_mi100.config.scheduler import device_index
+from titan_mi100.config.srun import device_index
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
+from titan_mi100.planning.hardware import count_gpus
 
 # The names of torch 2.13, which deprecates the older names.
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -35,7 +35,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # with 5,120 ranks each rank would read 210 MB there. Larger jobs connect lazily, on first use. Small jobs do not,
 # because torch 2.8 then prints the ranks that are not connected.
 _FULL_MESH = 64
-# Time-outs of collectives. _START: until the first step, and for the full run if run/watchdog.py watches it (the
+# Time-outs of collectives. _START: until the first step, and for the full run if watch/watchdog.py watches it (the
 # watchdog's limits are shorter). _RUNNING: from the first step on without the watchdog.
 _START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
 _WAITING = timedelta(days=30)  # time-out of the group of wait_for_all; the watchdog's limits are shorter
@@ -116,7 +116,7 @@ class Patience:
     its long time-out: in it, ranks wait for files that other ranks write.
 
     Args:
-        is_watched: run/watchdog.py watches the run; all time-outs stay long.
+        is_watched: watch/watchdog.py watches the run; all time-outs stay long.
     """
 
     def __init__(self, mesh: DeviceMesh, is_watched: bool) -> None:

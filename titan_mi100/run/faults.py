@@ -10,7 +10,7 @@ from titan_mi100.data.loader import RowStream
 from titan_mi100.errors import NumericalError, UserError
 from titan_mi100.files import durable
 from titan_mi100.files.plain import open_plain
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, gather
 from titan_mi100.run.progress import Progress
 from titan_mi100.trainer import StepResult

@@ -12,9 +12,9 @@ from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.logging import log, log_errors_to_file, log_to_file
-from titan_mi100.outcome import RUNNING, STATE, RunState, write_run_state
+from titan_mi100.log import log, log_errors_to_file, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+from titan_mi100.watch.outcome import RUNNING, STATE, RunState, write_run_state
 
 _LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
 

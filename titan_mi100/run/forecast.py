@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from titan_mi100.config.costs import flops_of_steps
-from titan_mi100.config.hardware import find_gpu
-from titan_mi100.config.memory import CATEGORIES
-from titan_mi100.config.plan import GIB, make_plan, remedy
 from titan_mi100.config.settings import Config, MemoryConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, device_name, raise_together
+from titan_mi100.planning.costs import flops_of_steps
+from titan_mi100.planning.hardware import find_gpu
+from titan_mi100.planning.memory import CATEGORIES
+from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import StepResult, peak_memory_gib
 

@@ -16,7 +16,7 @@ from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import if_finite, validated
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.run.sinks import Sink
 from titan_mi100.trainer import StepResult
 from titan_mi100.wording import last_question, shortened, utc_now

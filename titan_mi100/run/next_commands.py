@@ -1,22 +1,23 @@
 """The commands that make sense after a run: to chat, evaluate, export, report, look at the data, or resume.
 
-Each is printed as it can be pasted into a shell: with the run's paths, quoted where needed, and with the interpreter
-that the run has used. A command that cannot work for this run is left out.
+Each is printed as it can be pasted into a shell: with the run's paths, quoted where needed. A command that cannot work
+for this run is left out.
 """
 
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_mi100.config.assets import is_corpus
 from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.data.files import LONGEST_LINE
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import open_plain
+from titan_mi100.text.assets import is_corpus
 
 CONFIG = "config.toml"  # in the run folder: the resolved settings
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
@@ -34,22 +35,29 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     model = _model_options(config.lora, base, checkpoint, export)
     found = []
     if model:
-        found.append(("chat", _command("titan_mi100.generate", *model)))
+        found.append(("chat", command("generate", *model)))
     if model and (rows := _rows_with_gold(config.data.validation_path)):
-        found.append(("evaluate", _command("titan_mi100.exact_match", *model, "--data", shown_path(rows))))
+        found.append(("evaluate", command("evaluate exact-match", *model, "--data", shown_path(rows))))
     if export.exists():
         found.append(("serve", _serve(config.lora, base, shown_path(export))))
     else:
         folders = ("--input_dir", shown_path(checkpoint), "--output_dir", shown_path(export))
-        found.append(("export", _command("titan_mi100.convert.dcp_to_hf", *folders)))
-    found.append(("report", _command("titan_mi100.report", shown_path(folder))))
+        found.append(("export", command("convert dcp-to-hf", *folders)))
+    found.append(("report", command("report", shown_path(folder))))
     sources = [source.name for source in config.data.sources if not any(map(is_corpus, source.path))]
     if sources:
         which = ["--source", sources[0]] if len(config.data.sources) > 1 else []
         page = ("--html", shown_path(folder / "data.html"))
-        found.append(("data page", _command("titan_mi100.inspect_data", *_config_of(folder), *which, *page)))
+        found.append(("data page", command("inspect", *_config_of(folder), *which, *page)))
     if config.metrics.enable_tensorboard:
-        found.append(("curves", _command("tensorboard.main", "--logdir", shown_path(folder / "tensorboard"))))
+        found.append(
+            (
+                "curves",
+                shlex.join(
+                    [*_program("tensorboard", "tensorboard.main"), "--logdir", shown_path(folder / "tensorboard")]
+                ),
+            )
+        )
     return found
 
 
@@ -63,7 +71,7 @@ def to_resume(folder: Path, processes: int, local_processes: int) -> str:
     if processes != local_processes or not (folder / CONFIG).exists():  # the first start has not come to writing it
         return f"to resume, start again with job.run_folder = {folder}, without checkpoint.fresh and load_step"
     options = (*_config_of(folder), "--job.run_folder", shown_path(folder), "--nproc_per_node", str(processes))
-    return f"to resume: {_command('titan_mi100 train', *options)}"
+    return f"to resume: {command('train', *options)}"
 
 
 def shown_path(path: str | Path) -> str:
@@ -76,17 +84,17 @@ def shown_path(path: str | Path) -> str:
     return path if relative.startswith(("..", "-")) else relative
 
 
-def _command(words: str, *arguments: str) -> str:
-    """A command for the shell.
+def command(words: str, *arguments: str) -> str:
+    """A command of ours for the shell. Args: words: of __main__.COMMANDS."""
+    return shlex.join([*_program("titan-mi100", "titan_mi100"), *words.split(), *arguments])
 
-    Args:
-        words: the module, and maybe its subcommand.
 
-    Without an active environment `python` may be another interpreter, so the path of this one is written.
-    """
-    active = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
-    python = "python" if sys.prefix in active else shown_path(sys.executable)
-    return shlex.join([python, "-m", *words.split(), *arguments])
+def _program(name: str, module: str) -> list[str]:
+    """How to start a program of this environment. Where it is not active, its path is written."""
+    ours = Path(sys.executable).parent / name
+    if shutil.which(name) == str(ours):
+        return [name]
+    return [shown_path(ours)] if ours.exists() else [shown_path(sys.executable), "-m", module]
 
 
 def _config_of(folder: Path) -> tuple[str, str]:

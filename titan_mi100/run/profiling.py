@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
 from titan_mi100.trainer import StepResult

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_mi100.config.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import ValidationConfig
 from titan_mi100.data.microbatch import of_prompts
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
 from titan_mi100.errors import UserError
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero
+from titan_mi100.text.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.logging import log
+from titan_mi100.log import log
 
 _WANDB_ID = "wandb_id"  # file in the run folder
 _INIT_SECONDS, _FINISH_SECONDS = 10.0, 60.0  # W&B tries to connect for about twice the first

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.trainer import StepResult
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_mi100.config.assets import (
+from titan_mi100.config.hub import cached_model, is_hub_name
+from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.errors import UserError
+from titan_mi100.log import log
+from titan_mi100.model.lora import base_fingerprint
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.text.assets import (
     PROMPTS,
     Assets,
     ending_turns,
@@ -16,12 +22,6 @@ from titan_mi100.config.assets import (
     read_assets,
     thinking_by_default,
 )
-from titan_mi100.config.hub import cached_model, is_hub_name
-from titan_mi100.config.settings import LoRAConfig
-from titan_mi100.errors import UserError
-from titan_mi100.logging import log
-from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Weights, box

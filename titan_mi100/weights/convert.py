@@ -21,14 +21,14 @@ from torch import Tensor
 from titan_mi100 import cli as tool
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.hashed_files import HashedFiles
-from titan_mi100.config.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.files.library import try_library
-from titan_mi100.logging import ByteProgress, log
+from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.shapes.base import ModelSpec, parameter_count
+from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged_source

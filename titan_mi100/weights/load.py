@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import Config, LoRAConfig
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
 from titan_mi100.model.nf4 import NF4Linear, codes_per_value, quantize

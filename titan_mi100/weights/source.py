@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.config import assets as asset_files
-from titan_mi100.config.assets import Assets
 from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
-from titan_mi100.logging import log
+from titan_mi100.log import log
 from titan_mi100.shapes.base import ModelSpec, adapter_shapes, differences, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
+from titan_mi100.text import assets as asset_files
+from titan_mi100.text.assets import Assets
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import HFWeights

@@ -8,12 +8,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from titan_mi100.config.assets import GENERATION, read_assets, stop_ids
 from titan_mi100.errors import UserError
 from titan_mi100.model.families import MODELS
 from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.text.assets import GENERATION, read_assets, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights

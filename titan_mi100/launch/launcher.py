@@ -1,0 +1,448 @@
+"""Starts a run and supervises it: `python -m titan_mi100.launch.launcher ARGS`, which run_train.sh calls.
+
+It checks the config, prepares the data, runs the trainer, forwards signals, and ends with an exit code of
+docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner.
+several_nodes.py is about several nodes. The module imports little, and no torch, to start fast.
+
+Signals are blocked and read by sigwait; there are no signal handlers. So no signal interrupts other code, and no signal
+is lost. run_train.sh blocks them before it starts Python.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from titan_mi100.config.settings import WatchdogConfig
+from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
+from titan_mi100.errors import UserError
+from titan_mi100.launch import links
+from titan_mi100.launch.before_start import before_start
+from titan_mi100.launch.several_nodes import Leader, follow, parse
+from titan_mi100.streams import open_streams
+from titan_mi100.watch.heartbeat import FOLDER_FILE, WATCHED, WRITE_STACKS
+from titan_mi100.watch.outcome import (
+    ATTEMPTS,
+    HUNG,
+    HUNG_ELSEWHERE,
+    INTERRUPTED,
+    LOST,
+    RUNNING,
+    STATE,
+    Outcome,
+    Restarts,
+    RunState,
+    append_to_log,
+    note_restart,
+    read_outcome,
+    write_run_state,
+)
+from titan_mi100.watch.watchdog import LOOK, Idle, Watch, how_to_start_again
+from titan_mi100.wording import command_name, printable
+
+TRAINER = ("-m", "titan_mi100.train")
+_CONFIG = ("-m", "titan_mi100.config.load")
+_REHEARSAL = ("-m", "titan_mi100.tools.rehearse")
+_PREPARE = ("-m", "titan_mi100.data.prepare")
+_TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
+_ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
+_RECORDS = "watch"  # folder of the processes' records, beside the outcome file
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that stop a run
+_KILLED = 10.0  # seconds to wait for a killed process to end; a process that hangs in the kernel never ends
+_AGAIN = 2.0  # seconds between signals to the workers, which are repeated: a worker may not listen yet
+_MEANING = {
+    2: "the config or the input is wrong",
+    3: "stopped on request and saved",
+    4: "stopped because of the numbers (loss or gradients)",
+    5: "a process hung",
+    6: "out of memory; titan-mi100 plan shows layouts that need less",
+}
+Process = subprocess.Popen[bytes]
+PassOn = Callable[[Process], bool | None]  # forwards a stop signal; true: the process ends after its current step
+IsOver = Callable[[], bool]  # whether the process must be killed
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Launch a run and return its exit code."""
+    launcher = Launcher()
+    open_streams()
+    try:
+        if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
+            launcher.run_first("the rehearsal", *_REHEARSAL, *arguments)
+            return 0
+        if asked := [argument for argument in arguments if argument in ("-h", "--help", "--version")]:
+            launcher.run_first("the help", *_CONFIG, asked[0])
+            return 0
+        if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
+            raise UserError(f"CONFIG_FILE is not read here; unset it, and write --job.config_file {shlex.quote(file)}")
+        processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
+        launcher.processes = processes
+        copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
+        if copies not in ("1", str(place.most) if place else "1"):
+            raise UserError(
+                f"srun, or WORLD_SIZE, says that {copies} processes were started, and each run_train.sh would train a "
+                "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
+                "srun python -m titan_mi100.train ...; or one on each node, with --nnodes, --node_rank and --rdzv"
+            )
+        for name in (*PLACE, RUN_FOLDER):
+            os.environ.pop(name, None)  # may come from a job that has started this one
+        set_defaults(processes)
+        before_start(processes, say)
+        if place is None:
+            return _run_alone(launcher, processes, restarts)
+        return _lead(launcher, place, processes, restarts) if place.rank == 0 else follow(launcher, place, processes)
+    except UserError as error:
+        say(error)
+        return 2
+    except OSError as error:  # no temporary folder, or no memory for another process
+        say(f"cannot start: {error}")
+        return 1
+
+
+def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
+    """Run on a single node, with restarts. Returns the exit code."""
+    folder = launcher.check(processes)
+    launcher.prepare(folder)
+    torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
+    restarts = Restarts(ATTEMPTS if most_restarts else 1, most_restarts)
+    while True:
+        outcome = launcher.attempt(torchrun)
+        if not outcome.state:  # the trainer ended before it wrote a state
+            launcher.exit_if_stopped()
+            outcome = outcome._replace(code=1)
+        if launcher.is_stopped() or not (words := restarts.next(outcome)):
+            return conclude(outcome, folder)
+        launcher.restart(folder, outcome, words)
+
+
+def _lead(launcher: "Launcher", place: links.Place, processes: int, most_restarts: int) -> int:
+    """Node 0's part of a run on several nodes. Returns the exit code, which is sent to the other nodes too."""
+    folder, code = launcher.check(processes * place.most), 1
+    with links.Host(place, processes) as host:
+        try:
+            outcome = Leader(launcher, host, place, processes).run(folder, Restarts(ATTEMPTS, most_restarts))
+            code = outcome.code
+        except UserError:
+            code = 2
+            raise
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+            raise
+        finally:
+            host.tell(do="end", code=code)
+    return conclude(outcome, folder)
+
+
+def conclude(outcome: Outcome, folder: str) -> int:
+    """Print how the run has ended, and return its exit code."""
+    for line in outcome.message.splitlines():
+        say(line)
+    # In these cases no process of the run could write its state.
+    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST, INTERRUPTED) and os.path.isdir(folder):
+        state = HUNG if outcome.state == HUNG_ELSEWHERE else outcome.state
+        again = how_to_start_again(Path(folder))
+        write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
+    if outcome.code:
+        say(f"exit code {outcome.code}: {_MEANING.get(outcome.code, 'did not finish')}. Run folder: {folder}")
+    return outcome.code
+
+
+def set_defaults(processes: int) -> None:
+    """Set defaults of environment variables for the processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Share the cores among the processes. Without this torchrun sets one thread each and prints a long warning.
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(cores // processes, 1))
+    if os.path.exists("/dev/kfd"):  # peer access over PCIe between MI100 cards needs it
+        os.environ["HSA_FORCE_FINE_GRAIN_PCIE"] = os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") or "1"
+
+
+def say(words: object) -> None:
+    """Print a line to standard error."""
+    with suppress(OSError):  # standard error is closed; the run continues
+        os.write(2, f"{command_name('run_train')}: {printable(str(words))}\n".encode(errors="backslashreplace"))
+
+
+class Launcher:
+    """Runs one process after the other. Signals are blocked from its construction on, and read while a process runs.
+
+    Attributes:
+        trainer: the trainer's arguments.
+        processes: number of processes of this node.
+    """
+
+    _is_interrupted = False  # by a Ctrl-C after the first stop signal
+
+    def __init__(self) -> None:
+        self.trainer: Sequence[str] = ()
+        self.processes = 1
+        self._limit = WatchdogConfig().start_seconds  # without CPU time, for steps before the training
+        self._stop_signal: signal.Signals | None = None  # the first stop signal
+        self._outcome, self._under_torchrun = Path(), True
+        # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
+        heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
+        self._signals = heard | {signal.SIGCHLD, signal.SIGALRM, WRITE_STACKS}
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        # Some parents leave SIGCHLD ignored; the kernel would then discard the children's exit codes.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def check(self, world: int, rank: int = 0, folder: str = "") -> str:
+        """Check the config once, before any process starts. Returns the run folder, which all processes share.
+
+        Args:
+            world: number of processes of the job.
+            rank: check as the process with this rank would.
+            folder: the run folder; "": create it now.
+        """
+        os.environ.pop(RUN_FOLDER, None)
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
+        place |= {RUN_FOLDER: folder} if folder else {}
+        what, pipe = "the check of the config", subprocess.PIPE
+        found = self.run_first(what, *_CONFIG, *self.trainer, stdout=pipe, environment=place)
+        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(found).removesuffix("\n").partition(" ")
+        self._limit = float(limit)
+        return os.environ[RUN_FOLDER]
+
+    def prepare(self, folder: str) -> None:
+        """Prepare the data in a process without torch: bad rows are reported here, before a GPU is used.
+
+        Args:
+            folder: gets the ledger; it is removed if the preparation fails and the folder is empty.
+        """
+        try:
+            self.run_first("the preparation of the data", *_PREPARE, *self.trainer, environment={RUN_FOLDER: folder})
+        except BaseException:
+            with suppress(OSError):
+                os.rmdir(folder)  # only now: if it were removed earlier, another run could get the same name
+            raise
+
+    def run_first(
+        self, what: str, *command: str, stdout: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
+        """Run a step before the training itself. Exits this process if the step fails or hangs, or after a stop signal.
+
+        Args:
+            what: name of the step, for messages.
+            environment: variables to add.
+
+        Returns:
+            What the step printed, if `stdout` is a pipe.
+        """
+        idle, environment = Idle(self._limit), {"PYTHONFAULTHANDLER": "1", **environment}  # stacks at SIGABRT
+        status, output = self._run(what, command, Process.terminate, environment, idle.look, stdout)
+        self.exit_if_stopped()
+        if idle.message:
+            say(f"{what} hangs: {idle.message}; exit code 5")
+            sys.exit(5)
+        if status:
+            sys.exit(status if status in _MEANING else 1)
+        return output
+
+    def attempt(self, torchrun: Sequence[str], is_over: IsOver | None = None) -> Outcome:
+        """Run the trainer until it ends.
+
+        Args:
+            torchrun: torchrun's arguments; empty: run the trainer without torchrun.
+            is_over: called from time to time; the trainer is killed when it returns True.
+
+        Returns:
+            The outcome; a run that succeeded has no message.
+        """
+        self._under_torchrun = bool(torchrun)
+        command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
+        with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
+            self._outcome = Path(temporary, "outcome")  # the trainer creates the file
+            records = Path(temporary, _RECORDS)
+            records.mkdir()
+            state_file = Path(os.environ[RUN_FOLDER], STATE)
+            state_before = _stamp(state_file)
+            watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
+            environment = {
+                "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
+            }  # fmt: skip
+            what = "torchrun" if torchrun else "the trainer"
+            is_ended = False  # because of a hang, or of another node
+
+            def is_to_end() -> bool:
+                nonlocal is_ended
+                is_ended = is_ended or watch.look() or (is_over is not None and is_over())
+                return is_ended
+
+            command = (*command, *self.trainer)
+            status, _ = self._run(what, command, self._tell_workers, environment, is_to_end)
+            vanished = watch.vanished()  # before the next lines kill what is left
+            # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
+            # show its environment yet, so it is not found.
+            for _ in range(3 if status else 0):
+                self._signal_workers(signal.SIGKILL)
+                time.sleep(0.1)
+            outcome = read_outcome(self._outcome)
+            if not records.is_dir() and _stamp(state_file) != state_before:  # a cleaner of /tmp has removed it
+                outcome = read_outcome(state_file)
+            outcome = outcome or Outcome(0)
+            last_step, vanished = watch.last_step(), vanished if is_ended else watch.vanished()
+        folder = Path(os.environ[RUN_FOLDER])
+        if watch.outcome is not None:
+            append_to_log(folder, watch.outcome.message.splitlines())
+            return watch.outcome
+        if status and last_step is not None:  # a killed process could not write its last step
+            outcome = outcome._replace(step=max(last_step, outcome.step or 0))
+        if self._is_interrupted:
+            return Outcome(1, "Ctrl-C came again: ended at once, without saving", outcome.step, INTERRUPTED)
+        # state "": rank 0 is on another node, or has not written it yet
+        if status and vanished and (outcome.state in (RUNNING, LOST) or not (outcome.state or self.is_stopped())):
+            append_to_log(folder, vanished)
+            message = outcome.message if outcome.state == LOST else ""
+            outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))
+        # Repeat the message of a failed run: the trainer has printed it, but above torchrun's long report.
+        return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
+
+    def restart(self, folder: str, outcome: Outcome, words: str) -> None:
+        """Print why a run is restarted, and record it in run_state.json and train.log."""
+        for line in [*outcome.message.splitlines(), words]:
+            say(line)
+        append_to_log(Path(folder), [words])
+        note_restart(Path(folder), outcome)
+        if outcome.step is not None:
+            self.use_config_of(folder)
+
+    def use_config_of(self, folder: str) -> None:
+        """Let the next attempt read the config in the run folder instead of the user's file.
+
+        The user's file may have changed since, and options such as load_step must not apply a second time.
+        """
+        self.trainer = ("--job.config_file", str(Path(folder, "config.toml")))
+
+    def is_stopped(self) -> bool:
+        """Whether a stop signal has come."""
+        return self._stop_signal is not None
+
+    def rest(self, seconds: float) -> None:
+        """Wait, and exit after a stop signal."""
+        number = signal.sigtimedwait(self._signals, seconds)
+        if number is not None and number.si_signo in _STOP:
+            self._stop_signal = signal.Signals(number.si_signo)
+        self.exit_if_stopped()
+
+    def say(self, words: object) -> None:
+        say(words)
+
+    def _run(
+        self,
+        what: str,
+        command: Sequence[str],
+        pass_on: PassOn,
+        environment: Mapping[str, str],
+        is_over: IsOver,
+        stdout: int | None = None,
+    ) -> tuple[int, bytes]:
+        """Run a Python process until it ends.
+
+        The first stop signal is forwarded. A Ctrl-C after it kills the process at once. Later signals of other kinds
+        are ignored: batch systems often send them twice.
+
+        Returns:
+            The exit status, negative for a signal; and what the process printed, if `stdout` is a pipe.
+        """
+        process = subprocess.Popen(
+            [sys.executable, *command], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=stdout,
+            start_new_session=True,  # otherwise Ctrl-C would arrive twice: from the terminal and from here
+            preexec_fn=_before_exec,
+        )  # fmt: skip
+        is_ended, until = False, float("inf")  # whether this launcher killed it; when to stop waiting for that
+        while (status := process.poll()) is None and time.monotonic() < until:
+            number = self._next_signal()
+            if number is None and is_over():
+                is_ended, until = True, min(until, time.monotonic() + _KILLED)
+                process.kill()
+            if number in _STOP and self._stop_signal is None:
+                self._stop_signal = signal.Signals(number)
+                waits = pass_on(process)
+                say(f"stopping{' after the current step, which is saved' * bool(waits)}; Ctrl-C ends it at once ...")
+            elif number == signal.SIGINT:
+                self._is_interrupted = True
+                process.kill()
+            elif number == signal.SIGALRM:
+                pass_on(process)
+            elif number == WRITE_STACKS and pass_on == self._tell_workers:
+                self._signal_ranks(process, number)
+                say(f"the training processes write their stacks: {self._outcome.with_name(_RECORDS)}/rank-*.stacks")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if status is None:
+            status = -signal.SIGKILL
+        if status < 0 and not self._stop_signal and not is_ended:
+            remedy = "; most likely memory ran out (dmesg says so)" if status == -signal.SIGKILL else ""
+            say(f"{what} was killed by {signal.Signals(-status).name}{remedy}")
+        return status, process.stdout.read() if process.stdout else b""
+
+    def _next_signal(self) -> int | None:
+        """Wait for the next signal. None: none came within LOOK seconds, and `is_over` must be asked."""
+        if not hasattr(signal, "sigtimedwait"):  # macOS has none: there `is_over` is never asked
+            return signal.sigwait(self._signals)
+        found = signal.sigtimedwait(self._signals, LOOK)
+        return None if found is None else found.si_signo
+
+    def _tell_workers(self, process: Process) -> bool:
+        """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later.
+
+        Returns:
+            False: Ctrl-C came before a run was opened, and the process was killed.
+        """
+        records = self._outcome.with_name(_RECORDS)
+        has_begun = self._outcome.exists() or (records / FOLDER_FILE).exists() or not records.is_dir()
+        if self._stop_signal == signal.SIGINT and not has_begun:
+            process.kill()
+            return False
+        self._signal_ranks(process, signal.SIGUSR1)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        return True
+
+    def _signal_ranks(self, process: Process, number: int) -> None:
+        """Signal the training processes: the process itself, or torchrun's children."""
+        if self._under_torchrun:
+            self._signal_workers(number, process.pid)
+        else:
+            process.send_signal(number)
+
+    def _signal_workers(self, number: int, parent: int | None = None) -> None:
+        """Signal this launch's processes. They are found by their environment, which names the outcome file.
+
+        Args:
+            parent: signal only the children of this process: a worker's own children may not handle the signal.
+        """
+        mark = os.fsencode(f"TITAN_OUTCOME={self._outcome}")
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # the process has ended, or belongs to another user
+                state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if parent in (None, int(state[1])) and mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), number)
+
+    def exit_if_stopped(self) -> None:
+        """Exit with code 3 after a stop signal."""
+        if self._stop_signal:
+            say(f"{self._stop_signal.name}: stopped before the run began; nothing was trained; exit code 3")
+            sys.exit(3)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Changes with each write of a file; None: there is no file."""
+    with suppress(OSError):
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    return None
+
+
+def _before_exec() -> None:
+    """Runs in the child before Python starts: ignore SIGUSR1 and SIGUSR2, and unblock all signals."""
+    for number in (signal.SIGUSR1, WRITE_STACKS):
+        signal.signal(number, signal.SIG_IGN)  # a worker that does not listen yet would die of them
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,429 @@
+"""The checks of the doctor: each is a function of the machine's facts. docs/DOCTOR.md has the sources of each.
+
+A check returns None if it does not apply, or if the facts that it needs are not known. It fails if training would not
+work, would hang or would compute wrong results. It warns about what costs speed, or hangs on some machines only.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
+from titan_mi100.planning.hardware import GPUS
+from titan_mi100.wording import bytes_in_words, shown, some
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
+FILES_WANTED = 1024  # the default of Linux
+# AMD's own wheels and the architectures that they support, from the installation guide of ROCm 7.14.0
+AMD_WHEELS = "https://repo.amd.com/rocm/whl-multi-arch/"
+AMD_ARCHS = (
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201",
+)  # fmt: skip
+PYTORCH_WHEELS = "https://download.pytorch.org/whl/rocm6.4"
+# NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
+_SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check.
+
+    Attributes:
+        state: pass, warn or fail.
+        fact: what was found.
+        remedy: what to do, one alternative per line; "" if nothing has to be done.
+        stops: no run can work, so no run is started.
+    """
+
+    name: str
+    state: str
+    fact: str
+    remedy: str = ""
+    stops: bool = False
+
+
+Check = Callable[[Facts], Result | None]
+
+
+def judge(facts: Facts, fast: bool = False) -> list[Result]:
+    """Run the checks and return the verdicts of those that apply.
+
+    Args:
+        fast: only the checks of every start of a run: for problems that make it fail, hang or silently compute wrong
+            results, and the power cap.
+    """
+    return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
+
+
+def rocm_remedy(archs: Collection[str | None]) -> str:
+    """The commands that install a torch for cards of these architectures, one alternative per line."""
+    places = [f"pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}"]
+    places += [f"pip install 'torch[device-{arch}]' --index-url {AMD_WHEELS}" for arch in AMD_ARCHS if arch in archs]
+    return "\n".join(places)
+
+
+def torch_build(facts: Facts) -> Result | None:
+    """Is torch built for these cards, and can it use them?"""
+    torch, cards, vendor = facts.torch, facts.visible(), facts.vendor()
+    platform = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
+    fact = f"{torch.version}, built for {platform}"
+    remedy = rocm_remedy([card.arch for card in cards]) if vendor == "amd" else "pip install torch"
+    if not torch.version:
+        if not cards and not torch.problem:
+            return None  # run_train.sh checks for torch itself
+        return Result("torch", FAIL, torch.problem or "not installed", remedy, stops=not torch.problem)
+    if torch.problem and torch.usable is None and not cards:  # usable is 0 if torch answered that it sees no driver
+        return Result("torch", FAIL, f"{fact}; it cannot be imported: {torch.problem}", remedy)
+    if not cards:
+        where = "the cards are hidden from it" if facts.cards else "no GPU"
+        return Result("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
+    if not (torch.hip if vendor == "amd" else torch.cuda):
+        remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
+        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
+    if torch.usable is None and not torch.problem:
+        return Result("torch", PASS, fact)  # the fast checks do not import torch
+    if not torch.usable:
+        why = torch.problem or "it does not say why"
+        remedy = (
+            "fix the other failed checks first; if there are none, install a driver that fits torch, or a torch that "
+            "fits the driver"
+        )
+        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
+    if torch.usable != len(cards):
+        remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
+        return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
+    return Result("torch", PASS, f"{fact}; it sees {_named(cards)}")
+
+
+def driver(facts: Facts) -> Result | None:
+    """Do the driver, ROCm on the machine and torch's ROCm fit? Does each Instinct card have its driver?"""
+    versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
+    versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
+    if facts.driverless:
+        remedy = "load it: sudo modprobe amdgpu; see why it skips a card: sudo dmesg | grep -e kfd -e amdgpu"
+        return Result("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
+    if not facts.visible():
+        return None
+    built = _release(facts.torch.hip)
+    if facts.vendor() == "amd" and built and (own := _release(facts.rocm)) and own[0] != built[0]:
+        fact = f"{', '.join(versions)}, but torch is for ROCm {built[0]}.{built[1]}"
+        remedy = (
+            "AMD tests a driver with ROCm up to two releases older or newer; install a torch built for the ROCm of "
+            "this machine"
+        )
+        return Result("driver", WARN, fact, remedy)
+    return Result("driver", PASS, ", ".join(versions))
+
+
+def architecture(facts: Facts) -> Result | None:
+    """Do torch and its rocBLAS have code for each card's architecture?"""
+    torch, name = facts.torch, "architecture"
+    if facts.vendor() == "nvidia":  # PTX and code for older minor versions run too, see _runs; on AMD names must match
+        archs, lists = set(torch.card_archs or ()), {"torch": torch.archs or ()}
+        missing = {arch for arch in archs if not _runs(arch, torch.archs or ())}
+        remedy = "choose the build for this card at pytorch.org/get-started"
+    else:
+        archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
+        lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
+        missing = {arch for arch in archs for listed in lists.values() if listed and arch not in listed}
+        remedy = rocm_remedy(missing)
+    known = {what: listed for what, listed in lists.items() if listed}
+    if not archs or not known:
+        return None
+    if not missing:
+        return Result(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
+    what = next(what for what, listed in known.items() if not missing <= set(listed))
+    fact = f"{some(sorted(missing))}: {what} has code for {some(known[what], 20)} only"
+    return Result(name, FAIL, fact, remedy, stops=missing == archs)
+
+
+def gfx_override(facts: Facts) -> Result | None:
+    """HSA_OVERRIDE_GFX_VERSION makes ROCm treat every card as another architecture."""
+    value = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if not value or facts.vendor() != "amd" or not facts.visible():
+        return None
+    name, forced = "gfx override", _override(facts)
+    fact = f"HSA_OVERRIDE_GFX_VERSION={value}"
+    archs = sorted({card.arch for card in facts.visible() if card.arch})
+    remedy = "unset HSA_OVERRIDE_GFX_VERSION"
+    if forced is None:
+        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
+    others = [arch for arch in archs if arch != forced]
+    if not others:
+        return Result(name, PASS, f"{fact}: equals the cards' own architecture")
+    lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
+    # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
+    if set(others) & {arch for arch, _ in GPUS} or any(set(others) & set(own) for own in lists):
+        fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
+        return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
+    fact += f" makes {some(others)} run code of {forced}"
+    return Result(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
+
+
+def visibility(facts: Facts) -> Result | None:
+    """Which cards are visible, and do the variables that hide cards contradict each other?"""
+    cards, name = facts.present(), "visible cards"
+    if not cards:
+        return None
+    given = {variable: facts.environ[variable] for variable in HIDING if variable in facts.environ}
+    words = " ".join(f"{variable}={value}" for variable, value in given.items()) or "no variable hides a card"
+    fact = f"{len(facts.visible())} of {len(cards)}; {words}"
+    steps = facts.hiding()
+    for (_, before), (variable, after) in itertools.pairwise(steps):
+        entries = [*(entry.strip() for entry in facts.environ[variable].split(",")), ""]
+        wrong = entries[len(after)]
+        if wrong not in ("", "-1"):
+            fact += f"; {variable}: entry {shown(wrong)} names none of {len(before)} cards, numbered from 0"
+            remedy = f"this entry and the ones after it are ignored silently; correct {variable}"
+            return Result(name, FAIL, fact, remedy)
+    if facts.vendor() == "nvidia" or len(given) < 2:
+        return Result(name, PASS, fact)
+    hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
+    if set(given) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
+        return Result(name, PASS, fact)
+    remedy = "keep one of them: ROCR_ renumbers the cards for the others, and HIP_ replaces CUDA_VISIBLE_DEVICES"
+    return Result(name, WARN, f"{fact}: set twice", remedy)
+
+
+def device_files(facts: Facts) -> Result | None:
+    """May this user open the cards' device files? Their group is render on most systems, video on older ones."""
+    own = {card.device_file for card in facts.visible()}
+    if not own:
+        return None
+    needed = {"/dev/kfd"} if facts.vendor() == "amd" else set()
+    name, files = "device files", [file for file in facts.device_files if file.path in own | needed]
+    absent = [file.path for file in files if not file.exists]
+    closed = [file for file in files if file.exists and not file.usable]
+    out_of_reach = {*absent, *(file.path for file in closed)}
+    none_works = bool(needed & out_of_reach) or own <= out_of_reach
+    if closed:
+        groups = sorted({file.group for file in closed} - {"root"})
+        fact = f"{some(file.path for file in closed)}: no permission; group {some(groups) or 'root'}, you are in "
+        remedy = f"sudo usermod -a -G {','.join(groups)} $USER, then log in again; a container needs --group-add"
+        if not groups:
+            remedy = f"sudo chgrp render {closed[0].path} && sudo chmod g+rw {closed[0].path}; a udev rule keeps it so"
+        return Result(name, FAIL, fact + (some(facts.groups) or "no group"), remedy, stops=none_works)
+    if absent:
+        remedy = "start the container with --device=/dev/kfd --device=/dev/dri; without a container load the driver"
+        return Result(name, FAIL if none_works else WARN, f"{some(absent)}: missing", remedy, stops=none_works)
+    return Result(name, PASS, f"{some(file.path for file in files)}: can be opened")
+
+
+def nccl_algo(facts: Facts) -> Result | None:
+    """Does NCCL_ALGO leave an algorithm for all-gather and reduce-scatter, which FSDP uses? "tree" serves neither."""
+    value = facts.environ.get("NCCL_ALGO")
+    if not value or not facts.visible():
+        return None
+    lists = {}  # function -> its algorithms; "": the list for all functions that are not named
+    for part in filter(None, map(str.strip, value.lower().split(";"))):
+        function, _, algorithms = part.rpartition(":")
+        lists[function.strip()] = {word.strip() for word in algorithms.split(",")}
+    remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
+    for function in ("allgather", "reducescatter"):
+        words = lists.get(function, lists.get(""))
+        if words is None:
+            fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that it does not name may have no algorithm"
+            return Result("NCCL_ALGO", WARN, fact, remedy)
+        excludes = any(word.startswith("^") for word in words)
+        left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excludes else _SERVE_ALL_GATHER & words
+        if not left:
+            fact = f"NCCL_ALGO={value} leaves no algorithm for {function}, which FSDP uses"
+            return Result("NCCL_ALGO", FAIL, fact, remedy)
+    return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
+
+
+def expandable_segments(facts: Facts) -> Result | None:
+    """On ROCm, most builds of torch ignore expandable_segments with a warning, and some hang."""
+    given = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
+    wanted = [name for name, value in given.items() if re.search(r"expandable_segments\s*:\s*true", value, re.I)]
+    if facts.vendor() != "amd" or not facts.visible() or not wanted:
+        return None
+    fact = f"{wanted[0]}={given[wanted[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
+    return Result("expandable_segments", WARN, fact, f"remove expandable_segments:True from {wanted[0]}")
+
+
+def iommu(facts: Facts) -> Result | None:
+    """An IOMMU that translates addresses can make transfers between AMD cards hang."""
+    cards = [card for card in facts.visible() if card.iommu is not None]
+    if facts.vendor() != "amd" or facts.used() < 2 or not cards:
+        return None
+    translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
+    if translated:
+        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; RCCL can hang"
+        remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
+        return Result("IOMMU", WARN, fact, remedy)
+    return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
+
+
+def shared_memory(facts: Facts) -> Result | None:
+    """NCCL and RCCL exchange data between processes in /dev/shm, and fail if it is full."""
+    if facts.used() < 2:
+        return None
+    size = "missing" if facts.shm_free is None else f"{bytes_in_words(facts.shm_free)} free"
+    if facts.shm_free is not None and facts.shm_free >= SHM_WANTED:
+        return Result("/dev/shm", PASS, size)
+    remedy = "start the container with --shm-size=1g or --ipc=host; else sudo mount -o remount,size=8g /dev/shm"
+    return Result("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
+
+
+def open_files(facts: Facts) -> Result | None:
+    """Each process opens data files, checkpoint files and connections to other ranks."""
+    if facts.open_files is None:
+        return None
+    fact = "no limit" if facts.open_files == UNLIMITED else f"{facts.open_files:,} per process"
+    if facts.open_files >= FILES_WANTED:
+        return Result("open files", PASS, fact)
+    return Result("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
+
+
+def compiler(facts: Facts) -> Result | None:
+    """Can Triton build the kernels of attention and of the 8-bit optimizer? It needs a C compiler and Python.h."""
+    if not facts.visible():
+        return None
+    problem, remedy = facts.cannot_compile
+    if problem:
+        return Result("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
+    return Result("C compiler", PASS, "Triton can build its kernels")
+
+
+def memlock(facts: Facts) -> Result | None:
+    """The memory that a network card reads (RDMA) is locked, and counts against this limit."""
+    if not facts.visible() or facts.memlock is None:
+        return None
+    fact = "no limit" if facts.memlock == UNLIMITED else bytes_in_words(facts.memlock)
+    if facts.rdma and facts.memlock < 1 << 30:
+        remedy = (
+            "ulimit -l unlimited, set in /etc/security/limits.d or by the batch system; Docker: --ulimit memlock=-1"
+        )
+        return Result("memlock", WARN, f"{fact}, but {some(facts.rdma)} needs locked memory", remedy)
+    return Result("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
+
+
+def pcie_link(facts: Facts) -> Result | None:
+    """Do all links between card and CPU have the card's lanes and speed? The current speed is not used: idle links slow
+    down.
+    """
+    cards = [card for card in facts.visible() if card.width and card.full_width and card.speed and card.full_speed]
+    slow = [card for card in cards if _less(card.width, card.full_width) or _less(card.speed, card.full_speed)]
+    if not cards:
+        return None
+    if not slow:
+        return Result("PCIe link", PASS, f"{_link(cards[0])}, all that the card has")
+    remedy = "use a slot with all lanes wired to the CPU, look at riser and bifurcation in the BIOS, reseat the card"
+    return Result("PCIe link", WARN, some(f"{card.name} at {card.address}: {_link(card)}" for card in slow), remedy)
+
+
+def pcie_atomics(facts: Facts) -> Result | None:
+    """ROCm synchronises CPU and cards by PCIe atomics. A slot behind a chipset may not forward them."""
+    cards = [card for card in facts.visible() if card.atomics is not None]
+    without = [card for card in cards if not card.atomics]
+    if without:
+        remedy = "use a slot wired to the CPU, not to the chipset; in a virtual machine enable AtomicOps"
+        return Result("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
+    return Result("PCIe atomics", PASS, "on") if cards else None
+
+
+def large_bar(facts: Facts) -> Result | None:
+    """Another card can address only the part of a card's memory that its BAR maps."""
+    cards = [card for card in facts.visible() if card.mapped and card.memory]
+    small = [card for card in cards if _less(card.mapped, card.memory)]
+    if small:
+        sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or 0)}"
+        remedy = "in the BIOS enable Above 4G Decoding and Resizable BAR, and disable CSM"
+        return Result("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
+    return Result("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
+
+
+def numa(facts: Facts) -> Result | None:
+    """Automatic NUMA balancing interrupts processes to move their memory between nodes."""
+    if not facts.visible() or facts.numa_nodes < 2 or facts.numa_balancing is None:
+        return None
+    if facts.numa_balancing:
+        remedy = "sudo sysctl kernel.numa_balancing=0, and into /etc/sysctl.d to keep it"
+        return Result("NUMA", WARN, f"{facts.numa_nodes} nodes, automatic balancing is on", remedy)
+    return Result("NUMA", PASS, f"{facts.numa_nodes} nodes, automatic balancing is off")
+
+
+def power_cap(facts: Facts) -> Result | None:
+    """Is the cards' power cap below their default?"""
+    cards = [card for card in facts.visible() if card.watts and card.full_watts]
+    capped = [card for card in cards if _less(card.watts, card.full_watts)]
+    if capped:
+        fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
+        remedy = "sudo rocm-smi --resetpoweroverdrive, unless the power supply or the cooling needs the cap"
+        return Result("power cap", WARN, fact, remedy)
+    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the default") if cards else None
+
+
+def clock(facts: Facts) -> Result | None:
+    """Is the driver set to a performance level that may keep the clock low?"""
+    cards = [card for card in facts.visible() if card.level]
+    held = [card for card in cards if card.level not in ("auto", "high", "perf_determinism")]
+    if held:
+        fact = f"{_named(held)}: held at level {some({card.level for card in held})}"
+        return Result("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")
+    return Result("clock", PASS, f"level {cards[0].level}") if cards else None
+
+
+def tunable_op(facts: Facts) -> Result | None:
+    """Is TunableOp tuning during the run? It times the libraries' kernels for each new shape of a matrix product."""
+    if facts.vendor() != "amd" or not facts.visible():
+        return None
+    enabled, tuning = (facts.environ.get(f"PYTORCH_TUNABLEOP_{name}") for name in ("ENABLED", "TUNING"))
+    if enabled != "1":
+        return Result("TunableOp", PASS, "off")
+    if tuning == "0":
+        return Result("TunableOp", PASS, "on, with results of an earlier tuning")
+    fact = "tunes during the run: the first steps are slow, ranks may choose different kernels, and runs do not repeat"
+    return Result("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
+
+
+# at every start of a run; the doctor runs all
+FAST: tuple[Check, ...] = (
+    device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
+    shared_memory, open_files, compiler, power_cap,
+)  # fmt: skip
+CHECKS: tuple[Check, ...] = (*FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op)
+
+
+def _named(cards: Iterable[Card]) -> str:
+    """Cards as text: "2 x MI100 (gfx908)"."""
+    names = [card.name if card.arch in (None, card.name) else f"{card.name} ({card.arch})" for card in cards]
+    return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _less(part: float | None, whole: float | None) -> bool:
+    return bool(part and whole and part < whole)
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    """Major and minor number of a version; None: it has none."""
+    found = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _override(facts: Facts) -> str | None:
+    """The architecture that HSA_OVERRIDE_GFX_VERSION names: gfx90a for 9.0.10. None: the value is no version."""
+    found = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
+    return f"gfx{found[1]}{int(found[2]):x}{int(found[3]):x}" if found else None
+
+
+def _runs(arch: str, listed: Iterable[str]) -> bool:
+    """Whether an NVIDIA card can run code for one of these architectures.
+
+    It runs code (sm_*) of its own major version up to its minor version, and PTX (compute_*) up to its version.
+    """
+    own = int(arch.removeprefix("sm_"))  # major x 10 + minor
+    for entry in listed:
+        kind, _, number = entry.partition("_")
+        version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a
+        if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
+            return True
+    return False
+
+
+def _link(card: Card) -> str:
+    return f"x{card.width} of x{card.full_width}, {card.speed:g} of {card.full_speed:g} GT/s"

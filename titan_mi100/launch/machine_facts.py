@@ -1,0 +1,388 @@
+"""Facts about the machine, from the kernel's files, the environment and torch's files, without importing torch.
+
+Every read can fail: a file is missing, unreadable or has other content. Then the fact is None ("not known"), and the
+checks skip it. `torch_build` asks torch itself.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_mi100.compiler import cannot_compile
+from titan_mi100.launch.torch_build import Torch, installed
+from titan_mi100.planning.hardware import find_gpu
+
+# PCI device ids of AMD Instinct cards
+INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": "MI250X", "0x740f": "MI210"}
+# variables that hide cards from torch; variables that set torch's allocator
+HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+VARIABLES = (
+    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING",
+)  # fmt: skip
+UNLIMITED = 2**63 - 1
+_QEMU = "0x1b36"  # QEMU's PCI vendor id
+_PCIE, _NO_ATOMICS = "2", 0b1100  # a link in KFD's topology: type PCIe; flags NO_ATOMICS_32_BIT and NO_ATOMICS_64_BIT
+
+
+def group_of(path: Path) -> str:
+    """The name of the group that owns a file, or its number if the name is unknown, as in a container."""
+    import grp  # rarely needed, and does not exist on Windows
+
+    number = path.stat().st_gid
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the file system that has this path."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+@dataclass(frozen=True)
+class System:
+    """Where facts are read. Tests pass another root folder, and functions for what plain files cannot imitate."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    group_of: Callable[[Path], str] = group_of
+    free_bytes: Callable[[Path], int] = free_bytes
+    cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
+
+    def text(self, path: str | Path) -> str | None:
+        """A file's content, stripped; None: it does not exist or cannot be read."""
+        try:
+            with open(self.root / path, "rb") as file:
+                return file.read(1 << 16).decode(errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, path: str | Path) -> int | None:
+        """A file's content as a non-negative integer; None: it is something else."""
+        found = self.text(path)
+        return int(found) if found and re.fullmatch(r"\d{1,18}", found, re.ASCII) else None
+
+    def names(self, path: str | Path) -> list[str]:
+        """The names in a folder, in natural order (card2 before card10); [] if the folder does not exist."""
+        try:
+            found = os.listdir(self.root / path)
+        except OSError:
+            return []
+        return sorted(found, key=lambda name: [int(part) if part.isdecimal() else 0 for part in _NUMBER.split(name)])
+
+
+_NUMBER = re.compile(r"(\d{1,18})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU as the kernel shows it. None: not known."""
+
+    vendor: str  # amd or nvidia
+    name: str
+    arch: str | None  # gfx908; None for NVIDIA cards: only torch knows it
+    device_file: str
+    address: str  # on the PCI bus
+    width: int | None  # PCIe lanes in use at the narrowest link between card and CPU
+    full_width: int | None  # lanes that the card has
+    speed: float | None  # maximum GT/s of the slowest link between card and CPU; idle links run slower
+    full_speed: float | None  # maximum GT/s of the card
+    atomics: bool | None  # whether PCIe atomics work between card and CPU
+    mapped: int | None  # bytes of its memory that the CPU and other cards can address (the size of its BAR)
+    memory: int | None  # bytes
+    iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
+    watts: float | None  # power cap
+    full_watts: float | None  # default power cap
+    level: str | None  # power_dpm_force_performance_level
+
+
+@dataclass(frozen=True)
+class DeviceFile:
+    """A file through which programs use a card, such as /dev/kfd."""
+
+    path: str
+    exists: bool
+    usable: bool  # this user may read and write it
+    group: str  # the group that owns it
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a machine. None: not known."""
+
+    kernel: str  # version of Linux
+    driver: str  # version of the GPU driver; "": the driver is part of the kernel, or there is none
+    rocm: str  # version in /opt/rocm; "": there is no ROCm
+    cards: tuple[Card, ...]  # in the order of ROCm's numbers
+    driverless: tuple[str, ...]  # AMD Instinct cards on the PCI bus that have no compute driver
+    device_files: tuple[DeviceFile, ...]
+    groups: tuple[str, ...]  # groups of this user
+    environ: Mapping[str, str]  # those of VARIABLES that are set
+    processes: int | None  # processes of the run on this machine; None: one per card
+    memlock: int | None  # limit of locked memory in bytes, or UNLIMITED
+    open_files: int | None  # limit of open files, or UNLIMITED
+    shm_free: int | None  # free bytes in /dev/shm
+    rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
+    numa_nodes: int
+    numa_balancing: int | None  # 0: off
+    cannot_compile: tuple[str, str]  # see compiler.py
+    torch: Torch
+
+    def vendor(self) -> str:
+        """The vendor of the cards that torch is built for: "amd", "nvidia", "": no card. A laptop may have both."""
+        present = {card.vendor for card in self.cards}
+        wanted = "nvidia" if self.torch.cuda else "amd" if self.torch.hip else ""
+        return wanted if wanted in present else max(present, default="")
+
+    def visible(self) -> tuple[Card, ...]:
+        """The cards that torch sees, in the order of their numbers.
+
+        ROCm's runtime applies ROCR_VISIBLE_DEVICES first and renumbers the remaining cards. HIP then applies
+        HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if that is not set. A list ends at its first invalid entry.
+        """
+        *_, (_, left) = self.hiding()
+        return left
+
+    def present(self) -> tuple[Card, ...]:
+        """The cards of `vendor`, including hidden ones."""
+        return tuple(card for card in self.cards if card.vendor == self.vendor())
+
+    def hiding(self) -> list[tuple[str, tuple[Card, ...]]]:
+        """The variables that hide cards, in the order in which they apply, each with the cards that remain visible.
+
+        The first entry is ("", all cards of the vendor).
+        """
+        own: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES",)
+        if self.vendor() == "amd":
+            own = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if self.environ.get("HIP_VISIBLE_DEVICES") else own[0])
+        steps = [("", self.present())]
+        for name in own:
+            if name in self.environ:
+                steps.append((name, chosen(self.environ[name], steps[-1][1])))
+        return steps
+
+    def used(self) -> int:
+        """The largest number of cards that the run can use."""
+        count = len(self.visible())
+        return count if self.processes is None else min(count, self.processes)
+
+
+def chosen(value: str, cards: tuple[Card, ...]) -> tuple[Card, ...]:
+    """The cards that a variable's value selects: "0,2" or "GPU-<uuid>". The list ends at its first invalid entry."""
+    found: list[Card] = []
+    for number, entry in enumerate(value.split(",")):
+        entry = entry.strip()
+        if entry.isdecimal() and entry.isascii() and int(entry[:9]) < len(cards):
+            found.append(cards[int(entry)])
+        elif re.match("GPU-|MIG-", entry) and cards:  # only the driver knows which card it is: count it as the next
+            found.append(cards[min(number, len(cards) - 1)])
+        else:
+            break
+    return tuple(found)
+
+
+def read(system: System | None = None, processes: int | None = None) -> Facts:
+    """Read the facts of this machine.
+
+    Args:
+        system: where to read; None: this machine.
+        processes: processes of the run on this machine; None: one per card.
+    """
+    system = system or System()
+    cards = (*_amd_cards(system), *_nvidia_cards(system))
+    files = [card.device_file for card in cards]
+    if any(card.vendor == "amd" for card in cards):
+        files.insert(0, "/dev/kfd")
+    limits = _limits(system)
+    return Facts(
+        kernel=system.text("proc/sys/kernel/osrelease") or "",
+        driver=_driver(system),
+        rocm=(system.text("opt/rocm/.info/version") or "").partition("-")[0],
+        cards=cards,
+        driverless=_driverless(system, {card.address for card in cards}),
+        device_files=tuple(_device_file(system, path) for path in files),
+        groups=_groups(system),
+        environ={name: system.environ[name] for name in VARIABLES if name in system.environ},
+        processes=processes,
+        memlock=limits.get("Max locked memory"),
+        open_files=limits.get("Max open files"),
+        shm_free=_shm_free(system),
+        rdma=(*system.names("sys/class/infiniband"), *system.names("sys/class/cxi")),
+        numa_nodes=sum(re.fullmatch(r"node\d+", name) is not None for name in system.names("sys/devices/system/node")),
+        numa_balancing=system.number("proc/sys/kernel/numa_balancing"),
+        cannot_compile=system.cannot_compile(system.environ),
+        torch=installed(wants_blas=any(card.vendor == "amd" for card in cards), environ=system.environ),
+    )
+
+
+def _amd_cards(system: System) -> Iterable[Card]:
+    """AMD cards: the nodes of KFD's topology that have SIMDs. CPUs are nodes too, but have none."""
+    folder = "sys/class/kfd/kfd/topology/nodes"
+    for node in system.names(folder):
+        found = _properties(system, f"{folder}/{node}/properties")
+        simds, version = found.get("simd_count", 0), found.get("gfx_target_version", 0)
+        if not simds:
+            continue
+        # The driver packs the version in decimal: 90008 is 9.0.8. The compiler writes the parts in hexadecimal: gfx908.
+        arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else None
+        place = found.get("location_id", 0)  # bits 8-15: bus, 3-7: device, 0-2: function
+        address = f"{found.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
+        gpu = find_gpu(arch or "", simds // max(found.get("simd_per_cu", 0), 1))
+        name = gpu.name if gpu else arch or "unknown AMD GPU"
+        file = f"/dev/dri/renderD{found.get('drm_render_minor', 0)}"
+        yield _card(system, "amd", name, arch, address, file, _atomics(system, f"{folder}/{node}/io_links"))
+
+
+def _nvidia_cards(system: System) -> Iterable[Card]:
+    told = [
+        _colon_lines(system.text(f"proc/driver/nvidia/gpus/{name}/information") or "") | {"address": name}
+        for name in system.names("proc/driver/nvidia/gpus")
+    ]
+    for name in system.names("dev"):
+        if re.fullmatch(r"nvidia\d{1,4}", name, re.ASCII):
+            minor = name.removeprefix("nvidia")
+            own = next((entry for entry in told if entry.get("Device Minor") == minor), {})
+            address = own.get("address", "").lower()
+            yield _card(system, "nvidia", own.get("Model", "NVIDIA GPU"), None, address, f"/dev/{name}", None)
+
+
+def _card(
+    system: System, vendor: str, name: str, arch: str | None, address: str, file: str, atomics: bool | None
+) -> Card:
+    device = f"sys/bus/pci/devices/{address}"
+    way = _pci_path(system, device) if address else []
+    # The narrowest link counts. An MI100 has a PCIe switch on the card; a root complex reports no width.
+    widths = [width for part in way if (width := system.number(part / "current_link_width"))]
+    speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
+    monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
+    cap, default = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default"))
+    most = default or system.number(f"{monitor}/power1_cap_max")
+    return Card(
+        vendor=vendor,
+        name=name,
+        arch=arch,
+        device_file=file,
+        address=address,
+        width=min(widths, default=None),
+        full_width=system.number(f"{device}/max_link_width") or None,
+        speed=min(speeds, default=None),
+        full_speed=_speed(system.text(f"{device}/max_link_speed")),
+        atomics=atomics,
+        mapped=system.number(f"{device}/mem_info_vis_vram_total"),
+        memory=system.number(f"{device}/mem_info_vram_total"),
+        iommu=_iommu(system, device) if way else None,
+        watts=cap / 1e6 if cap else None,  # the files have microwatts
+        full_watts=most / 1e6 if most else None,
+        level=system.text(f"{device}/power_dpm_force_performance_level"),
+    )
+
+
+def _pci_path(system: System, device: str) -> list[Path]:
+    """The sysfs folders of the PCI devices from the card up to the CPU."""
+    try:
+        folder = (system.root / device).resolve(strict=True)
+    except (OSError, RuntimeError):
+        return []
+    parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
+    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its virtual ports report invented speeds
+
+
+def _speed(text: str | None) -> float | None:
+    """Parse "16.0 GT/s PCIe" to GT/s."""
+    found = re.match(r"(\d{1,3}(?:\.\d{1,2})?) GT/s", text or "")
+    return float(found[1]) if found else None
+
+
+def _iommu(system: System, device: str) -> str | None:
+    """See Card.iommu."""
+    if not (system.root / device / "iommu_group").exists():
+        return ""
+    return system.text(f"{device}/iommu_group/type")
+
+
+def _atomics(system: System, folder: str) -> bool | None:
+    """Whether all PCIe links of this node allow atomics; KFD flags links that do not. None: no PCIe link is listed."""
+    links = [_name_value_lines(system.text(f"{folder}/{name}/properties")) for name in system.names(folder)]
+    flags = [link["flags"] for link in links if link.get("type") == _PCIE and link.get("flags", "").isdecimal()]
+    return not any(int(flag[:18]) & _NO_ATOMICS for flag in flags) if flags else None
+
+
+def _driverless(system: System, known: set[str]) -> tuple[str, ...]:
+    """See Facts.driverless. Args: known: PCI addresses of the cards that have a driver."""
+    nodes = [f"sys/class/kfd/kfd/topology/nodes/{node}" for node in system.names("sys/class/kfd/kfd/topology/nodes")]
+    # In a container the kernel does not let us read the node of a card that the container was not given. Which card on
+    # the bus it is cannot be told then.
+    if any("properties" in system.names(node) and system.text(f"{node}/properties") is None for node in nodes):
+        return ()
+    found = []
+    for address in system.names("sys/bus/pci/devices"):
+        folder = f"sys/bus/pci/devices/{address}"
+        name = INSTINCT.get(system.text(f"{folder}/device") or "")
+        if name and system.text(f"{folder}/vendor") == "0x1002" and address not in known:
+            found.append(f"{name} at {address}")
+    return tuple(found)
+
+
+def _device_file(system: System, path: str) -> DeviceFile:
+    real = system.root / path.lstrip("/")
+    try:
+        group = system.group_of(real)
+    except OSError:
+        return DeviceFile(path, exists=False, usable=False, group="")
+    return DeviceFile(path, exists=True, usable=system.may_use(real), group=group)
+
+
+def _driver(system: System) -> str:
+    nvidia = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", system.text("proc/driver/nvidia/version") or "")
+    return nvidia[1] if nvidia else system.text("sys/module/amdgpu/version") or ""
+
+
+def _groups(system: System) -> tuple[str, ...]:
+    """The names of this process's groups; the number of a group whose name is unknown."""
+    status = _colon_lines(system.text("proc/self/status") or "")
+    own = status.get("Gid", "").split()[1:2]  # the line has the real, effective, saved and file system group
+    numbers = dict.fromkeys([*own, *status.get("Groups", "").split()])
+    lines = [line.split(":") for line in (system.text("etc/group") or "").splitlines()]
+    names = {line[2]: line[0] for line in lines if len(line) > 2}
+    return tuple(names.get(number, number) for number in numbers)
+
+
+def _limits(system: System) -> dict[str, int]:
+    """This process's soft limits, by the kernel's names."""
+    lines = (system.text("proc/self/limits") or "").splitlines()
+    found = (re.match(r"(Max \w[\w ]*?) {2,}(unlimited|\d{1,18}) ", line, re.ASCII) for line in lines)
+    return {line[1]: UNLIMITED if line[2] == "unlimited" else int(line[2]) for line in found if line}
+
+
+def _shm_free(system: System) -> int | None:
+    try:
+        return system.free_bytes(system.root / "dev/shm")
+    except OSError:
+        return None
+
+
+def _properties(system: System, path: str) -> dict[str, int]:
+    return {
+        name: int(value)
+        for name, value in _name_value_lines(system.text(path)).items()
+        if re.fullmatch(r"\d{1,18}", value)
+    }
+
+
+def _name_value_lines(text: str | None) -> dict[str, str]:
+    """Parse lines of the form "name value"."""
+    lines = [line.split() for line in (text or "").splitlines()]
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+def _colon_lines(text: str) -> dict[str, str]:
+    """Parse lines of the form "Model: NVIDIA H100"."""
+    parts = [line.partition(":") for line in text.splitlines()]
+    return {name.strip(): value.strip() for name, colon, value in parts if colon}

@@ -1,0 +1,313 @@
+"""Predicted peak memory of a step on each card: the largest of a few moments of the step. Imports no torch.
+
+tests/test_memory.py compares the prediction with tools/rehearsal/counter.py. Sizes are bytes of one rank.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from titan_mi100.config.layout import (
+    SCHEDULES,
+    Batch,
+    Layout,
+    Stage,
+    received_per_microbatch,
+    split_layers,
+    stages_of,
+    stages_on,
+)
+from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
+from titan_mi100.planning.costs import stage_costs
+from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNICATION)
+HOST = "host"  # besides these categories: memory that is not on the device
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_UPDATE_BUFFERS = 40 << 22  # bytes that optim/lean.py needs on a GPU without its Triton kernel
+_ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
+HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # model/loss.py: logits in one block; 1/64 of the memory may hold logits
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of a rank.
+
+    Attributes:
+        moment: when it is reached, for messages.
+        categories: bytes, by the names in CATEGORIES.
+        host: bytes of the host's memory that the rank's process takes besides.
+    """
+
+    moment: str
+    categories: dict[str, float]
+    host: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return sum(self.categories.values())
+
+
+def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | None = None) -> list[Memory]:
+    """The peak of each pipeline rank. Without a pipeline one entry: all ranks are alike.
+
+    Args:
+        device_memory: bytes of a card; 0: a CPU.
+        spec: the model's shape; None: the config's.
+    """
+    spec = spec or config.spec()
+    layout, batch = config.layout(ranks), config.batch(ranks)
+    mine = []
+    for rank, stages in enumerate(_stages(config, spec, layout)):
+        one = _Rank(config, spec, layout, batch, device_memory, rank, stages)
+        moments = (Memory(*moment, one.on_host()) for moment in one.moments())
+        mine.append(max(moments, key=lambda memory: memory.peak))
+    return mine
+
+
+def _stages(config: Config, spec: ModelSpec, layout: Layout) -> list[list[Stage]]:
+    """The stages of each pipeline rank, balanced as if every token were supervised."""
+    if layout.pp == 1:
+        return [[Stage(range(spec.num_hidden_layers))]]
+    cuts = stages_of(layers_per_stage(config, spec, layout.pp, 1.0))
+    is_v_shaped = SCHEDULES[config.parallelism.pipeline_parallel_schedule].v_shaped
+    ranks = (stages_on(rank, layout.pp, len(cuts), is_v_shaped) for rank in range(layout.pp))
+    return [[cuts[index] for index in mine] for mine in ranks]
+
+
+def layers_per_stage(config: Config, spec: ModelSpec, pp: int, supervised_share: float) -> Sequence[int]:
+    """Layers of each pipeline stage: as configured, or balanced by the estimated cost of a microbatch per stage.
+
+    Args:
+        pp: ranks of the pipeline. A schedule with several stages per rank has more stages.
+        supervised_share: supervised tokens per token of a row; the head runs on these only.
+    """
+    parallelism, training, recompute = config.parallelism, config.training, config.activation_checkpoint.mode != "none"
+    if parallelism.pipeline_parallel_layers_per_stage:
+        return parallelism.pipeline_parallel_layers_per_stage
+    rows, is_frozen = training.local_batch_size, config.lora.rank > 0
+    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
+    return split_layers(*costs, pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
+
+
+class _Rank:
+    """What one rank holds, and when."""
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, layout: Layout, batch: Batch, device_memory: int, rank: int,
+        stages: list[Stage],
+    ) -> None:  # fmt: skip
+        self.config, self.spec, self.layout, self.batch = config, spec, layout, batch
+        self.stages, self.rank, self.device_memory = stages, rank, device_memory
+        training = config.training
+        self.tokens = training.local_batch_size * training.seq_len
+        self.compute = _BYTES[training.mixed_precision_param]
+        self.first, self.last = any(s.first for s in stages), any(s.last for s in stages)
+        self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
+        self.layers = [spec.layers[number] for number in sorted(numbers)]
+        self.tied, self.lora = spec.tie_word_embeddings, config.lora.rank
+        self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
+        self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
+        self.shard = layout.dp_shard if self.is_fsdp else 1
+        self.weights = sum(layer.size for layer in self.layers) / layout.tp
+        self.block = max((layer.size for layer in self.layers), default=0) / layout.tp
+        self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
+        self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
+        # bytes in the dtype in which they are gathered and multiplied
+        self.is_nf4 = config.lora.base == "nf4"
+        self.bytes_each = 0.5 + self.compute / 64 if self.is_nf4 else self.compute
+        self.block_bytes = self.block * self.bytes_each
+        self.end_bytes = self.vocabulary * self.compute
+        adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
+        mine = (math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers)
+        self.adapters = sum(mine) / layout.tp
+        master, self.beside = MASTER_BYTES[config.optimizer.master]
+        self.master = max(master, self.compute) if self.compute > 4 else master
+        # bytes of a gradient value where it is reduced
+        self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
+
+    def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """The moments of the last microbatch and of the update at which the peak can be, with their categories."""
+        trained, weights, state = self._held()
+        sums = self._gradient_sums(trained)
+        is_all_here = self.offload == "nothing"
+        # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
+        stay_so_long = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
+        held = {
+            PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
+            COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
+        }  # fmt: skip
+        several = self.batch.gradient_accumulation_steps > 1
+        before = sums if several and stay_so_long else 0.0
+        copies = self._weight_copies()
+        is_kept = self.mode == "none"
+        by_layer = [self._bytes(layer.kept[self.mode]) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        kept = sum(by_layer) * self._in_flight() + self._rotary()
+        kept += self.weights * copies if is_kept else 0.0
+
+        def at(**more: float) -> dict[str, float]:
+            names = {name.replace(" ", "_"): name for name in CATEGORIES}
+            return {**held, **{names[key]: held[names[key]] + value for key, value in more.items()}}
+
+        end = 0.0 if self.lora else self.vocabulary * self._end_bytes()  # the gradient of a vocabulary matrix
+        if self.last:
+            final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
+            loss = {"gradients": before, "activations": kept + final}
+            gathered = self._gathered(self.end_bytes + self.block_bytes, self.end_bytes)
+            yield "forward of the head", at(**loss, head_loss=self._head(), communication=gathered)
+            gathered = self._gathered(self.end_bytes + self.block_bytes)
+            yield "backward of the head", at(**loss, head_loss=self._head() + end, communication=gathered)
+            if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
+                yield "reduction of the head's gradient", at(
+                    gradients=before + end, activations=kept,
+                    communication=self._reduced(self.vocabulary) + self._gathered(self.block_bytes),
+                )  # fmt: skip
+            if self.layout.tp > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
+                yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
+        # the head's gradient waits for the embedding's: one weight
+        waiting = end if self.tied and self.first and self.last else 0.0
+        if self.first and end and not stay_so_long:  # the embedding's gradient is not there yet
+            sums = self._gradient_sums(trained - self.vocabulary)
+        if self.layers:
+            inside = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block * copies)
+            one = 0.0 if self.lora else self.block * self.compute
+            gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0)
+            gathered += self._reduced(self.block)
+            of_head = self._gradient_sums(self.vocabulary) if self.last and not self.tied and not self.lora else 0.0
+            first = max(before, of_head) + waiting + one
+            last = at(gradients=first, activations=kept + inside, communication=gathered)
+            yield "backward of the last block", last
+            yield "backward of the first block", at(
+                gradients=sums + waiting + one, activations=kept - sum(by_layer[1:]) + inside,
+                communication=gathered,
+            )  # fmt: skip
+        if self.first and end:
+            rotary = self._rotary()
+            several_ends = 3 if waiting else 1  # head's, embedding's and their sum
+            yield "backward of the embedding", at(
+                gradients=sums + several_ends * end, activations=rotary,
+                communication=self._gathered(self.end_bytes if self.tied else 0.0),
+            )  # fmt: skip
+            if self.is_fsdp:
+                one = 0.0 if several else self._gradient_sums(self.vocabulary)
+                reduced = self._reduced(self.vocabulary)
+                more = at(gradients=sums - one + end, activations=rotary, communication=reduced)
+                yield "reduction of the embedding's gradient", more
+        has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
+        yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=_UPDATE_BUFFERS if has_buffers else 0)
+
+    def _held(self) -> tuple[float, float, float]:
+        """Trained elements; bytes of this rank's weights and of its optimizer state."""
+        trained = self.adapters if self.lora else self.weights + self.ends * self.vocabulary
+        frozen = self.weights * self.bytes_each + self.ends * self.end_bytes if self.lora else 0.0
+        state = trained * (STATE_BYTES[self.config.optimizer.state] + self.beside)
+        return trained, (trained * self.master + frozen) / self.shard, state / self.shard
+
+    def on_host(self) -> float:
+        """Bytes that are in the host's memory instead of the device's."""
+        trained, weights, state = self._held()
+        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
+        found = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
+        if self.offload == "optimizer":
+            found += trained * self.master / self.shard + state
+        if self.offload == "weights":
+            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora
+            coming = max(self.block, self.ends and self.vocabulary) * self.master / self.shard
+            rounded = self._weights_pinned() / weights if self.device_memory else 1.0
+            found += rounded * (weights + (trained * self.master / self.shard) + (coming if is_added else 0.0)) + state
+        return found
+
+    def _pinned(self, size: float) -> float:
+        """Bytes of pinned host memory for a tensor: torch rounds up to a power of two."""
+        return 2.0 ** math.ceil(math.log2(size)) if self.device_memory and size else size
+
+    def _weights_pinned(self) -> float:
+        """Pinned bytes of all weights: each matrix is rounded up separately."""
+        bytes_each = (self.compute if self.lora else self.master) / self.shard / self.layout.tp
+        matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
+        return sum(self._pinned(size * bytes_each) for size in matrices)
+
+    def _gradient_sums(self, trained: float) -> float:
+        """Bytes of gradients that are accumulated over microbatches, or wait to be copied to the host."""
+        if self.is_fsdp and self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
+            return trained * max(self.reduce, self.compute)
+        twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
+        limit = {"nothing": math.inf, "optimizer": _ON_THE_WAY, "weights": 0.0}[self.offload]
+        limit = math.inf if self.is_fsdp and self.layout.dp_replicate > 1 else limit
+        return min(limit, trained * self.master / self.shard * (2 if twice else 1))
+
+    def _in_flight(self) -> int:
+        """Microbatches whose activations wait for their backward."""
+        pp, microbatches = self.layout.pp, self.batch.gradient_accumulation_steps
+        if pp == 1:
+            return 1
+        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        if self.config.parallelism.pipeline_parallel_schedule == "GPipe":
+            return microbatches
+        if schedule.stages_per_rank > 1:
+            return min(microbatches, pp + 1)
+        return min(microbatches, pp - self.rank)
+
+    def _bytes(self, values: Values) -> float:
+        """Bytes on this rank of values per token."""
+        return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
+
+    def _inside(self, layer: LayerShape) -> float:
+        """Bytes that a layer's backward needs besides what was kept."""
+        found = self._bytes(layer.inside[self.mode])
+        # one dequantised matrix, and the indices of its lookup
+        return found + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
+
+    def _rotary(self) -> float:
+        return self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
+
+    def _received(self) -> float:
+        """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
+        if self.layout.pp == 1:
+            return 0.0
+        one = self.tokens * self.compute * self.spec.hidden_size / self.layout.tp
+        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
+
+    def _weight_copies(self) -> float:
+        """Bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them."""
+        is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
+        return self.compute if is_cast else 0.0
+
+    def _head(self) -> float:
+        """Buffers of the head's loss, see model/loss.py."""
+        c, logits = self.compute, self.tokens * self.spec.vocab_size // self.layout.tp
+        block = min(max(1024 * self.tokens, HEAD_BLOCK if self.device_memory else 1 << 20), logits)
+        wide, kept = max(4, c), self.device_memory // HEAD_SHARE
+        waiting = 1
+        if self.config.parallelism.pipeline_parallel_schedule == "GPipe" and self.layout.pp > 1:
+            waiting = self.batch.gradient_accumulation_steps
+        rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
+        if logits <= kept // waiting:
+            return rows + waiting * (logits * c + block * wide)
+        return rows + block * (c + (wide if c < 4 else 0))
+
+    def _end_bytes(self) -> int:
+        """Bytes per value of a vocabulary matrix's gradient before its reduction."""
+        return self.compute if self.is_fsdp else self.master
+
+    def _gathered(self, by_group: float, more: float = 0.0) -> float:
+        """Bytes of the weights that FSDP2 has gathered.
+
+        Args:
+            by_group: if each group is freed after use (ZeRO-3); more: still in the buffer of the last all-gather.
+        """
+        if not self.is_fsdp:
+            return 0.0
+        if self.layout.zero_stage < 3:
+            return self.weights * self.bytes_each + self.ends * self.end_bytes
+        return by_group + more
+
+    def _reduced(self, elements: float) -> float:
+        """Bytes of FSDP2's buffers: it copies a group's gradients into one, reduces into a second, casts the second."""
+        if not self.is_fsdp or self.lora or self.layout.pp > 1:
+            return 0.0
+        other = self.master if self.master != self.reduce else 0
+        return elements * (self.reduce + (self.reduce + other) / self.shard)

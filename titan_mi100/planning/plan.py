@@ -1,0 +1,266 @@
+"""The plan of a run: memory on each card, FLOPs, communication, time; and a search for the best layout. No torch."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_mi100.config.check import check
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
+from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
+from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.memory import Memory, estimate
+from titan_mi100.planning.scaling import bubble_share, exposed_seconds
+from titan_mi100.planning.traffic import REACHED, reached
+from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
+
+GIB = 1 << 30
+# Largest relative error of the plan against the counter, above and below, over the configs of tests/test_memory.py.
+ABOVE, BELOW = 0.10, 0.03
+# Memory that the counter does not see: the driver's context, buffers of the communication library, fragmentation.
+# Assumed, not measured on any card.
+_CONTEXT, _LOST = 0.75 * GIB, 0.02
+EFFICIENCY = 0.35  # share of the peak rate that a step reaches while it computes: assumed, not measured
+# Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
+_HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on `ranks` cards. Times are seconds, for full rows of which every token is learned.
+
+    Attributes:
+        memory: the peak of each pipeline rank.
+        card: bytes of a card's memory.
+        flops: FLOPs of a step on all ranks together, recomputation not counted.
+        sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline.
+        bubble: share of the step in which a pipeline's rank waits.
+        step: seconds of a step; None: the device's speed is not known.
+        tokens: tokens of a step.
+        hidden_from: tokens per forward from which computation overlaps all copies between host and device; 0: there
+            are no copies, or the device's speed is not known.
+        update: seconds of the update with offloading: copies, or work of the CPU; part of `step`.
+    """
+
+    config: Config
+    ranks: int
+    memory: Sequence[Memory]
+    card: int
+    flops: float
+    sent: dict[str, float]
+    bubble: float
+    step: float | None
+    tokens: int
+    hidden_from: float = 0.0
+    update: float = 0.0
+
+    @property
+    def worst(self) -> Memory:
+        return max(self.memory, key=lambda memory: memory.peak)
+
+    @property
+    def host(self) -> float:
+        """Bytes of the host's memory for a card, at most."""
+        return max(memory.host for memory in self.memory)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinite if the device's speed is not known."""
+        return math.inf if self.step is None else self.step
+
+    @property
+    def least(self) -> float:
+        """Bytes that a card needs at least: the plan, if it is too high by its largest known error."""
+        return self.worst.peak / (1 + ABOVE)
+
+    @property
+    def most(self) -> float:
+        """Bytes that a card needs at most: the plan, if it is too low by its largest known error, with the unseen."""
+        return with_unseen(self.worst.peak * (1 + BELOW))
+
+    @property
+    def fits(self) -> bool:
+        return self.most <= self.card
+
+
+def with_unseen(peak: float) -> float:
+    """Bytes that a card needs for a counted peak: with the memory that the counter does not see."""
+    return peak * (1 + _LOST) + _CONTEXT
+
+
+def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:
+    """Plan a run on `ranks` cards. Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
+    spec = spec or config.spec()
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    rows = batch.global_batch_size
+    tokens = rows * training.seq_len
+    pairs = rows * training.seq_len * (training.seq_len + 1) // 2
+    flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
+    done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
+    sent, sent_at_once = _sent(config, spec, ranks)
+    microbatches = batch.gradient_accumulation_steps
+    bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
+    step, hidden_from, update = None, 0.0, 0.0
+    rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
+    if gpu and rate:
+        computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
+        data_parallel = reached(range(0, layout.dp_degree * layout.tp, layout.tp), gpu)
+        with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(config, spec, ranks))
+        hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
+        hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
+        if config.memory.offload == "weights":
+            adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)
+            trained = adapters if config.lora.rank else parameter_shapes(spec)
+            update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
+        computing = max(computing, computing - hiding + with_host)
+        spread = sent["data parallel"] - sent_at_once
+        waits = exposed_seconds(
+            sent_at_once / data_parallel, spread / data_parallel, computing, microbatches, gpu.overlap
+        )
+        tensor = sent["tensor parallel"] / reached(range(layout.tp), gpu)
+        pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
+        step = computing + waits + tensor + pipeline + update
+    memory = estimate(config, ranks, card, spec)
+    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update)
+
+
+def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
+    """Bytes between a card and the host's memory in a step: during forward and backward, and for the update."""
+    layout, optimizer = config.layout(ranks), config.optimizer
+    microbatches = config.batch(ranks).gradient_accumulation_steps
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.dp_shard / layout.tp
+    master, beside = MASTER_BYTES[optimizer.master]
+    reductions = 1 if layout.zero_stage == 1 else microbatches
+    if config.memory.offload == "optimizer":  # each sum but the first goes there and back
+        return (2 * reductions - 1) * weights * master, weights * (master + STATE_BYTES[optimizer.state] + beside)
+    if config.memory.offload == "weights":
+        fetched = {1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+        if config.lora.rank:  # frozen weights are in the dtype of the computation
+            return weights * (4 if config.training.mixed_precision_param == "float32" else 2) * fetched, 0.0
+        return weights * master * (fetched + reductions), 0.0
+    return 0.0, 0.0
+
+
+def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float], float]:
+    """Bytes that a rank sends in a step; and how many of data parallel's it sends during a single microbatch."""
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
+    r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.tp / layout.pp
+    trained = weights if not config.lora.rank else 0.0
+    others = (layout.dp_shard - 1) / layout.dp_shard
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+    reductions = 1 if layout.zero_stage < 2 else microbatches
+    among = layout.dp_replicate
+    gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
+    replicas = 2 * (among - 1) / among * trained * r / (layout.dp_shard if layout.zero_stage else 1)
+    once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
+    hidden = batch.local_batch_size * training.seq_len * spec.hidden_size * c
+    layers = spec.num_hidden_layers / layout.pp
+    passes = 3 if config.activation_checkpoint.mode != "none" else 2
+    tensor = passes * 4 * layers * microbatches * hidden * (layout.tp - 1) / layout.tp
+    pipeline = 2 * microbatches * hidden / layout.tp if layout.pp > 1 else 0.0
+    return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
+
+
+_RANDOM = {"state": "8bit", "master": "bf16_sr"}
+
+
+def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Changes that save memory: words, and settings; those that compute the same first, then the faster.
+
+    Args:
+        rank: of LoRA; 0: all weights are trained.
+    """
+
+    def rows(size: int, times: int) -> dict[str, Any]:  # the same rows per step
+        forwards = batch.gradient_accumulation_steps * batch.local_batch_size // size * times
+        return {"local_batch_size": size, "gradient_accumulation_steps": forwards, "target_tokens_per_step": 0}
+
+    yield "take one row at a time", {"training": rows(1, 1)}
+    yield "recompute activations", {"activation_checkpoint": {"mode": "full"}}
+    shards = {"zero_stage": 3, "data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
+    yield "shard weights, gradients and optimizer state over the cards (ZeRO-3)", {"parallelism": shards}
+    yield "reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}
+    yield "keep optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}
+    for times in [n for n in range(2, layout.dp_degree + 1) if layout.dp_degree % n == 0]:
+        degree, shard = layout.tp * times, {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
+        change = {"parallelism": {"tensor_parallel_degree": degree, **shard}}
+        yield f"split each matrix over {degree} cards", {**change, "training": rows(batch.local_batch_size, times)}
+    lora = {"rank": rank or 16}
+    quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
+    if rank:
+        yield quantised
+    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": _RANDOM}
+    host = {"memory": {"offload": "optimizer"}}
+    yield "keep gradients and optimizer state in the host's memory", host
+    words = "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random"
+    yield words, {"optimizer": _RANDOM, **host}
+    words = "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random"
+    yield words, {"optimizer": _RANDOM, "memory": {"offload": "weights"}}
+    yield "train adapters only (LoRA)", {"lora": lora}
+    yield quantised
+
+
+def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: replace(getattr(config, name), **values) for name, values in change.items()}
+    return replace(config, **sections)
+
+
+def remedy(plan: Plan) -> str:
+    """The change to propose, in words: the first after which the run fits; else the one that saves most memory."""
+    config, least, best = plan.config, plan.most, "more cards, or a smaller model"
+    for words, change in _changes(config.layout(plan.ranks), config.batch(plan.ranks), config.lora.rank):
+        changed = with_settings(config, change)
+        if changed == config or check(changed, plan.ranks, with_files=False):
+            continue
+        found = make_plan(changed, plan.ranks, plan.card)
+        if found.most >= least:
+            continue
+        settings = [(getattr(config, name), name, key, value) for name, v in change.items() for key, value in v.items()]
+        keys = ", ".join(f"{name}.{key} = {value}" for old, name, key, value in settings if getattr(old, key) != value)
+        least, best = found.most, f"{words} ({keys}): {found.most / GIB:.1f} GiB"
+        if found.fits:
+            return best
+        best += ", still too much"
+    return best
+
+
+_KINDS = (  # optimizer.state, optimizer.master, memory.offload
+    ("fp32", "fp32", "nothing"),
+    ("8bit", "24bit", "nothing"),
+    ("8bit", "bf16_sr", "nothing"),
+    ("8bit", "bf16_sr", "optimizer"),
+    ("8bit", "bf16_sr", "weights"),
+)
+
+
+def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[Plan]:
+    """Plans of the same rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
+    rows, spec = config.batch(ranks).global_batch_size, config.spec()
+    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    sizes = [size for size in (1, 2, 4, 8, 16) if rows % size == 0]
+    modes, reductions = ("none", "selective", "full"), ("float32", "bfloat16")
+    kinds = _KINDS if not config.lora.rank else _KINDS[:1]
+    for pp, tp, size, mode, kind, reduction in itertools.product(degrees, degrees, sizes, modes, kinds, reductions):
+        per_forward = size * (ranks // (pp * tp))
+        is_reduced = ranks > pp * tp
+        if ranks % (pp * tp) or rows % per_forward or (reduction == "bfloat16" and not is_reduced):
+            continue
+        training = {
+            "local_batch_size": size, "target_tokens_per_step": 0, "gradient_accumulation_steps": rows // per_forward,
+            "mixed_precision_reduce": reduction,
+        }  # fmt: skip
+        parallelism = {
+            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "data_parallel_shard_degree": -1,
+            "data_parallel_replicate_degree": 1, "zero_stage": -1, "pipeline_parallel_layers_per_stage": (),
+            "pipeline_parallel_schedule": "1F1B",
+        }  # fmt: skip
+        optimizer = {"state": kind[0], "master": kind[1]}
+        change = {"training": training, "parallelism": parallelism, "optimizer": optimizer}
+        change |= {"activation_checkpoint": {"mode": mode}, "memory": {"offload": kind[2]}}
+        candidate = with_settings(config, change)
+        if not check(candidate, ranks, with_files=False):
+            yield make_plan(candidate, ranks, card, gpu, spec)

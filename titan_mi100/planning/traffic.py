@@ -1,0 +1,123 @@
+"""Communication of a step: which collective, over which mesh axis, over which link. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from titan_mi100.config.layout import AXES, Layout
+from titan_mi100.planning.hardware import Gpu
+
+WORLD = "world"
+_RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
+OPERATIONS = (*_RING, "send", "receive", "barrier")
+REACHED = 0.5  # share of a link's rate that collectives reach: assumed, not measured
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A rank's part in one collective.
+
+    Attributes:
+        axis: mesh axis; WORLD: a group along no single axis, such as all ranks.
+        operation: one of OPERATIONS.
+        group: the ranks that take part, at least two.
+        payload: bytes: the whole result of an all-gather, the whole input of a reduce-scatter, else the tensor.
+    """
+
+    axis: str
+    operation: str
+    group: range
+    payload: int
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that the rank sends if the operation runs around a ring."""
+        others = len(self.group) - 1
+        if self.operation == "send":
+            return float(self.payload)
+        return _RING.get(self.operation, 0.0) * self.payload * others / len(self.group)
+
+    def link(self, per_node: int) -> str:
+        """Where its bytes travel: the slowest link of the ring. Args: per_node: GPUs of a node."""
+        return "inside a node" if _is_inside(self.group, per_node) else "between nodes"
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Predicted seconds of one such transfer."""
+        return self.ring_bytes / reached(self.group, gpu)
+
+
+def reached(group: range, gpu: Gpu) -> float:
+    """Bytes per second that a rank sends around the ring of a group.
+
+    Between nodes, a group gets only its ranks' share of the node's network: other groups use the rest at the same
+    time.
+    """
+    ranks = max(Counter(rank // gpu.per_node for rank in group).values())
+    inside = gpu.link_gbs if ranks > 1 or len(group) == 1 else inf
+    between = inf if _is_inside(group, gpu.per_node) else gpu.node_gbs * ranks
+    return min(inside, between) * 1e9 * REACHED
+
+
+def _is_inside(group: range, per_node: int) -> bool:
+    return group[0] // per_node == group[-1] // per_node
+
+
+Traffic = Mapping[Transfer, int]  # transfer -> how often a rank does it in a step
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does in a step.
+
+    Attributes:
+        flops: FLOPs of its matrix products and attention, recomputation included.
+        traffic: all of its transfers.
+        by_microbatch: transfers of a middle microbatch, neither the first nor the last; empty if there is only one.
+    """
+
+    flops: float
+    traffic: Traffic
+    by_microbatch: Traffic
+
+
+def axis_of(group: range, layout: Layout) -> str:
+    """The mesh axis along which a group of several ranks lies; WORLD if it lies along no single axis."""
+    stride = 1
+    for name in reversed(AXES):
+        size = getattr(layout, name)
+        if stride <= group.step and group[-1] - group[0] < stride * size:
+            return name
+        stride *= size
+    return WORLD
+
+
+def extrapolated(few: Traffic, more: Traffic, microbatches: tuple[int, int], wanted: int) -> Traffic:
+    """The traffic of a step with `wanted` microbatches, by linear extrapolation from two counts.
+
+    Args:
+        few, more: counted with microbatches[0] and microbatches[1]; a transfer may be missing in one of them.
+
+    Raises:
+        AssertionError: the number of transfers per microbatch is not whole.
+    """
+    added, rest = microbatches[1] - microbatches[0], wanted - microbatches[0]
+    found = {}
+    for transfer in {**few, **more}:
+        change, remainder = divmod((more.get(transfer, 0) - few.get(transfer, 0)) * rest, added)
+        assert not remainder, transfer
+        found[transfer] = few.get(transfer, 0) + change
+    return found
+
+
+def by_axis(traffic: Traffic) -> Iterator[tuple[Transfer, int, int, float]]:
+    """Totals by axis, operation and group, for a table: one transfer of the group; count, payload, ring bytes."""
+    rows: dict[tuple[str, str, range], list[tuple[Transfer, int]]] = {}
+    for transfer, count in traffic.items():
+        rows.setdefault((transfer.axis, transfer.operation, transfer.group), []).append((transfer, count))
+    order = {name: place for place, name in enumerate((*AXES, WORLD))}
+    for key in sorted(rows, key=lambda key: (order[key[0]], OPERATIONS.index(key[1]), key[2].start, key[2].stop)):
+        found = rows[key]
+        payload = sum(count * transfer.payload for transfer, count in found)
+        ring = sum(count * transfer.ring_bytes for transfer, count in found)
+        yield found[0][0], sum(count for _, count in found), payload, ring

@@ -1,0 +1,100 @@
+"""Exact match by generation: `titan-mi100 evaluate exact-match --model PATH --data FILE.jsonl`, in GSM8K's format.
+
+A row has a `question`, and an `answer` with the correct number after `####`. The model answers greedily. Its number is
+the first one after its last `####`, or its last number if it writes no `####`. It is correct if the two are equal.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from decimal import Context, Decimal
+from functools import partial
+
+from titan_mi100 import cli as tool
+from titan_mi100.data.strict_json import BadRecord
+from titan_mi100.errors import UserError
+from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
+from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
+from titan_mi100.model.decode import Sampling
+
+# 1,234.5 is one number, 1,2 are two. In 5-3 and 5 - 3 the minus is an operator, not a sign.
+_NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _run(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("evaluate exact-match", __doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", metavar="FILE.jsonl", required=True, help="rows with question and answer (ends with #### N)")
+    add("--limit", type=int, default=0, metavar="N", help="use only the first N rows; 0: all")
+    add("--json", action="store_true", help="print the summary as one JSON object")
+    return parser
+
+
+@full_memory_is_an_error()
+def _run(options: argparse.Namespace) -> None:
+    if options.limit < 0:
+        raise UserError(f"--limit {options.limit}: must be 0 (all) or more")
+    rows = read_rows(options.data, _question_and_gold)[: options.limit or None]
+    model = open_model(options)
+    build = PromptBuilder(model, options.system, options.enable_thinking)
+    requests = [build(where, question) for where, (question, _) in rows]
+    load = partial(load_answer, model, Sampling(), 0, options.max_new_tokens)
+
+    def judge(index: int, output: str) -> Row:
+        (_, (question, gold)), extracted = rows[index], extract(output)
+        return {"question": question, "gold": gold, "extracted": extracted, "correct": extracted == gold}
+
+    summary = summarise(answer_all(options, model, requests, load, {}, judge))
+    if options.json:
+        print(json.dumps({"data": options.data, **summary}))
+        return
+    print(
+        f"{options.data}: {summary['correct']} of {summary['n']} correct, exact match {summary['score']:.1%}; "
+        f"{summary['no_answer']:.1%} without an answer, {summary['stopped_by_length']} stopped by length "
+        f"(--max_new_tokens {options.max_new_tokens})"
+    )
+
+
+def _question_and_gold(row: Row) -> tuple[str, str]:
+    """The question of a row, and its correct number. Raises BadRecord: the row is not in GSM8K's format."""
+    for key in ("question", "answer"):
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise BadRecord("wrong row", f"{key} must be a text")
+    gold = extract(row["answer"]) if "####" in row["answer"] else None
+    if gold is None:
+        raise BadRecord("no gold answer", "the answer must end with #### and a number")
+    return row["question"], gold
+
+
+def extract(text: str) -> str | None:
+    """The answer in a text: the first number after the last `####`, or the last number if there is no `####`.
+
+    Returns:
+        The number in a normal form, without commas, currency sign and superfluous zeros. None: there is no number.
+    """
+    _, marker, after = text.rpartition("####")
+    numbers = _NUMBER.findall(after)  # if there is no marker, `after` is the whole text
+    if not numbers:
+        return None
+    number = re.sub(r"[,$]", "", numbers[0 if marker else -1])
+    # Decimal, not float: 0.10 and 0.1 must be equal, and long numbers must keep all their digits.
+    value = Context(prec=len(number)).normalize(Decimal(number))
+    return f"{value:f}" if value else "0"  # also for -0, which would keep its sign
+
+
+def summarise(rows: Sequence[Row]) -> Row:
+    """Counts of judged rows: n, correct, score (a share), no_answer (a share), stopped_by_length."""
+    n, correct = len(rows), sum(row["correct"] for row in rows)
+    without = sum(row["extracted"] is None for row in rows)
+    cut = sum(row["finish"] == "length" for row in rows)
+    return {"n": n, "correct": correct, "score": correct / n, "no_answer": without / n, "stopped_by_length": cut}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Show the data as training sees them: packed rows token by token, and a summary of the set. See `--help`.
+
+`inspect.report` makes one report. `--json` prints it; a terminal and `--html` show the same lines of it
+(`inspect.view`).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from titan_mi100 import cli as tool
+from titan_mi100.config.as_text import settings_text
+from titan_mi100.config.load import load_config
+from titan_mi100.files.durable import write_page
+from titan_mi100.log import setup_logging
+from titan_mi100.tools.pages.document import check_place
+from titan_mi100.tools.prepared.report import make_report
+from titan_mi100.tools.prepared.view import page, report_lines, terminal_text
+
+_TITLE = "Data as training sees it: "
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _show(*_parser().parse_known_args(argv)))
+
+
+def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    setup_logging(0)
+    if options.html:
+        check_place(Path(options.html), _TITLE, "--html")
+    with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
+        report = make_report(load_config(settings, world_size=None), options)
+    lines = report_lines(report, options.table)
+    if options.html:
+        write_page(Path(options.html), page(f"{_TITLE}{report['set']}", lines), "--html")
+        print(f"{options.html}: {os.path.getsize(options.html):,} bytes")
+    elif options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        auto = options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        for line in terminal_text(lines, auto or options.color == "always"):
+            print(line)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="titan-mi100 inspect",
+        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
+        description=__doc__.splitlines()[0],
+        epilog="Settings are those of training; only [data], [model] and training.seq_len matter here.\n\n"
+        + settings_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
+    add("--where", metavar="FILE:LINE", default="", help="show the rows that contain this input line")
+    add("--source", metavar="NAME", default="", help="the source to show, if there are several")
+    add("--validation", action="store_true", help="show the validation set instead of the training set")
+    add("--table", action="store_true", help="show one line per token: place, id, position, supervised, text")
+    add("--html", metavar="PATH", default="", help="write the report as one self-contained HTML page")
+    add("--json", action="store_true", help="print JSON, for scripts; with --row or --where only the rows")
+    on = "auto: on a terminal, unless NO_COLOR is set"
+    add("--color", choices=("auto", "always", "never"), default="auto", help=on)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

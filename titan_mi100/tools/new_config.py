@@ -1,0 +1,314 @@
+"""`titan-mi100 config new` asks five questions and writes a config that the planner has checked. Imports no torch.
+
+Each answer can be given as an option; without a terminal nothing is asked. The config inherits from the bundled
+finetune.toml. Rows per step, epochs and the share for validation follow from the number of tokens. What does not fit
+the cards is changed step by step, or refused with what would fit.
+"""
+
+import argparse
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_mi100 import cli
+from titan_mi100.config.as_text import toml_value
+from titan_mi100.config.bundled import FOLDER
+from titan_mi100.config.check import check
+from titan_mi100.config.hub import hub_hint
+from titan_mi100.config.layout import Batch
+from titan_mi100.config.load import load_config
+from titan_mi100.config.problem import Problem
+from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.data.packing import pack_rows
+from titan_mi100.data.survey import Survey, survey
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import write_page
+from titan_mi100.files.patterns import matching_files
+from titan_mi100.planning.device import positive, size_gib
+from titan_mi100.planning.hardware import count_gpus
+from titan_mi100.planning.plan import GIB, Plan, make_plan, with_settings
+from titan_mi100.run.next_commands import command
+from titan_mi100.shapes.families import read_hf_config
+from titan_mi100.text.assets import has_tokenizer
+
+Change = dict[str, dict[str, Any]]  # section -> key -> value
+
+_ADAPTERS: Change = {
+    "lora": {"rank": 16, "alpha": 32.0, "dropout": 0.05},
+    "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
+}
+_NF4: Change = {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}}
+_LEAN = {"state": "8bit", "master": "bf16_sr"}
+_IN_HOST: Change = {"optimizer": _LEAN, "memory": {"offload": "optimizer"}}
+# method -> what to try in this order, each with a word about what it changes; the first that fits is taken
+METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
+    "full": (
+        ("", {}),
+        ("optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
+        ("optimizer state in 8 bits, weights in bf16 with stochastic rounding", {"optimizer": _LEAN}),
+        ("the same, with gradients and optimizer state in the host's memory", _IN_HOST),
+    ),
+    "lora": (("", _ADAPTERS), ("the frozen weights in 4 bits (QLoRA)", _NF4)),
+    "qlora": (("", _NF4),),
+}
+
+
+_SECONDS = 10.0  # of reading the data; of more data a sample is read
+_LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data allow that
+
+
+class Answers(NamedTuple):
+    model: str
+    data: tuple[str, ...]
+    cards: int
+    memory: float  # GiB of a card
+    method: str
+
+
+class Size(NamedTuple):
+    """The size of a run."""
+
+    seq_len: int
+    rows: int  # of an epoch
+    epochs: int
+    step: int  # rows
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * math.ceil(self.rows / self.step)
+
+    @property
+    def padding(self) -> float:
+        """Share of an epoch's rows."""
+        return 1 - self.rows * self.epochs / (self.steps * self.step)
+
+
+class Question(NamedTuple):
+    text: str
+    default: str  # "": there is none
+    read: Callable[[str], Any]  # the answer's value; raises UserError or ArgumentTypeError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.exit_code(lambda: _new(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(
+        prog="titan-mi100 config new",
+        description="Write a config for fine-tuning: asks for what the options leave open, on a terminal, and checks "
+        "that the run fits the cards before it writes.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="FOLDER", help="Hugging Face folder of a Qwen3, such as Qwen3-0.6B")
+    add("--data", metavar="FILE", nargs="+", help="training data: files or globs")
+    add("--cards", metavar="N", help="GPUs, one process each; on a CPU: processes")
+    add("--memory", metavar="32GB", help="of each card")
+    add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
+    add("--output", metavar="X.toml", help="file to write; never overwritten")
+    return parser
+
+
+def _new(options: argparse.Namespace) -> None:
+    _check_free(options.output or "")
+    questions = _questions()
+    missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
+    if missing and not sys.stdin.isatty():
+        what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
+        raise UserError(f"{what}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
+    answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
+    plan, changed, about_data = fitting_plan(answers)
+    output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
+    text = as_toml(answers, changed[1])
+    _check_free(str(output))  # again: the survey took some seconds
+    write_page(output, text, "--output")
+    print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
+    print(about_data)
+    if changed[0]:
+        print(f"changed so that it fits: {changed[0]}")
+    print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)\n\nnext:")
+    for line in _next_commands(output, answers):
+        print(f"  {line}")
+
+
+def _check_free(output: str) -> None:
+    if os.path.lexists(output):
+        raise UserError(f"--output {output}: exists already; name another file")
+
+
+def _questions() -> dict[str, Question]:
+    gpus = count_gpus()
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # on a CPU, each of two processes has half of the memory
+    return {
+        "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
+        "data": Question("Training data: files or globs, separated by spaces", "", _data),
+        "cards": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
+        "memory": Question("Memory of each", memory, size_gib),
+        "method": Question("Train all weights: full; adapters: lora; on 4-bit weights: qlora", "full", _method),
+    }
+
+
+def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
+    """From the option, else from the terminal, else the default. A wrong answer on a terminal is asked for again."""
+    given = getattr(options, name)
+    given = shlex.join(given) if isinstance(given, list) else given
+    given = question.default if given is None and not sys.stdin.isatty() else given
+    while True:
+        try:
+            default = f" [{question.default}]" if question.default else ""
+            answer = input(f"{question.text}{default}: ") or question.default if given is None else given
+            return question.read(answer)
+        except EOFError:
+            raise UserError("the input has ended; nothing was written") from None
+        except (UserError, argparse.ArgumentTypeError) as error:
+            if given is not None:
+                raise UserError(f"--{name}: {error}") from None
+            cli.say(error)
+
+
+def _model(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text.strip())) if text.strip() else ""
+    if not os.path.isdir(path):
+        raise UserError(f"{text or 'no answer'}: is no folder; name a model's folder{hub_hint(text)}")
+    read_hf_config(path)
+    if not has_tokenizer(path):
+        raise UserError(f"{text}: has no tokenizer; download the whole folder again")
+    if not any(Path(path).glob("*.safetensors")):
+        raise UserError(f"{text}: has no *.safetensors; download the whole folder again")
+    return path
+
+
+def _data(text: str) -> tuple[str, ...]:
+    try:
+        paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{text}: {error}") from None
+    problems = [problem for path in paths for problem in matching_files(path)[1]]
+    if problems or not paths:
+        raise UserError("; ".join(problems) or "name at least one file, such as train.jsonl")
+    return paths
+
+
+def _method(text: str) -> str:
+    if (method := text.lower()) not in METHODS:
+        raise UserError(f"{text!r} is none of {', '.join(METHODS)}")
+    return method
+
+
+def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
+    """The plan of the first settings that fit the cards; what they change, in words and as settings; lines on the data.
+
+    Raises:
+        UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
+    """
+    given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
+    config = load_config([*given, "--data.path", *answers.data], answers.cards)
+    try:
+        sized, about_data = sized_run(config.training, config.batch(answers.cards), survey(config, _SECONDS))
+    except UserError as error:
+        sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
+    config = with_settings(config, sized)
+    plan, (words, change) = _first_fitting(config, answers.method, answers)
+    if plan.fits:
+        return plan, (words, {**sized, **change}), about_data
+    others = []
+    for method in METHODS:
+        with suppress(UserError):  # the method's settings are not for this model
+            others += [method] * _first_fitting(config, method, answers)[0].fits
+    remedy = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
+    raise UserError(
+        f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
+        f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {remedy}"
+    )
+
+
+def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Change, str]:
+    """Rows per step, epochs and a share for validation that suit the number of tokens; and lines that say so.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    if not (documents := len(found.lengths)):
+        raise UserError("no row can be learned, as titan-mi100 inspect shows")
+    held_out = {share: int((found.places < share).sum()) for share in (0.01, 0.05, 0.1, 0.2, 0.3, 0.0)}
+    share = next((s for s, held in held_out.items() if documents > held >= (50 if s < 0.1 else 1)), 0.0)
+    kept, sizes = found.lengths[found.places >= share], list[Size]()
+    for seq_len in (training.seq_len >> halvings for halvings in range(5)):
+        if not sizes or found.lengths.max() <= seq_len:
+            rows = math.ceil((len(pack_rows(kept, seq_len).starts) - 1) / found.share)
+            steps = range(batch.global_batch_size, 0, -batch.local_batch_size * batch.dp_degree)
+            epochs = range(training.epochs, _MOST_EPOCHS + 1)
+            sizes += [Size(seq_len, rows, times, step) for times in epochs for step in steps]
+    # The first that is good is taken: long rows, few epochs, large steps.
+    good = [size for size in sizes if size.steps >= _LEAST_STEPS and size.padding <= _MOST_PADDING]
+    size = good[0] if good else max(sizes, key=lambda size: (min(size.steps, _LEAST_STEPS), -size.padding))
+    tokens = size.step * size.seq_len
+    change: Change = {"training": {"seq_len": size.seq_len, "target_tokens_per_step": tokens, "epochs": size.epochs}}
+    if share:
+        change |= {"data": {"validation_fraction": share}, "validation": {"freq": -(-size.steps // 5)}}
+    read = "" if found.share == 1 else f" in the first {found.share:.1%} of the data, read for {_SECONDS:.0f} seconds"
+    lines = [
+        f"counted: {documents:,} documents of {int(found.lengths.sum()):,} tokens{read}",
+        f"chosen for them: {size.step} rows of {size.seq_len:,} tokens in a step, {size.epochs} epochs: {size.steps:,} "
+        f"steps, {size.padding:.0%} padding; {held_out[share]:,} of the documents for validation (share {share:.0%})",
+    ]
+    lines += [f"WARNING {found.refused:,} rows are refused; titan-mi100 inspect names them"] * (found.refused > 0)
+    if end := found.own_end:
+        lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
+        lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")
+    return change, "\n".join(lines)
+
+
+def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:
+    """The first change of the method that fits; if none does, the one that takes least. Raises UserError: each is
+    refused.
+    """
+    plans, refused = [], list[Problem]()
+    for words, change in METHODS[method]:
+        changed = with_settings(config, change)
+        refused = check(changed, answers.cards, with_files=False)
+        if not refused:
+            plans.append((make_plan(changed, answers.cards, round(answers.memory * GIB)), (words, change)))
+            if plans[-1][0].fits:
+                return plans[-1]
+    if not plans:
+        raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *map(str, refused)]))
+    return min(plans, key=lambda found: found[0].most)
+
+
+def as_toml(answers: Answers, change: Change) -> str:
+    data = {"path": answers.data, **change.get("data", {})}
+    settings: Change = {"checkpoint": {"initial_load_path": answers.model}, **change, "data": data}
+    lines = [
+        f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; by titan-mi100 config new",
+        "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
+        'base = "finetune.toml"',
+    ]
+    for section, values in settings.items():
+        lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _free_name(stem: str) -> str:
+    """A name for a file that is not there yet."""
+    names = (f"{stem}.toml" if number == 1 else f"{stem}-{number}.toml" for number in range(1, 10_000))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _next_commands(output: Path, answers: Answers) -> list[str]:
+    config = "--job.config_file", str(output)
+    return [
+        command("inspect", *config, "--html", "data.html"),
+        command("plan", *config, "--gpus", str(answers.cards), "--memory", f"{answers.memory:g}GB"),
+        command("train", *config, "--nproc_per_node", str(answers.cards)),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Collects a run folder's content into one JSON-serialisable dict. Imports no torch.
+
+A file may be missing, truncated or hostile. Then `problems` has a line about it, and the rest is collected.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_mi100.checkpoint import sealed
+from titan_mi100.config.toml_file import read_toml
+from titan_mi100.errors import UserError
+from titan_mi100.files.plain import open_plain, plain_path, read_object
+from titan_mi100.tools.pages.bins import usable
+from titan_mi100.tools.pages.tables import read_faults, read_ledger, read_log, read_metrics, read_samples, whole, words
+from titan_mi100.watch.outcome import STATE
+from titan_mi100.wording import shortened, some
+
+METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
+FAULTS = {"nonfinite_rows.csv": "not finite", "loss_spikes.csv": "loss spike"}
+_OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
+_UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
+_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
+_REMEDY = "it is left out of the report"
+
+T = TypeVar("T")
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Collect everything about a run. Sizes are in bytes, times in seconds.
+
+    Raises:
+        UserError: it is not a run folder.
+    """
+    check_is_run(folder)
+    problems: list[str] = []
+
+    def read(name: str, reader: Callable[[Path], T], without: T) -> T:
+        """The file's content; `without` if the file is missing or cannot be read."""
+        path = folder / name
+        try:
+            return reader(path) if os.path.lexists(path) else without
+        except UserError as error:
+            problems.append(shortened(str(error), 1000))
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}; {_REMEDY}")
+        except RecursionError:
+            problems.append(f"{path}: is nested too deeply; {_REMEDY}")
+        return without
+
+    def in_object(path: Path) -> dict[str, Any]:
+        return read_object(path, _REMEDY)
+
+    nothing: dict[str, Any] = {}
+    faults = list[dict[str, Any]]()
+    for name, what in FAULTS.items():
+        faults += read(name, partial(read_faults, what=what), list[dict[str, Any]]())
+    state = read(STATE, in_object, nothing)
+    age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
+    found = {
+        "folder": str(folder),
+        "name": Path(os.path.realpath(folder)).name,
+        "collected": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "state": _state(state),
+        "restarts": _restarts(state.get("restarts")),
+        "metrics": read(METRICS, read_metrics, nothing),
+        "metrics_age": age,
+        "config": read(CONFIG, _config, nothing),
+        "earlier_configs": _earlier_configs(folder, read),
+        "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
+        "plan": _plan(read(PLAN, in_object, nothing)),
+        "ledger": read("ledger.csv", read_ledger, nothing),
+        "log": read("train.log", read_log, nothing),
+        "samples": read("samples.jsonl", read_samples, nothing),
+        "faults": sorted(faults, key=lambda fault: fault["step"]),
+        "checkpoints": read("checkpoint", _checkpoints, nothing),
+    }
+    return {**found, "problems": problems}
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise a UserError if the folder is not a run folder."""
+    if not folder.is_dir():
+        what = "is a file; name the folder that it is in" if folder.is_file() else "no such folder"
+        raise UserError(f"{folder}: {what}; a run prints its folder when it ends")
+    if not any(os.path.lexists(folder / name) for name in _OF_A_RUN):
+        inside = sorted(
+            path for path in folder.iterdir() if any(os.path.lexists(path / name) for name in _OF_A_RUN[:3])
+        )
+        remedy = f"name one of those in it: {some(inside, 3)}" if inside else "name the folder that a run printed"
+        raise UserError(f"{folder}: is not a run folder: it has none of {', '.join(_OF_A_RUN)}; {remedy}")
+
+
+def _number(value: object) -> float | None:
+    return float(value) if usable(value) else None  # type: ignore[arg-type]
+
+
+def _texts(found: Mapping[str, Any]) -> dict[str, str]:
+    """The object's values as text."""
+    shown = {}
+    for key, value in list(found.items())[:_MOST_KEYS]:
+        if value is None:
+            continue
+        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        shown[shortened(str(key))] = shortened(" ".join(value) if is_list else _value(value), 2000)
+    return shown
+
+
+def _value(value: object) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (RecursionError, ValueError):  # ValueError: an integer of more than 4,300 digits
+        return "(too large to show)"
+
+
+def _state(found: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: words(found.get(key)) for key in ("state", "message", "next")}
+    return {**texts, "exit_code": whole(found.get("exit_code"), -(2**31)), "step": whole(found.get("step"))}
+
+
+def _restarts(found: object) -> list[dict[str, Any]]:
+    """The restarts that the launcher recorded."""
+    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [
+        {**_state(entry), "time": words(entry.get("time"), 50), "attempt": whole(entry.get("attempt"))}
+        for entry in entries[-_MOST_RESTARTS:]
+    ]
+
+
+def _config(path: Path) -> dict[str, str]:
+    """The settings: `section.key` -> value as TOML-like text."""
+    document = read_toml(plain_path(path))
+    found: dict[str, str] = {}
+
+    def flatten(prefix: str, value: object) -> None:
+        if len(found) == _MOST_KEYS:
+            return
+        if isinstance(value, dict):
+            for key, item in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, item)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for number, item in enumerate(value):
+                flatten(f"{prefix}[{number}]", item)
+        else:
+            found[shortened(prefix, 200)] = shortened(_value(value), 1000)
+
+    flatten("", document)
+    return found
+
+
+def _earlier_configs(folder: Path, read: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The settings of earlier starts, oldest first, each with the last step of that start."""
+    steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _UNTIL.fullmatch(name)))
+    found = [(step, read(f"config-until-step-{step}.toml", _config, {})) for step in steps[-_MOST_CONFIGS:]]
+    return [{"until_step": step, "config": config} for step, config in found if config]
+
+
+def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Planned bytes and seconds of a step, and the values measured in an early step."""
+    if not found:
+        return {}
+    moments = found["memory"] if isinstance(found.get("memory"), list) else []
+    peaks = [
+        (sum(sizes.values()), words(moment.get("moment"), 100), sizes)
+        for moment in moments[:_MOST_KEYS]
+        if isinstance(moment, dict) and (sizes := _sizes(moment.get("categories")))
+    ]
+    worst = max(peaks, key=lambda peak: peak[0], default=None)
+    measured = found.get("measured")
+    numbers = {key: _number(found.get(key)) for key in ("least", "most", "card", "step_seconds", "mfu", "bubble")}
+    keys = ("step", "peak_memory_gib", "step_seconds", "mfu")
+    seen = {key: _number(measured.get(key)) for key in keys} if isinstance(measured, dict) else {}
+    return {**numbers, "measured": seen, "worst": {"moment": worst[1], "categories": worst[2]} if worst else None}
+
+
+def _sizes(categories: object) -> dict[str, float]:
+    entries = list(categories.items())[:20] if isinstance(categories, dict) else []
+    return {words(name, 60): size for name, value in entries if (size := _number(value)) is not None}
+
+
+def _checkpoints(folder: Path) -> dict[str, Any]:
+    """The checkpoint folders, oldest first; of many only the newest. Tensors are not read."""
+    every, listed = sealed.all_checkpoints(folder), []
+    for path in every[-_MOST_CHECKPOINTS:]:
+        with suppress(FileNotFoundError):  # a run that is still running has removed it meanwhile
+            listed.append(_checkpoint(path))
+    return {
+        "listed": listed,
+        "left_out": max(0, len(every) - _MOST_CHECKPOINTS),
+        "damaged": [shortened(path.name) for path in sealed.damaged(folder)[:_MOST_CHECKPOINTS]],
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    with os.scandir(path) as entries:
+        size = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    try:
+        sealed.read_manifest(path)
+        problem = ""
+    except (sealed.DamagedError, UserError, OSError) as error:
+        problem = shortened(str(error), 300)
+    why = path.with_name(f"{path.name}.suspect")
+    is_suspect = os.path.lexists(why)
+    return {
+        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem, "is_suspect": is_suspect,
+        "why_suspect": _first_line(why) if is_suspect else "",
+        "is_best": os.path.realpath(path) == os.path.realpath(path.parent / sealed.BEST),
+        "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _first_line(path: Path) -> str:
+    try:
+        with open_plain(path) as file:
+            return file.readline(500).decode("utf-8", "replace").strip()
+    except (UserError, OSError):
+        return "the reason cannot be read"

@@ -1,0 +1,245 @@
+"""The report's sections. A section without content is left out."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from titan_mi100.tools.pages.document import text
+from titan_mi100.wording import bytes_in_words, last_question
+
+_GIB = 2**30
+Cell = str | tuple[str, str]  # a text; or (our own HTML, a text after it)
+
+
+def section(title: str, inside: str) -> str:
+    return f"<section><h2><bdi>{text(title)}</bdi></h2>{inside}</section>\n" if inside else ""
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], numeric: Iterable[int] = ()) -> str:
+    """An HTML table that scrolls if it is wider than the page.
+
+    Args:
+        numeric: indices of the columns that are aligned to the right.
+    """
+    right = set(numeric)
+
+    def cell(tag: str, place: int, value: Cell) -> str:
+        ours, shown = value if isinstance(value, tuple) else ("", value)
+        kind = ' class="n"' if place in right else ' class="t"' if tag == "td" and len(shown) > 30 else ""
+        return f"<{tag}{kind}>{ours}<bdi>{text(shown)}</bdi></{tag}>"
+
+    def line(tag: str, values: Sequence[Cell]) -> str:
+        return f"<tr>{''.join(cell(tag, place, value) for place, value in enumerate(values))}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="scroll"><table><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def details_of(run: dict[str, Any]) -> str:
+    """All sections about one run."""
+    return "".join(
+        (
+            section("How it ended", _end(run["state"])),
+            section("Restarts", _restarts(run["restarts"])),
+            section("Skipped steps and loss spikes", _faults(run["faults"])),
+            section("Plan and measured", _plan(run)),
+            section("Data ledger", _ledger(run["ledger"])),
+            section("Checkpoints", _checkpoints(run["checkpoints"])),
+            section("Sample answers", _samples(run["samples"])),
+            section("Settings changed by a later start", _changes(run)),
+            section("Warnings and errors in train.log", _log(run["log"])),
+            section(
+                "Versions and hardware", _pairs({name: value or "none" for name, value in run["environment"].items()})
+            ),
+            section("All settings", _folded_pairs(run["config"], "config.toml, resolved")),
+        )
+    )
+
+
+def shown_time(iso: str) -> str:
+    """An ISO 8601 time in UTC as readable text."""
+    return re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?(Z|\+00:00)$", r"\1 \2 UTC", iso)
+
+
+def _end(state: dict[str, Any]) -> str:
+    """How the run ended; "" if it is done and has no message."""
+    if not state["state"] or (state["state"] == "done" and not state["message"]):
+        return ""
+    code = f", exit code {state['exit_code']}" if state["exit_code"] is not None else ""
+    step = f", this start reached step {state['step']:,}" if state["step"] is not None else ""
+    message = f"<pre>{text(state['message'])}</pre>" if state["message"] else ""
+    following = f"<p>Next: <bdi>{text(state['next'])}</bdi></p>" if state["next"] else ""
+    return f"<p><code>{text(state['state'])}</code>{code}{step}</p>{message}{following}"
+
+
+def _restarts(restarts: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (
+            _or_none(entry["attempt"]), shown_time(entry["time"]), entry["state"], _or_none(entry["exit_code"]),
+            "before the first" if entry["step"] is None else f"{entry['step']:,}", _folded(entry["message"]),
+        )
+        for entry in restarts
+    ]  # fmt: skip
+    heads = ("Attempt", "Time", "How the start before ended", "Exit code", "After step", "Message")
+    return table(heads, rows, numeric=(0, 3, 4)) if rows else ""
+
+
+def _folded(message: str) -> Cell:
+    """The first line of a message; the others are folded."""
+    first, _, others = message.partition("\n")
+    folded = f"<details><summary><bdi>{text(first)}</bdi></summary><pre>{text(others)}</pre></details>"
+    return (folded, "") if others else first
+
+
+def _or_none(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _faults(faults: Sequence[dict[str, Any]]) -> str:
+    rows = [(f"{each['step']:,}", each["what"], f"{each['rows']:,}", ", ".join(each["first"])) for each in faults]
+    return table(("Step", "What", "Records of its input", "The first of them"), rows, numeric=(0, 2)) if rows else ""
+
+
+def _plan(run: dict[str, Any]) -> str:
+    plan, series = run["plan"], run["metrics"].get("series", {})
+    if not plan:
+        return ""
+    seen, rows, notes = plan["measured"], list[tuple[str, ...]](), []
+    least, most, early, peak = plan["least"], plan["most"], seen.get("peak_memory_gib"), series.get("peak_memory_gib")
+    if least is not None and most is not None:
+        planned = f"{least / _GIB:.2f} to {most / _GIB:.2f}"
+        rows.append(("Memory, GiB", planned, _formatted(early, ".2f"), f"{peak['max']:.2f} (peak)" if peak else ""))
+        if not plan["card"] and early is not None:
+            notes.append("Measured early: without what the process held before the model. The whole run: with it.")
+    for name, key, in_run, form in (
+        ("Time of a step, s", "step_seconds", "seconds", ".3g"),
+        ("MFU", "mfu", "mfu", ".1%"),
+    ):
+        planned, measured, whole = plan[key], seen.get(key), series.get(in_run)
+        if planned is None:
+            continue
+        off = f" ({measured / planned - 1:+.0%})" if planned and measured is not None else ""
+        rows.append(
+            (
+                name,
+                format(planned, form),
+                _formatted(measured, form) + off,
+                f"{whole['mean']:{form}} (mean)" if whole else "",
+            )
+        )
+    if plan["card"]:
+        rows.append(("Memory of the card, GiB", f"{plan['card'] / _GIB:.2f}", "", ""))
+    if series.get("seconds") and plan["step_seconds"] is None:
+        notes.append("No time was planned: the peak rate of this device is not known.")
+    at = f"Measured at step {seen['step']:,.0f}" if seen.get("step") else "Measured early"
+    shown = table(("", "Planned", at, "Whole run"), rows, numeric=(1, 2, 3)) if rows else ""
+    return f"{shown}{''.join(map(_note, notes))}{_worst(plan['worst'])}"
+
+
+def _formatted(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _note(words: str) -> str:
+    return f'<p class="soft">{text(words)}</p>'
+
+
+def _worst(worst: dict[str, Any] | None) -> str:
+    """A table of the memory by category at the step's peak."""
+    if not worst or not (most := max(worst["categories"].values(), default=0)):
+        return ""
+    rows = [
+        (name, f"{size / _GIB:.3f}", (_bar(size / most), ""))
+        for name, size in sorted(worst["categories"].items(), key=lambda entry: -entry[1])
+        if size > 0
+    ]
+    return f"<h3>Planned memory at its peak: <bdi>{text(worst['moment'])}</bdi></h3>" + table(
+        ("", "GiB", ""), rows, numeric=(1,)
+    )
+
+
+def _bar(share: float) -> str:
+    return f'<span class="bar" style="width:{12 * min(max(share, 0), 1):.2f}em"></span>'
+
+
+def _ledger(ledger: dict[str, Any]) -> str:
+    outcomes = ledger.get("outcomes")
+    if not outcomes:
+        return ""
+    every = sum(counts["records"] for counts in outcomes.values())
+    rows = []
+    for status, counts in sorted(outcomes.items(), key=lambda entry: -entry[1]["records"]):
+        numbers = (f"{counts[key]:,}" for key in ("train", "validation", "tokens", "supervised"))
+        share = counts["records"] / every
+        first = "; ".join(": ".join(filter(None, each.values())) for each in counts["first"][:1])
+        rows.append((status, f"{counts['records']:,}", f"{share:.1%}", (_bar(share), ""), *numbers, first))
+    heads = ("Outcome", "Records", "Share", "", "Train", "Validation", "Tokens", "Supervised", "The first of them")
+    return table(heads, rows, numeric=(1, 2, 4, 5, 6, 7))
+
+
+def _checkpoints(checkpoints: dict[str, Any]) -> str:
+    rows = []
+    for each in reversed(checkpoints.get("listed", [])):
+        marks = ["lowest validation loss"] if each["is_best"] else []
+        marks += [f"suspect: {each['why_suspect']}"] if each["is_suspect"] else []
+        marks += [each["problem"]] if each["problem"] else []
+        rows.append((each["name"], bytes_in_words(each["bytes"]), shown_time(each["saved"]), "; ".join(marks)))
+    if not rows:
+        return ""
+    more = f"<p>{checkpoints['left_out']:,} older ones are not listed.</p>" if checkpoints["left_out"] else ""
+    note = _note("Manifests were checked; the content of the other files was not read.")
+    return table(("Folder", "Size", "Written", "Marks"), rows, numeric=(1,)) + more + note
+
+
+def _samples(samples: dict[str, Any]) -> str:
+    shown = []
+    for number, prompt in enumerate(samples.get("prompts", []), 1):
+        messages = "".join(_said(each["role"] or "prompt", each["content"]) for each in prompt["messages"])
+        reference = _said("reference", prompt["reference"]) if prompt["reference"] else ""
+        newest, *earlier = reversed(prompt["answers"])
+        answer = _said(f"answer at step {newest['step']:,}", newest["answer"])
+        older = "".join(_said(f"answer at step {each['step']:,}", each["answer"]) for each in earlier)
+        left_out = prompt["answers_left_out"]
+        more = f"<p>{left_out:,} answers in between are left out.</p>" if left_out else ""
+        folded = f"<details><summary>earlier answers: {len(earlier)}</summary>{older}{more}</details>" if older else ""
+        first = "" if number > 1 else " open"
+        name = text(last_question(prompt["messages"][-1]["content"], 80)) if prompt["messages"] else ""
+        expected = prompt["reference"] and newest["answer"] == prompt["reference"]
+        verdict = " (answered as expected)" if expected else ""
+        head = f"<summary>Prompt {number}: <bdi>{name}</bdi>{verdict}</summary>"
+        shown.append(f"<details{first}>{head}{messages}{reference}{answer}{folded}</details>")
+    if samples.get("prompts_left_out"):
+        shown.append(f"<p>{samples['prompts_left_out']:,} more prompts are in samples.jsonl.</p>")
+    return "".join(shown)
+
+
+def _said(who: str, what: str) -> str:
+    return f'<span class="soft">{text(who)}</span><pre>{text(what)}</pre>'
+
+
+def _changes(run: dict[str, Any]) -> str:
+    """The settings that differ between the starts of one run."""
+    configs = [*(earlier["config"] for earlier in run["earlier_configs"]), run["config"]]
+    heads = [f"Until step {earlier['until_step']:,}" for earlier in run["earlier_configs"]]
+    rows = _different(configs)
+    return table(("Setting", *heads, "Then"), rows) if rows and run["earlier_configs"] else ""
+
+
+def _different(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+    """One row per setting that differs between the configs: its name and the values."""
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    rows = [(name, *(config.get(name, "not set") for config in configs)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _log(log: dict[str, Any]) -> str:
+    rows = [(m["level"], f"{m['count']:,}", m["first"], m["message"]) for m in log.get("messages", [])]
+    return table(("Level", "Times", "First at", "Message"), rows, numeric=(1,)) if rows else ""
+
+
+def _pairs(pairs: dict[str, str]) -> str:
+    return table(("", ""), list(pairs.items())) if pairs else ""
+
+
+def _folded_pairs(pairs: dict[str, str], name: str) -> str:
+    return f"<details><summary>{text(name)}</summary>{_pairs(pairs)}</details>" if pairs else ""

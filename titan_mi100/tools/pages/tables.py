@@ -1,0 +1,232 @@
+"""Reads the long files of a run in one pass: metrics, ledger, log, samples, faults. Imports no torch.
+
+A file may be truncated, hostile or of any size; the memory that reading it takes is bounded.
+"""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.files.plain import open_plain
+from titan_mi100.tools.pages.bins import Bins, usable
+from titan_mi100.wording import shortened
+
+_LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
+_LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
+_MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
+SERIES = {
+    "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
+    "validation_loss", "bits_per_byte",
+}  # fmt: skip
+SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
+_SUMS = ("seconds", "tokens", "supervised_tokens")
+_MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
+_MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MOST_STEPS = 12, 3, 50, 100
+_MOST_PROMPTS, _MOST_ANSWERS, _MOST_LEFT_OUT, _LONGEST_TEXT = 20, 6, 10_000, 4000
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
+
+
+def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
+    """The file's lines; a line longer than `longest` bytes is returned in pieces.
+
+    Raises:
+        UserError, OSError: as open_plain does.
+    """
+    read = 0
+    with open_plain(path) as file:
+        while read < _MOST_BYTES and (line := file.readline(longest)):
+            read += len(line)
+            yield line
+
+
+def whole(value: object, least: int = 0) -> int | None:
+    """The value if it is an integer from `least` to 2**63 - 1 and not a bool, else None."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and least <= value < 2**63 else None  # type: ignore[operator, return-value]
+
+
+def words(value: object, most: int = 2000) -> str:
+    """The value if it is a text, shortened to `most` characters, else ""."""
+    return shortened(value, most) if isinstance(value, str) else ""
+
+
+def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of each line; None for a line that is not an object with a step."""
+    for line in lines(path, longest):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            yield None
+            continue
+        yield found if isinstance(found, dict) and whole(found.get("step")) is not None else None
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Read `metrics.jsonl`. Unknown keys are ignored.
+
+    Returns:
+        `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
+        the first of them; `skipped_spikes`: how many were spikes; `validations_not_finite`; `epoch`;
+        `total`: sums over all steps.
+    """
+    series: dict[str, Bins] = {}
+    total = dict.fromkeys(_SUMS, 0.0)
+    found: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
+    skipped, spikes, skipped_steps = 0, 0, list[int]()
+    for entry in _objects(path):
+        if entry is None:
+            found["unreadable"] += 1
+            continue
+        step = entry["step"]
+        for key, value in entry.items():
+            is_source = key.startswith(SOURCE) and len(key) < _LONGEST_NAME
+            if (key in SERIES or is_source) and usable(value):
+                if key not in series and len(series) == _MOST_SERIES:
+                    continue
+                series.setdefault(key, Bins()).add(step, float(value))
+            elif key == "epoch" and usable(value):
+                found["epoch"] = value
+        found["validations_not_finite"] += "validation_loss" in entry and not usable(entry["validation_loss"])
+        if "loss" in entry:
+            found["steps"] += 1
+            found["last_step"] = max(step, found["last_step"] or 0)
+            for key in _SUMS:
+                total[key] += entry[key] if usable(entry.get(key)) else 0
+            if entry.get("skipped") is True:
+                skipped, spikes = skipped + 1, spikes + (entry.get("spike") is True)
+                skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
+    summaries = {key: bins.summary() for key, bins in sorted(series.items())}
+    found |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
+    return {**found, "total": total, "series": summaries}
+
+
+def _rows(path: Path) -> Iterator[list[str]]:
+    """The rows of a CSV file; [] for a row that cannot be parsed."""
+    reader = csv.reader(line.decode("utf-8", "replace").replace("\0", "") for line in lines(path))
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error:  # for example a field without a closing quote
+            yield []
+
+
+def _bounded(value: int) -> int:
+    if not 0 <= value < 2**63:  # Python refuses to print a sum of more than 4,300 digits
+        raise ValueError
+    return value
+
+
+def read_ledger(path: Path) -> dict[str, Any]:
+    """Read `ledger.csv`: for each outcome the number of records, tokens and sets, and the first records as examples.
+
+    Returns:
+        `outcomes`: status -> counts; `unreadable`: number of rows, including the truncated end of a file.
+    """
+    outcomes: dict[str, Counter[str]] = {}
+    first: dict[str, list[dict[str, str]]] = {}
+    unreadable = 0
+    for row in _rows(path):
+        if row[:3] == ["file", "line", "status"]:
+            continue
+        try:
+            file, line, status, used_in, tokens, supervised, documents, reason = row
+            numbers = {"tokens": int(tokens), "supervised": int(supervised), "documents": int(documents)}
+            counts = {"records": 1, **{name: _bounded(value) for name, value in numbers.items()}}
+        except ValueError:
+            unreadable += 1
+            continue
+        is_status = status in outcomes or (len(outcomes) < _MOST_STATUSES and 0 < len(status) < 50)
+        if not is_status or used_in not in ("", "train", "validation"):
+            unreadable += 1
+            continue
+        outcomes.setdefault(status, Counter(train=0, validation=0)).update({**counts, used_in or "unused": 1})
+        examples = first.setdefault(status, [])
+        if status != "kept" and len(examples) < _MOST_EXAMPLES:
+            examples.append({"where": shortened(f"{file}:{line}", 300), "reason": shortened(reason, 300)})
+    found = {status: {**counts, "first": first[status]} for status, counts in outcomes.items()}
+    return {"outcomes": found, "unreadable": unreadable}
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
+
+    Returns:
+        `messages`: the last ones.
+    """
+    messages: dict[tuple[str, str], dict[str, Any]] = {}
+    began, ended, warnings, errors = "", "", 0, 0
+    for line in lines(path):
+        if not (found := _LOG_LINE.match(line.decode("utf-8", "replace").rstrip("\n"))):
+            continue
+        time, level, message = found.groups()
+        began, ended = began or time, time
+        if level == "INFO":
+            continue
+        warnings, errors = warnings + (level == "WARNING"), errors + (level == "ERROR")
+        message = shortened(message, 1000)
+        entry = messages.pop((level, message), {"level": level, "message": message, "count": 0, "first": time})
+        messages[level, message] = {**entry, "count": entry["count"] + 1, "last": time}
+        if len(messages) > _MOST_MESSAGES:
+            del messages[next(iter(messages))]
+    return {"began": began, "ended": ended, "warnings": warnings, "errors": errors, "messages": [*messages.values()]}
+
+
+def read_samples(path: Path) -> dict[str, Any]:
+    """Read `samples.jsonl`: the answers to each prompt; of many the first and the last ones.
+
+    Returns:
+        `prompts`: messages, reference, answers by step, `answers_left_out`; `prompts_left_out`; `unreadable`: number
+        of lines.
+    """
+    prompts: dict[str, dict[str, Any]] = {}
+    left_out: set[int] = set()
+    unreadable = 0
+    for entry in _objects(path, _LONGEST_SAMPLE):
+        if entry is None or not isinstance(entry.get("prompt"), list) or not isinstance(entry.get("answer"), str):
+            unreadable += 1
+            continue
+        about = {
+            "messages": [_message(message) for message in entry["prompt"][:_MOST_PROMPTS]],
+            "reference": words(entry.get("reference"), _LONGEST_TEXT),
+        }
+        key = json.dumps(about)
+        if key not in prompts and len(prompts) == _MOST_PROMPTS:
+            if len(left_out) < _MOST_LEFT_OUT:
+                left_out.add(hash(key))
+            continue
+        prompt = prompts.setdefault(key, {**about, "answers": [], "answers_left_out": 0})
+        prompt["answers"].append({"step": entry["step"], "answer": words(entry["answer"], _LONGEST_TEXT)})
+        if len(prompt["answers"]) > _MOST_ANSWERS:
+            del prompt["answers"][1]  # keep the first answer: it shows the model before training
+            prompt["answers_left_out"] += 1
+    return {"prompts": [*prompts.values()], "prompts_left_out": len(left_out), "unreadable": unreadable}
+
+
+def _message(message: object) -> dict[str, str]:
+    found = message if isinstance(message, dict) else {"content": message}
+    content = found.get("content")
+    shown = content if isinstance(content, str) else repr(content)  # e.g. a list of parts
+    return {"role": words(found.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
+
+
+def read_faults(path: Path, what: str) -> list[dict[str, Any]]:
+    """Read `nonfinite_rows.csv` or `loss_spikes.csv`: steps with their input rows. Args: what: is odd about them."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in _rows(path):
+        try:
+            step, (file, line) = int(row[0]), row[1:]
+        except (ValueError, IndexError):
+            continue
+        if step not in found and len(found) == _MOST_STEPS:
+            continue
+        entry = found.setdefault(step, {"step": step, "what": what, "rows": 0, "first": []})
+        entry["rows"] += 1
+        if len(entry["first"]) < _MOST_EXAMPLES:
+            entry["first"].append(shortened(f"{file}:{line}", 300))
+    return [*found.values()]

@@ -1,0 +1,186 @@
+"""Estimate before a run whether it fits its cards, how long it takes and which layout is fastest."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.config.as_text import settings_text, to_toml
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
+from titan_mi100.log import setup_logging
+from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
+from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.memory import CATEGORIES
+from titan_mi100.planning.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
+from titan_mi100.wording import bytes_in_words, duration_in_words
+
+_SHOWN = 10  # layouts that --search prints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _plan(*_parser().parse_known_args(argv)))
+
+
+def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    setup_logging(0)
+    if options.write and not options.search:
+        raise UserError("--write needs --search, which finds what is written; add it")
+    if options.write and os.path.lexists(options.write):
+        raise UserError(f"{options.write}: exists already, and is not overwritten; name another file with --write")
+    if options.search and options.tokens:
+        raise UserError("--tokens is for one config, not for --search; leave it out")
+    gpu, card = find_card(options.device, options.memory, "mi100")
+    if (options.search or options.tokens) and not gpu.tflops:
+        raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
+    config = load_config(settings, None if options.search else options.gpus, with_files=False)
+    if options.search:
+        return _search(options, config, card, gpu)
+    plan = make_plan(config, options.gpus, card, gpu)
+    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens)))
+    return 0 if plan.fits else 1
+
+
+def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
+    """The plan as text lines.
+
+    Args:
+        tokens: tokens of the data, for the duration; 0: do not print it.
+    """
+    layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    found = [
+        f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
+        f"a step: {batch.global_batch_size} rows of {plan.config.training.seq_len} tokens, {plan.tokens:,} tokens; "
+        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows",
+        "",
+        f"{'GiB at the peak':<22}" + "".join(f"{_column(plan, n):>12}" for n in range(len(plan.memory))),
+    ]
+    for name in CATEGORIES:
+        found.append(f"  {name:<20}" + "".join(f"{memory.categories[name] / GIB:>12.2f}" for memory in plan.memory))
+    found.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
+    found += [
+        f"  when: {'; '.join(memory.moment for memory in plan.memory)}",
+        f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
+        f"fragmentation: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
+        "",
+        f"fits: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB"
+        if plan.fits
+        else f"does not fit: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB\nwhat helps most: {remedy(plan)}",
+        "",
+        f"{plan.flops / 1e12:,.0f} TFLOP per step; a card sends "
+        + ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
+        if any(plan.sent.values())
+        else f"{plan.flops / 1e12:,.0f} TFLOP per step",
+    ]
+    if host := plan.host:
+        found.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
+    if plan.hidden_from:
+        forward = plan.config.training.local_batch_size * plan.config.training.seq_len
+        found.append(
+            f"transfers between host and card overlap with computation from {plan.hidden_from:,.0f} tokens per forward "
+            f"on (here {forward:,}); the update takes {plan.update:.1f} s of a step"
+        )
+    if plan.bubble:
+        found.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
+    if plan.step:
+        found.append(
+            f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
+            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
+        )
+        if tokens:
+            found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
+    elif not gpu.tflops:
+        found.append("no time: it needs the speed of the card; name it with --device")
+    return found
+
+
+def _column(plan: Plan, number: int) -> str:
+    return f"stage {number}" if len(plan.memory) > 1 else "each card"
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    memory = [{"peak": m.peak, "moment": m.moment, "categories": m.categories, "host": m.host} for m in plan.memory]
+    return {
+        "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
+        "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
+        "step_seconds": plan.step, "tokens": plan.tokens, "hidden_from": plan.hidden_from, "update": plan.update,
+    }  # fmt: skip
+
+
+def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> int:
+    """Print the ten fastest layouts that fit; with --write also write the first as TOML.
+
+    Raises:
+        UserError: no layout fits.
+    """
+    counts = {options.gpus, 1}  # one card can be faster than several with a slow link
+    found = [plan for ranks in counts for plan in search(config, ranks, card, gpu)]
+    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: (plan.seconds, plan.most))
+    if options.json:
+        print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
+    elif fitting:
+        print(
+            f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest, at an assumed {EFFICIENCY:.0%}:\n"
+        )
+        print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
+        for plan in fitting[:_SHOWN]:
+            print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
+        first = fitting[0]
+        if first.ranks < max(plan.ranks for plan in fitting):
+            print(f"\none card is faster than {options.gpus}")
+        if first.config.parallelism.is_pipeline:
+            print("\na pipeline is faster than FSDP2 here: it sends less")
+    if not fitting:
+        best = min(found, key=lambda plan: plan.most, default=None)
+        least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
+        raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
+    if options.write:
+        first = fitting[0]
+        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan_mi100.tools.plan --search\n\n"
+        replace(Path(options.write), heading + to_toml(first.config))
+        print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
+    return 0
+
+
+def _words(plan: Plan) -> str:
+    """A plan's layout in one line; the columns are those of the heading in _search."""
+    c, batch = plan.config, plan.config.batch(plan.ranks)
+    forwards = f"{batch.local_batch_size} x {batch.gradient_accumulation_steps}"
+    layout = plan.config.layout(plan.ranks).describe() if plan.ranks > 1 else "alone"
+    where = "" if c.memory.offload == "nothing" else f", {c.memory.offload} on the host"
+    return (
+        f"{plan.ranks}, {layout}, {forwards}, {c.activation_checkpoint.mode}, {c.optimizer.state} + "
+        f"{c.optimizer.master}, {c.training.mixed_precision_reduce}{where}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="titan-mi100 plan",
+        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
+        description=__doc__.splitlines()[0],
+        epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
+        "tokenizer need not exist.\n\n" + settings_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
+    add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
+    add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
+    add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
+    add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Renders the report of `inspect_data` as lines of text, for a terminal and for an HTML page."""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from titan_mi100.tools.pages.document import html_document
+from titan_mi100.tools.prepared.report import visible
+from titan_mi100.wording import printable
+
+
+class Piece(NamedTuple):
+    """A part of a line.
+
+    Attributes:
+        kind: a key of `_STYLES`, or "" for plain text.
+        hint: the tooltip on a page.
+    """
+
+    text: str
+    kind: str = ""
+    hint: str = ""
+
+
+Line = list[Piece]
+
+# kind -> the terminal's color code, and the page's element
+_STYLES = {
+    "heading": ("1", "h2"),
+    "document": ("1;36", "h3"),
+    "soft": ("2", "small"),
+    "columns": ("", "samp"),  # lines that belong under each other: smaller on a narrow screen, rather than broken
+    "supervised": ("32", "mark"),
+    "supervised row": ("32", "mark"),  # in the table; without color it needs no brackets, as a column says yes or -
+}
+
+_STYLE = """
+body { font: 14px/1.6 monospace; white-space: pre-wrap; unicode-bidi: plaintext }
+h1, h2, h3 { display: inline; font: 600 1.2em system-ui, sans-serif } h1 { font-size: 1.7em }
+b { font-weight: normal; border-radius: 3px } b:nth-child(even), b:hover { background: #8883 }
+samp { display: inline-block; font: inherit; font-size: min(1em, 1.5vw) }
+mark { color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }
+"""
+_HELP = "Green and underlined: supervised. Point at a token for its id and position."
+
+
+def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
+    """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
+    for line in lines:
+        shown = ""
+        for kind, parts in groupby(line, lambda part: part.kind):
+            text = printable("".join(part.text for part in parts))
+            if kind and color:  # set for each line, because pagers reset the color at the end of a line
+                text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
+            shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
+        yield shown
+
+
+def page(title: str, lines: Iterable[Line]) -> str:
+    """The lines as one self-contained HTML page. All text is escaped, because data may contain HTML."""
+    body = ""
+    for line in lines:
+        for kind, parts in groupby(line, lambda part: part.kind):
+            html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
+            body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
+        body += "\n"
+    return html_document(title, _STYLE, f"<h1>{escape(title)}</h1>\n{_HELP}\n{body}")
+
+
+def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
+    """The lines of a report.
+
+    Args:
+        report: as returned by `make_report`.
+        table: show rows as tables with one line per token, instead of running text.
+    """
+    if "read" in report:
+        yield from _summary(report)
+    yield from ([Piece(line["says"])] for line in report.get("where", []))
+    for row in report["shown"]:
+        real = len(row["id"]) - row["padding"]
+        yield _heading(f"row {row['row']} of {report['set']}: {len(row['documents'])} documents, {real:,} tokens")
+        yield [Piece("supervised: "), Piece("so", "supervised")]
+        start = 0
+        for place, document in enumerate(row["documents"]):
+            inside = range(start, start := start + document["tokens"])
+            count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
+            yield [Piece(f"── document {place}: {document['where']}: {count} ──", "document")]
+            yield from _table(row, inside) if table else [_running(row, inside)]
+        if row["padding"]:
+            yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
+
+
+def _heading(text: str) -> Line:
+    return [Piece("\n"), Piece(text, "heading")]
+
+
+def _running(row: dict[str, Any], inside: range) -> Line:
+    """A document as running text. Args: inside: positions of its tokens in the row."""
+    kinds = ("", "supervised")
+    hint = "id {}, position {}".format
+    return [
+        Piece(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
+        for i in inside
+    ]
+
+
+def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
+    """A document as a table with one line per token."""
+    yield [Piece("   place       id   position  supervised  text")]
+    for i in inside:
+        text, supervised = row["text"][i].replace(" ", "·"), row["supervised"][i]
+        line = f"{i:>8} {row['id'][i]:>8} {row['position'][i]:>10}  {'yes' if supervised else '-':<10}  {text}"
+        yield [Piece(line, "supervised row" if supervised else "")]
+
+
+def _summary(report: dict[str, Any]) -> Iterator[Line]:
+    """The lines of the summary."""
+    texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
+    texts += [f"warning: {line}" for line in report["warnings"]]
+    if report["sampled"] > 1:
+        texts.append(
+            f"for the counts and comparisons of tokens below, one document in {report['sampled']} was examined"
+        )
+    yield from ([Piece(text)] for text in texts)
+    yield _heading("options and their effects")
+    for entry in report["options"]:
+        effect = entry["effect"].replace("; ", "\n" + 30 * " ")
+        yield [Piece(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}", "columns")]
+    yield _heading(f"ledger: {report['ledger']['path']}")
+    for status, rows in report["ledger"]["statuses"].items():
+        yield [Piece(f"  {status}: {rows['rows']:,}")]
+        yield from ([Piece(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
+    yield _heading("documents by length (x: rows that did not fit, by their original length)")
+    yield from _bars(report["lengths"], report["seq_len"])
+    yield _heading("documents by supervised share in percent")
+    yield from _bars(report["shares"], 0)
+    yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
+    yield from (
+        [Piece(f"  {row['row']:>9,} {row['picture']} {row['documents']}", "columns")] for row in report["packing"]
+    )
+    yield _heading("the oddest documents")
+    for odd in report["oddest"]:
+        yield [Piece(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
+        yield [Piece("    "), *(Piece(text, "supervised" if supervised else "") for text, supervised in odd["excerpt"])]
+
+
+def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
+    """A histogram with bars of at most 50 characters. Args: seq_len: marks the bin that ends there; 0: no mark."""
+    most = max(max(entry["documents"], entry["overlong"]) for entry in bins)
+    for entry in bins:
+        # Rounded up, so that a count of 1 is visible.
+        bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
+        end = "  ─ seq_len" if entry["to"] == seq_len else ""
+        count = entry["documents"] or entry["overlong"]
+        yield [Piece(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}", "columns")]

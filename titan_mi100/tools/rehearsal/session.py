@@ -1,0 +1,152 @@
+"""Rehearses one rank of a run: the trainer's own step with the real model and mesh, on fake tensors (no values)."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from titan_mi100 import trainer
+from titan_mi100.config.layout import Batch
+from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.parallel.distributed import Gradients, gather_values
+from titan_mi100.planning.traffic import Work, extrapolated
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.tools.rehearsal.counter import CPU, Count, FakeRank, FusedKernel, as_rank, enough_microbatches, inputs
+from titan_mi100.tools.rehearsal.tally import Tally
+
+_FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Memory and work of one rank in a step.
+
+    Attributes:
+        memory: what the counter found in the first step.
+        work: FLOPs and collectives of the second step; the first one has set-up communication too.
+    """
+
+    rank: int
+    memory: Count
+    work: Work
+
+
+def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: ModelSpec | None = None) -> Rehearsed:
+    """Run two steps as one rank of a run. This process must not be in a process group.
+
+    With many microbatches, two smaller numbers of them are rehearsed, and FLOPs and collectives are extrapolated
+    linearly.
+
+    Args: see memory.counter.as_rank.
+    """
+    layout, batch, schedule = config.layout(ranks), config.batch(ranks), config.parallelism.pipeline_parallel_schedule
+    wanted, more = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
+    few = layout.fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
+    memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
+    if more == 1 or (wanted == more and few >= more):
+        return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))
+    _, fewer = _second_step(config, ranks, rank, few, device_memory, spec)
+    traffic = extrapolated(fewer.traffic, found.traffic, (few, more), wanted)
+    one_more = extrapolated(fewer.traffic, found.traffic, (few, more), few + 1)
+    added = {transfer: count - fewer.traffic[transfer] for transfer, count in one_more.items()}
+    flops = fewer.flops + (found.flops - fewer.flops) * (wanted - few) // (more - few)
+    return Rehearsed(rank, memory, Work(flops, traffic, added))
+
+
+class _Attention(FusedKernel):
+    """Counts the FLOPs of causal attention; each row is one document."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: None) -> Tensor:
+        batch, seq, heads, head_dim = q.shape
+        flops = 4 * head_dim * heads * batch * (seq * (seq + 1) // 2)  # two products, causal
+        self._add(flops)
+        out = super().__call__(q, k, v, prepared)
+        if out.requires_grad:
+            out.register_hook(functools.partial(self._add, 2 * flops))  # backward: four products
+        return out
+
+    def _add(self, flops: int, gradient: Tensor | None = None) -> None:
+        self.flops += flops
+
+
+def _second_step(
+    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int, spec: ModelSpec | None
+) -> tuple[Count, Tally]:
+    """Run two steps: the memory of the first is counted, the operations of the second."""
+    attention = _Attention()
+    with as_rank(config, ranks, rank, microbatches, device_memory, attention, spec) as fake:
+        memory = fake.count_step()
+        tally = Tally(config.layout(ranks))
+        gather = functools.partial(_gather_same_values, tally)
+        with unset_fake_temporarily(), patch.object(trainer, "gather_values", gather):
+            step = _trainer_of(fake).step
+            attention.flops = 0
+            with tally:
+                step()
+        tally.flops += attention.flops
+    return memory, tally
+
+
+def _trainer_of(fake: FakeRank) -> trainer.Trainer:
+    """The run's trainer around the fake model.
+
+    The trainer reads values (losses, norms), so it must get real tensors. Model and optimizer run in fake mode, and the
+    wrappers below return real zeros in place of their results.
+    """
+    config, model = fake.config, fake.model
+    named, seed = model.trained_parameters(), config.training.seed
+    with fake.mode:
+        optimizer = build_optimizer(named, config.optimizer, seed, CPU, model.host_gradients)
+    forward_backward, measure, update = model.forward_backward, model.measure_gradients, optimizer.update
+
+    def in_fake_mode(call: Callable[..., Any], result: Callable[[], Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            with fake.mode:
+                call(*arguments)
+            return result()
+
+        return called
+
+    losses = functools.partial(torch.zeros, fake.microbatches, dtype=torch.float64)
+    model.forward_backward = in_fake_mode(forward_backward, losses)  # type: ignore[method-assign]
+    model.measure_gradients = in_fake_mode(measure, _no_gradient)  # type: ignore[method-assign]
+    optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
+    batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
+    flags = {name: lambda: False for name in _FLAGS}
+    return trainer.Trainer(model, optimizer, _Rows(config.training, batch), config.training.max_norm, 0, flags)  # type: ignore[arg-type]
+
+
+def _no_gradient() -> Gradients:
+    return Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
+
+
+def _gather_same_values(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:
+    """Replace gather_values: every rank has the same values as this one."""
+    tally.is_beside_mesh = True
+    ranks = len(gather_values(mine, device))
+    tally.is_beside_mesh = False
+    return mine.double().expand(ranks, -1)
+
+
+class _Rows:
+    """Replaces the loader: every row is one document."""
+
+    def __init__(self, training: TrainingConfig, batch: Batch) -> None:
+        self.batch, self._training = batch, training
+
+    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
+        return lambda: self.step(first_row)
+
+    def step(self, first_row: int) -> list[Microbatch]:
+        return inputs(self._training, self.batch.gradient_accumulation_steps)

@@ -1,0 +1,195 @@
+"""Rehearse a run of many ranks on this machine: its memory, FLOPs and collectives, without GPUs, weights or data."""
+
+import argparse
+import json
+import math
+import re
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.config.as_text import settings_text
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import CompileConfig, ParallelismConfig
+from titan_mi100.errors import UserError
+from titan_mi100.log import log, setup_logging
+from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
+from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.memory import CATEGORIES
+from titan_mi100.planning.plan import GIB, make_plan, remedy, with_unseen
+from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
+from titan_mi100.planning.traffic import by_axis
+from titan_mi100.wording import bytes_in_words
+
+if TYPE_CHECKING:
+    from titan_mi100.tools.rehearsal.session import Rehearsed
+
+_OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):  # also if the number of ranks is missing
+        arguments = ["--help"]
+    elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # titan-mi100 rehearse N
+        arguments = ["--rehearse", *arguments]
+    return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
+
+
+def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    setup_logging(0)
+    log.setLevel("WARNING")  # otherwise each rehearsed rank logs the run's layout
+    started, ranks = time.perf_counter(), options.rehearse
+    gpu, card = find_card(options.device, options.memory, "mi250x")
+    try:
+        config = load_config(settings, ranks, with_files=False)
+    except UserError as error:
+        raise UserError(str(error).replace("--nproc_per_node", "--rehearse")) from None
+    _refuse(config.compile, config.parallelism, ranks, options.ranks)
+    from titan_mi100.tools.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
+    from titan_mi100.tools.rehearsal.session import rehearse
+
+    chosen = options.ranks or ranks_of_stages(config.layout(ranks))
+    found = [rehearse(config, ranks, rank, card) for rank in chosen]
+    most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
+    step = None
+    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    if training.mixed_precision_param in gpu.tflops:
+        works, schedule = [rehearsed.work for rehearsed in found], config.parallelism.pipeline_parallel_schedule
+        step = step_of(schedule, layout, batch, training.mixed_precision_param, works, gpu)
+    tokens = batch.global_batch_size * training.seq_len
+    if options.json:
+        print(
+            json.dumps({**_as_json(found, gpu, card, most), "step": step and {**asdict(step), "seconds": step.seconds}})
+        )
+    else:
+        lines = _lines(layout, batch, training.seq_len, found, gpu, card, most)
+        print("\n".join([*lines, *_time(tokens, ranks, step)]))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
+    if most <= card:
+        return 0
+    advice = remedy(make_plan(config, ranks, card, gpu))
+    tool.say(f"a step needs {most / GIB:.1f} GiB, {gpu.name} has {card / GIB:.1f}; what helps most: {advice}")
+    return _OUT_OF_MEMORY
+
+
+def _refuse(compiled: CompileConfig, parallelism: ParallelismConfig, ranks: int, chosen: Sequence[int]) -> None:
+    """Refuse what a rehearsal would count wrongly.
+
+    Raises:
+        UserError: compiled code, PowerSGD, or a rank that does not exist.
+    """
+    if compiled.enable:
+        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
+    if parallelism.powersgd_rank:
+        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
+    if outside := [rank for rank in chosen if rank >= ranks]:
+        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
+
+
+def _lines(
+    layout: Layout, batch: Batch, seq_len: int, found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float
+) -> list[str]:
+    """The rehearsal as text lines.
+
+    Args:
+        card: bytes of a device's memory.
+        most: bytes of the rank that needs most, with the assumed share for driver and fragmentation.
+    """
+    ranks = math.prod(layout.shape())
+    heading = "".join(f"{f'rank {rehearsed.rank}':>14}" for rehearsed in found)
+    lines = [
+        f"{ranks} x {gpu.name}, {card / GIB:.1f} GiB each, {gpu.per_node} a node: {layout.describe()}",
+        f"a step: {batch.global_batch_size:,} rows, {batch.global_batch_size * seq_len:,} tokens; "
+        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows of {seq_len:,}",
+        "",
+        f"{'GiB at the peak':<22}{heading}",
+    ]
+    for name in CATEGORIES:
+        lines.append(f"  {name:<20}" + "".join(f"{r.memory.categories[name] / GIB:>14.2f}" for r in found))
+    lines.append(f"  {'all':<20}" + "".join(f"{r.memory.peak / GIB:>14.2f}" for r in found))
+    if any(rehearsed.memory.host for rehearsed in found):
+        lines.append(f"  {'of the host':<20}" + "".join(f"{r.memory.host / GIB:>14.2f}" for r in found))
+    lines += [
+        f"{'fits' if most <= card else 'does not fit'}: {most / GIB:.1f} of {card / GIB:.1f} GiB, with an assumed "
+        "share for driver and fragmentation",
+        f"{'TFLOP in a step':<22}" + "".join(f"{r.work.flops / 1e12:>14,.1f}" for r in found),
+    ]
+    for rehearsed in found:
+        lines += [
+            "",
+            f"rank {rehearsed.rank}, in a step:",
+            f"{'axis':<13}{'collective':<15}{'ranks':>6}{'count':>8}{'payload':>12}{'ring sends':>12}  over",
+        ]
+        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic):
+            lines.append(
+                f"{transfer.axis:<13}{transfer.operation:<15}{len(transfer.group):>6}{count:>8,}"
+                f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
+            )
+    if layout.inside_a_node > gpu.per_node:
+        lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
+    return lines
+
+
+def _time(tokens: int, ranks: int, step: StepTime | None) -> list[str]:
+    if step is None:
+        return []
+    exposed = ", ".join(f"{seconds:.2f} {axis}" for axis, seconds in step.exposed.items() if seconds >= 0.005)
+    waits = f", {step.bubble:.2f} s the pipeline's bubble" if step.bubble else ""
+    return [
+        "",
+        f"about {step.seconds:.1f} s a step, {tokens / step.seconds / ranks:,.0f} tokens/s for each device: "
+        f"{step.computing:.2f} s computing{waits}, exposed communication {exposed or 'none'}",
+        f"modelled, not measured: {EFFICIENCY:.0%} of the peak rate while it computes, half of a link's rate "
+        "(docs/REHEARSE.md)",
+    ]
+
+
+def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:
+    ranks = []
+    for rehearsed in found:
+        rows = [
+            {
+                "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
+                "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
+            }
+            for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
+        ]  # fmt: skip
+        memory = asdict(rehearsed.memory)
+        ranks.append({"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops, "collectives": rows})
+    return {"ranks": ranks, "card": card, "most": most, "fits": most <= card}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(
+        prog="./run_train.sh",
+        usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
+        description=__doc__.splitlines()[0],
+        epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
+        "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + settings_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="./run_train.sh --rehearse --help lists the options",
+    )
+    add = parser.add_argument
+    add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")
+    add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi250x, with --memory none")
+    add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a device, in GiB; default: the device's")
+    add("--ranks", type=_ranks, default=(), metavar="0,8", help="ranks to rehearse; default: one per pipeline stage")
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    return parser
+
+
+def _ranks(text: str) -> list[int]:
+    if not all(part.isdecimal() and len(part) < 8 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write for example 0,8")
+    return sorted({int(part) for part in text.split(",")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Write a page about a run: did it go well, curves, plan, data, checkpoints, restarts.
+
+    titan-mi100 report RUN [--output FILE.html] [--json]
+
+The page is one file that needs no network, no other file and no JavaScript. The run may still be running. Imports no
+torch.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_mi100 import cli as tool
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import write_page
+from titan_mi100.log import setup_logging
+from titan_mi100.tools.pages.collect import collect
+from titan_mi100.tools.pages.document import check_place
+from titan_mi100.tools.pages.page import page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _report(_parser().parse_args(argv)))
+
+
+def _report(options: argparse.Namespace) -> None:
+    setup_logging(0)
+    if options.json and options.output:
+        raise UserError("--json prints to standard output and writes no page; leave --output out")
+    output = Path(options.output or options.run / "report.html")
+    if not options.json:
+        check_place(output, "Report: ", "--output")
+    run = collect(options.run)
+    if options.json:
+        print(json.dumps(run, allow_nan=False))
+    else:
+        write_page(output, page(run).encode("utf-8", "backslashreplace").decode("utf-8"), "--output")
+        print(f"{output}: {output.stat().st_size:,} bytes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = tool.Parser(prog="titan-mi100 report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md.")
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="run folder, as training printed it")
+    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the run's folder)")
+    add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

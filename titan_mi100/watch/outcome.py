@@ -1,0 +1,253 @@
+"""The state of a run (run_state.json), and what its launcher or batch script does next.
+
+    python -m titan_mi100.watch.outcome RUN_FOLDER [--start NAME] [--srun CODE]
+
+prints one line for a batch script: the exit code, the next move (end, retry or requeue), and the run's message. srun's
+own exit code is not enough: it is the highest exit code of its tasks. Imports no torch, because launchers import it.
+"""
+
+import argparse
+import dataclasses
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_mi100.files.durable import replace
+from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
+from titan_mi100.log import log
+from titan_mi100.wording import printable
+
+ATTEMPTS = 4  # the first start and three more
+STATE = "run_state.json"
+START = "TITAN_START"  # environment variable that names this start of a run; run_state.json repeats it
+RUNNING, LOST, INTERRUPTED = "running", "lost_a_process", "interrupted"  # states of run_state.json
+# hung: a process of the reporting node hangs. hung_elsewhere: its processes only wait for a hanging one.
+HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"
+KILLED = "was killed, or ended without a word"  # in the message of the node whose process was the first to vanish
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        code: exit code, see docs/DESIGN.md.
+        message: the run's own message; "": it has none.
+        step: the last step that this start is known to have finished; None: no step.
+        state: `state` of run_state.json; "": no process has written one.
+    """
+
+    code: int
+    message: str = ""
+    step: int | None = None
+    state: str = ""
+
+
+def read_outcome(path: Path, start: str = "") -> Outcome | None:
+    """Read a run's state file. None: it is missing, unreadable or from another start.
+
+    Args:
+        start: value of TITAN_START; "": any start.
+    """
+    try:
+        found = json.loads(read_plain(path, LARGEST_CONFIG))
+        if start and found.get("start") != start:
+            return None
+        state, step = str(found["state"]), found.get("step")
+        # A run that still says "running" although it has ended could not write its last state.
+        message = "killed, or ended without a message" if state == RUNNING else found.get("message", "")
+        return Outcome(int(found["exit_code"]), str(message), step if step is None else int(step), state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _may_go_better(outcome: Outcome) -> bool:
+    """Whether another start may succeed: after a crash, a hang or a lost process, but not after a wrong config."""
+    return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The content of `run_state.json`.
+
+    Attributes:
+        state: running, done, crashed, ...; see docs/RUN_FOLDER.md.
+        exit_code: see docs/DESIGN.md.
+        message: the run's own message.
+        next: what the user can do next.
+        step: the last step that the writer knows this start has finished; None: no step.
+    """
+
+    state: str
+    exit_code: int
+    message: str
+    next: str
+    step: int | None = None
+
+
+def launcher_is_told() -> bool:
+    """Whether the launcher named a file to read the outcome from. A cleaner of /tmp may have removed its folder; then
+    the launcher reads run_state.json.
+    """
+    return os.path.isdir(os.path.dirname(os.environ.get("TITAN_OUTCOME", "")))
+
+
+def write_run_state(folder: Path | None, state: RunState) -> None:
+    """Write the state into the run folder, and into the file that the launcher named.
+
+    The launcher needs the file because torchrun turns every worker's exit code into 1.
+
+    Args:
+        folder: the run folder; None: the folder does not belong to this run, so nothing is written there.
+    """
+    paths = [folder / STATE] if folder is not None else []
+    if launcher_is_told():
+        paths.append(Path(os.environ["TITAN_OUTCOME"]))
+    for path in paths:
+        try:
+            _write(path, state)
+        except OSError as error:
+            log.error(f"{path}: cannot be written to: {error.strerror}")
+
+
+def _write(path: Path, state: RunState) -> None:
+    restarts = restarts_of(path)
+    try:
+        replace(path, _as_json(state, restarts))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # On a full disk a new file is impossible: overwrite the old one in place. Its first block holds a short state.
+        with path.open("r+", encoding="utf-8") as file:
+            short = dataclasses.replace(state, message=state.message[:300], next=state.next[:300])
+            file.write(_as_json(short, restarts[-3:]))
+            file.truncate()
+
+
+def _as_json(state: RunState, restarts: list[Any]) -> str:
+    start = {"start": os.environ[START]} if os.environ.get(START) else {}
+    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
+    return json.dumps(shown | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
+
+
+def restarts_of(path: Path) -> list[Any]:
+    """The list of restarts in a run_state.json; [] if there is none."""
+    try:
+        found = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
+        return found if isinstance(found, list) else []
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+class Restarts:
+    """Decides whether a run that has ended is started again, and counts the restarts.
+
+    A start that fails before its first step is tried again, up to `starts` in a row. A run that has trained is
+    restarted after a crash, a hang or a lost process, up to `most` times, but not after a second failure at the same
+    step.
+    """
+
+    def __init__(self, starts: int = 1, most: int = 0) -> None:
+        """Args:
+        starts: how many starts in a row may fail before their first step.
+        most: how many restarts a run that has trained gets.
+        """
+        self._starts, self._most = starts, most
+        self._failed_starts, self._restarts, self._steps = 0, 0, set[int]()
+
+    def next(self, outcome: Outcome) -> str:
+        """Decide about an outcome: a message for the log if the run is started again, "" if not."""
+        if not _may_go_better(outcome):
+            return ""
+        if outcome.step is None:
+            self._failed_starts += 1
+            if self._failed_starts >= self._starts:
+                return ""
+            return f"the start failed before its first step; attempt {self._failed_starts + 1} of {self._starts} ..."
+        self._failed_starts, self._restarts = 0, self._restarts + 1
+        if self._restarts > self._most:
+            return ""
+        if outcome.step in self._steps:
+            log.error(f"two failures after step {outcome.step}: no more restarts")
+            return ""
+        self._steps.add(outcome.step)
+        return f"restart {self._restarts} of {self._most}, from the newest intact checkpoint if there is one ..."
+
+
+def note_restart(folder: Path, outcome: Outcome) -> None:
+    """Add an entry about a restart to run_state.json. The next start keeps the list of restarts."""
+    path = folder / STATE
+    restarts = restarts_of(path)
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    found = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
+    entry = {"time": now, "attempt": len(restarts) + 1, **found, "message": printable(outcome.message)}
+    try:
+        state = json.loads(read_plain(path, LARGEST_CONFIG))
+        replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning(f"{path}: the restart could not be recorded: {error}")
+
+
+def append_to_log(folder: Path, lines: Iterable[str]) -> None:
+    """Append errors to a run's train.log that its own processes could not write."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(f"{now} ERROR {printable(line)}\n" for line in lines)
+    except OSError as error:
+        log.warning(f"{folder}/train.log: cannot be written to: {error.strerror}")
+
+
+def combined(outcomes: Iterable[Outcome]) -> Outcome:
+    """Combine the outcomes of all nodes into that of the job.
+
+    Args:
+        outcomes: one per node, in the order in which the nodes ended. A node without a message has code 0 if it
+            succeeded and 1 if not.
+
+    Returns:
+        The outcome that explains most. If processes vanished: all messages, that of a killed process first.
+    """
+    every = list(outcomes)
+    step = max((outcome.step for outcome in every if outcome.step is not None), default=None)
+    failed = sorted((outcome for outcome in every if outcome.code), key=lambda outcome: outcome.state == HUNG_ELSEWHERE)
+    decided = [outcome for outcome in failed if outcome.code != 1]  # a specific code explains more than 1 (crashed)
+    causes = [outcome for outcome in failed if outcome.message and outcome.state not in (RUNNING, LOST)]
+    lost = sorted((o for o in failed if o.message and o.state == LOST), key=lambda o: KILLED not in o.message)
+    if lost and not (decided or causes):
+        return lost[0]._replace(step=step, message="\n".join(dict.fromkeys(outcome.message for outcome in lost)))
+    spoken = [outcome for outcome in failed if outcome.message]
+    return (decided or causes or spoken or failed or [Outcome(0, state="done")])[0]._replace(step=step)
+
+
+def next_move(outcome: Outcome) -> str:
+    """The next move of a batch script: `end`, `retry` at once, or `requeue` the job.
+
+    `retry`: the start failed before its first step. `requeue`: the job was stopped from outside or hung, or processes
+    vanished, as they do when their node fails. `end`: also after a crash with a message, because it would happen again.
+    The caller limits the number of retries.
+    """
+    if outcome.step is None and _may_go_better(outcome):
+        return "retry"
+    return "requeue" if outcome.code in (3, 5) or outcome.state in (RUNNING, LOST) else "end"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="run folder of the job")
+    parser.add_argument("--start", default="", help="the start's TITAN_START; states of other starts are ignored")
+    parser.add_argument("--srun", type=int, default=1, help="srun's exit code; 2 is used if the run left no state")
+    options = parser.parse_args()
+    silent = Outcome(2 if options.srun == 2 else 1, "the run has left no message")
+    outcome = read_outcome(options.folder / STATE, options.start) or silent
+    print(outcome.code, next_move(outcome), " ".join(outcome.message.split()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Finds slow ranks, and logs their host and device.
+
+In a collective all ranks wait for the slowest, so step times do not show which one it is. Compared are times outside of
+collectives: waiting for rows, the host's work after a step, and a probe, a small matrix product of the same size on
+every rank. These values are exchanged in the step's one collective.
+"""
+
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_mi100.log import log
+from titan_mi100.parallel.distributed import World, from_rank_zero
+from titan_mi100.trainer import StepResult
+from titan_mi100.watch.health import amd_health, nvidia_health
+
+_SLOW = 1.33  # slow: more than this many times the median
+_SHARE = 0.05  # and, for rows and host work, slower than the median by more than this share of a step
+_PROBE = 0.02  # seconds that a probe takes
+_RARE = 2000  # time between probes, in multiples of a probe's duration
+_REMEMBERED = 3  # probes kept per rank; the fastest counts, since other work may disturb one
+_LEAST_STEPS = 20  # steps to average over, at least
+_AGAIN = 1000  # steps until a warning about the same ranks is repeated
+_SHOWN = 3  # ranks described in full in a warning
+_SIDE = {"cuda": 4096, "cpu": 256}  # side of the probe's square matrices
+
+
+class Stragglers:
+    """Looks for slow ranks on the steps that are logged."""
+
+    def __init__(self, world: World, log_freq: int) -> None:
+        """A collective: rank 0 measures how many products make a probe, for all."""
+        self._world, self._log_freq = world, log_freq
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        self._matrix = torch.full((_SIDE[world.device.type],) * 2, 1e-3, dtype=dtype, device=world.device)
+        self._products = from_rank_zero(partial(self._count_products))
+        self._host = self._step = self._probe = self._probed_at = 0.0
+        self._probes = [deque[float](maxlen=_REMEMBERED) for _ in range(world.size)]
+        self._sums, self._steps = torch.zeros(world.size, 4, dtype=torch.float64), 0
+        self._named: tuple[list[int], int] = [], 0
+
+    def own_values(self) -> list[float]:
+        """Seconds on this rank: host work after the last step, the last step, the last probe; 0: not measured yet."""
+        return [self._host, self._step, self._probe]
+
+    def after_step(self, step: int, result: StepResult, host_seconds: float) -> None:
+        """On every rank. A collective where a rank is newly found to be slow.
+
+        Args:
+            host_seconds: this rank's seconds of work after the step.
+        """
+        self._host, self._step = host_seconds, result.seconds
+        # Every rank must reach the same result, so only the gathered values are used.
+        self._sums += result.ranks  # of the last column, the probes, the sum is not used: one call without a slice
+        self._steps += 1
+        if step % self._log_freq or self._steps < _LEAST_STEPS:
+            return
+        for probes, value in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
+            if value and (not probes or probes[-1] != value):
+                probes.append(value)
+        means = self._sums / self._steps
+        found = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
+        self._sums.zero_()
+        self._steps = 0
+        before, at = self._named
+        if found and (sorted(found) != before or step >= at + _AGAIN):
+            self._named = sorted(found), step
+            self._name(step, found)
+        if time.monotonic() - self._probed_at > _RARE * max(self._probe, _PROBE):
+            self._probe, self._probed_at = self._time(self._products), time.monotonic()
+
+    def _name(self, step: int, found: dict[int, str]) -> None:
+        """The same on all ranks. A collective."""
+        for rank in sorted(found)[:_SHOWN]:
+            box = [f"on {socket.gethostname()}: {device_health(self._world.device)}" if rank == dist.get_rank() else ""]
+            dist.broadcast_object_list(box, src=rank)
+            log.warning(f"step {step}: rank {rank} is slow: {found[rank]}; {box[0]}")
+        if len(found) > _SHOWN:
+            log.warning(f"step {step}: {len(found) - _SHOWN} other ranks are slow, too: {sorted(found)[_SHOWN:]}")
+
+    def _count_products(self) -> int:
+        """How many products take about as long as a probe should."""
+        self._time(2)  # warm-up: the first ones load and choose kernels
+        return max(1, round(8 * _PROBE / self._time(8)))
+
+    def _time(self, products: int) -> float:
+        is_gpu = self._world.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.synchronize()
+        began, product = time.perf_counter(), self._matrix
+        for _ in range(products):
+            product = self._matrix @ self._matrix
+        if is_gpu:
+            torch.cuda.synchronize()
+        del product
+        return time.perf_counter() - began
+
+
+def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[float]]) -> dict[int, str]:
+    """Ranks that are slow, with the reason.
+
+    Args:
+        means: for each rank, seconds per step: waiting for rows, and the host's work.
+        seconds: seconds per step.
+        probes: for each rank, its last probes.
+    """
+    found = dict[int, str]()
+    for column, what in enumerate(("waits for rows", "works on the host after a step")):
+        usual = statistics.median_low(mean[column] for mean in means)
+        for rank, mean in enumerate(means):
+            if mean[column] > max(_SLOW * usual, usual + _SHARE * seconds):
+                found[rank] = f"{what} for {mean[column]:.3f} s per step, the median is {usual:.3f} s"
+    best = {rank: min(values) for rank, values in enumerate(probes) if len(values) == _REMEMBERED}
+    usual = statistics.median_low(best.values()) if best else 0.0
+    for rank, value in best.items():
+        if value > _SLOW * usual:
+            found[rank] = f"a matrix product takes {value / usual:.2f} times the median"
+    return found
+
+
+def device_health(device: torch.device) -> str:
+    """Clock, power, temperature and memory errors of the device, in words; for a CPU the system load."""
+    if device.type != "cuda":
+        return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    found = torch.cuda.get_device_properties(device)
+    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in place:
+        return "the device's PCI address is unknown"
+    domain, bus, number = map(int, place)  # type: ignore[arg-type]
+    address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    return amd_health(Path("/sys/bus/pci/devices", address)) if torch.version.hip else nvidia_health(address)
