@@ -35,8 +35,15 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 7950, "titan_mi100": 22850, "scripts": 2210}  # lines of code
-LONGEST_FUNCTION, LONGEST_FILE = 80, 450  # lines, in titan_mi100, checkpoint_tools and scripts
+BUDGETS = {"core": 7950, "titan_mi100": 22850, "scripts": 1850}  # lines of code
+FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
+    "attention": 810, "checkpoint": 700, "config": 1900, "data": 3280, "files": 1040, "generation": 260, "launch": 1370,
+    "model": 680, "objectives": 45, "open_run": 700, "optim": 640, "parallel": 1060, "planning": 715, "run": 1320,
+    "shapes": 360, "text": 1250, "tools": 4650, "watch": 690, "weights": 930,
+}  # fmt: skip
+BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
+LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
+
 
 # tokens that are no code
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -115,21 +122,19 @@ def _is_in(path: str, name: str) -> bool:
 
 def over_budget(files: list[File]) -> list[str]:
     """What is above a budget, in words."""
-    found = [
+    return [
         f"{part}: {code_of(files, part):,} lines of code, budget {budget:,}"
         for part, budget in BUDGETS.items()
         if code_of(files, part) > budget
     ]
-    for file in files:
-        if not file.path.startswith("tests/"):
-            if file.lines > LONGEST_FILE:
-                found.append(f"{file.path}: {file.lines} lines, budget {LONGEST_FILE}")
-            found += [
-                f"{function.name}: {function.lines} lines, budget {LONGEST_FUNCTION}"
-                for function in file.functions
-                if function.lines > LONGEST_FUNCTION
-            ]
-    return found
+
+
+def long_ones(files: list[File]) -> list[str]:
+    """Files and functions that are long, with their lines. No test asks for it."""
+    product = [file for file in files if not file.path.startswith("tests/")]
+    found = [f"{file.path}: {file.lines} lines" for file in product if file.lines > LONG_FILE]
+    functions = [function for file in product for function in file.functions]
+    return found + [f"{each.name}: {each.lines} lines" for each in functions if each.lines > LONG_FUNCTION]
 
 
 def summary(files: list[File]) -> dict[str, object]:
@@ -150,6 +155,7 @@ def summary(files: list[File]) -> dict[str, object]:
             folders.items(), key=lambda entry: (not entry[0].startswith("tests"), entry[1]["files"])
         ),
         "longest functions": [asdict(function) for function in longest[:5]],
+        "long": long_ones(files),
         "over budget": over_budget(files),
     }
 
@@ -172,6 +178,7 @@ def main() -> int:
     print(f"most files on one level: {entry['files']} in {folder}/\n\nlongest functions:")
     for function in found["longest functions"]:  # type: ignore[attr-defined]
         print(f"{function['lines']:>5}  {function['name']}")
+    print("\nlong:", *(found["long"] or ["nothing"]), sep="\n  ")  # type: ignore[misc]
     print("\nover budget:", *(found["over budget"] or ["nothing"]), sep="\n  ")  # type: ignore[misc]
     return 0
 

@@ -1,4 +1,4 @@
-"""Our kernels, compiled for AMD's cards without one, by scripts/bench/compile_report.py."""
+"""Our kernels, compiled for AMD's cards without one, by compile_report.py."""
 
 import json
 import os
@@ -22,7 +22,7 @@ if "triton" not in REQUIRED:
 )
 @pytest.mark.parametrize("arch", ["gfx908", "gfx90a"])
 def test_every_launch_compiles_with_matrix_instructions_and_without_spills(arch: str) -> None:
-    script = REPO / "scripts" / "bench" / "compile_report.py"
+    script = REPO / "tests" / "compile_report.py"
     done = subprocess.run([sys.executable, script, "--json", "--arch", arch], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]

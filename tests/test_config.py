@@ -338,7 +338,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         ("pipeline_parallel_degree = 2", 2, 'needs at least 2 microbatches, but gets 1: the forwards '
          'of a step, gradient_accumulation_steps, are its microbatches; raise it, or use "GPipe"'),
         ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"', 2, "needs at least 2 micro"),
-        ("zero_stage = 0\ndata_parallel_replicate_degree = 4", 2, "leave it out (all of them), or start"),
+        ("zero_stage = 0\ndata_parallel_replicate_degree = 4", 2, "leave it out, or start"),
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP"),
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "needs at least 2 microbatches"),
         ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set [parallelism] zero_stage = 0"),

@@ -118,9 +118,8 @@ def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: P
     began = time.perf_counter()
     judge(reading.read(machine, 2), fast=True)
     assert time.perf_counter() - began < 0.1
-    code = (
-        "import sys; from titan_mi100.machine import start; start.before_start(2, print); print('torch' in sys.modules)"
-    )
+    code = "import sys; from titan_mi100.launch.before_start import before_start; before_start(2, print); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

@@ -6,7 +6,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import coming_from
 import pytest
 from conftest import REPO
 
@@ -17,6 +16,7 @@ from titan_mi100.config.load import _convert, load_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.tools import coming_from
 from titan_mi100.weights.source import open_weights
 
 try:
@@ -358,12 +358,34 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     assert other_trainers.advise("no_such_name", "1", document=None) is None
 
 
-def test_the_page_has_the_tables_and_its_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = coming_from.PAGE.read_text(encoding="utf-8")
-    assert coming_from.with_tables(page) == page, "run python scripts/coming_from.py"
+@pytest.mark.parametrize("trainer", dict.fromkeys(entry.trainer for entry in entries()))
+def test_all_options_of_a_trainer_are_listed(trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert coming_from.main([trainer]) == 0
+    listed = capsys.readouterr().out
+    assert f"# {trainer}" in listed
+    for entry in entries():
+        if entry.trainer == trainer:
+            assert ", ".join(entry.names) in listed
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("--bf16", 0, "bf16, bfloat16\n    true, auto, full: training.mixed_precision_param"),
+        ("mixed_precision_param", 0, "training.mixed_precision_param"),
+        ("learning_rat", 2, "no option that is known; did you mean learning_rate"),
+        ("zzz", 2, "no option that is known; trainers: "),
+    ],
+)
+def test_an_option_is_answered(name: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert coming_from.main([name]) == code
+    assert said in "".join(capsys.readouterr())
+
+
+def test_the_page_and_its_configs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPO / "docs/COMING_FROM.md").read_text(encoding="utf-8")
     trainers = {entry.trainer for entry in entries()}
-    assert trainers == set(re.findall(r"<!-- table: (.+?) -->", page))
-    assert all(f"`{name}`" in page for entry in entries() for name in entry.names)
+    assert trainers == {name.strip("'") for name in re.findall(r"All of them: `titan-mi100 coming-from (.+?)`", page)}
     # the errors at its top are those that the command prints
     [shown] = re.findall(r"(?s)^\$ ./run_train.sh (.+?)\n```", page, re.MULTILINE)
     command, *messages = shown.splitlines()

@@ -670,4 +670,4 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             )  # type: ignore[arg-type]
     finally:
         log.propagate = False
-    assert any(line.endswith(f" -m titan_mi100.tools.report '{tmp_path}/a b'") for line in caplog.messages)
+    assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

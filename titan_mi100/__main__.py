@@ -15,6 +15,7 @@ COMMANDS = {  # word or words: module, and what it does
     "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
     "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
     "certify": ("tools.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
+    "coming-from": ("tools.coming_from", "say what an option of another trainer is here"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
     "config new": ("tools.new_config", "write a config: five questions, and a check that the run fits the cards"),
     "inspect": ("tools.inspect_data", "show what will train, token by token"),

@@ -33,7 +33,6 @@ part "A step" python3 scripts/bench/step.py --model 0.6B 1.7B 4B --batch 8 --dty
   --accumulation 2 --warmup 3 --steps 10 --profile
 part "A step, compiled" python3 scripts/bench/step.py --model 0.6B 1.7B --batch 8 --dtype bfloat16 --checkpointing \
   selective --accumulation 2 --warmup 3 --steps 10 --compile
-part "Growth" python3 scripts/bench/growth.py --dtype bfloat16
 part "Against TRL" python3 scripts/bench/versus.py --model 0.6B 1.7B --batch 8 --dtype bfloat16 --rounds 10 --python "$python"
 part "Against TRL, 4B" python3 scripts/bench/versus.py --model 4B --batch 8 --dtype bfloat16 --rounds 10 --apart \
   --python "$python"

@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 class Candidates(NamedTuple):
     """The tiles to try on an architecture, the most promising first; `trial.py` times them.
 
-    scripts/bench/compile_report.py has compiled all of them for gfx908, gfx90a, gfx942, sm_80 and sm_90: none spills
+    tests/compile_report.py has compiled all of them for gfx908, gfx90a, gfx942, sm_80 and sm_90: none spills
     registers.
     """
 

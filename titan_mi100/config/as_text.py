@@ -77,7 +77,7 @@ def settings_text() -> str:
             'In a file, base = "other.toml" inherits all settings of another file. X.toml may be the name of a bundled '
             "config: titan-mi100 configs lists them. A relative path in a file is relative to the file; on the command "
             "line, to the current folder. A list is [a, b] in a file; on the command line it is a,b or a b, and its "
-            "key may be repeated. Options of TRL, axolotl, LLaMA-Factory and torchtitan: docs/COMING_FROM.md.",
+            "key may be repeated. Options of other trainers: titan-mi100 coming-from.",
             WIDTH,
         ),
     ]

@@ -187,8 +187,8 @@ def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, p
         what = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
         raise _refused("zero_stage", f"= 0 {what}")
     if dp_replicate not in (1, world_size):
-        what = f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill the {world_size} started "
-        what += f"processes; leave it out (all of them), or start with ./run_train.sh --nproc_per_node {dp_replicate}"
+        what = f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill the {world_size} "
+        what += f"started processes; leave it out, or start with ./run_train.sh --nproc_per_node {dp_replicate}"
         raise _refused("zero_stage", what)
     return 1, world_size
 

@@ -1,6 +1,6 @@
 """Option names of torchtitan, TRL, axolotl and LLaMA-Factory, and what to write here instead. Imports no torch.
 
-other_trainers.txt has the names. docs/COMING_FROM.md shows them as tables, which scripts/coming_from.py writes.
+other_trainers.txt has the names; `titan-mi100 coming-from` prints them.
 """
 
 import json

@@ -141,9 +141,7 @@ def _stray(argument: str) -> str:
     if ending == "toml":
         return f"; name the config with --job.config_file {argument}"
     if ending in ("yaml", "yml", "py"):
-        return (
-            "; a config is a TOML file here: --job.config_file X.toml (docs/COMING_FROM.md has other trainers' names)"
-        )
+        return "; a config is a TOML file here: --job.config_file X.toml (titan-mi100 config new writes one)"
     if ending in ("jsonl", "json", "parquet"):
         return f"; name data with --data.path {argument}"
     return "; only a list takes several values"

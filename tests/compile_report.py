@@ -1,6 +1,6 @@
 """What the compilers make of our kernels, without a GPU: registers, memory, matrix instructions.
 
-    python scripts/bench/compile_report.py [--arch gfx908 gfx90a ...] [--head_dim 64 128] [--first] [--json]
+    python tests/compile_report.py [--arch gfx908 gfx90a ...] [--head_dim 64 128] [--first] [--json]
 
 Every launch that titan_mi100/attention/triton_backend.py offers an architecture is compiled, for fp16 and bf16. Exit
 code 1, and a line each, if one spills registers into scratch memory, needs more shared memory (LDS) than there is, or
