@@ -24,7 +24,7 @@ from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.tools.pages import collect as collecting
 from titan_mi100.tools.pages import tables
-from titan_mi100.tools.pages.bins import Bins, half_window, smoothed, usable
+from titan_mi100.tools.pages.bins import Bins, usable
 from titan_mi100.tools.pages.charts import charts, ticks
 from titan_mi100.tools.pages.collect import collect
 from titan_mi100.tools.pages.verdict import findings, state_of
@@ -195,17 +195,16 @@ def test_bins_hold_exactly_the_values_of_their_steps(steps: int) -> None:
     bins = Bins(most=100)
     for step, value in values.items():
         bins.add(step, value)
-    found = bins.bins()
-    assert len(found) <= 100 and bins.width == (1 if len(values) <= 100 else bins.width)
-    assert bins.width < 2 or len(found) > 40  # no wider than it takes
-    assert sum(each.number for each in found) == len(values)
-    for each in found:
-        assert (each.first - 1) // bins.width == (each.last - 1) // bins.width
-        own = [values[step] for step in range(each.first, each.last + 1) if step in values]
-        assert (len(own), min(own), max(own)) == (each.number, each.low, each.high)
-        assert each.mean == pytest.approx(sum(own) / len(own), rel=1e-12)
-    assert [each.first for each in found] == sorted(each.first for each in found)
+    found, width = bins.means(), bins.width
+    assert len(found) <= 100 and width == (1 if len(values) <= 100 else width)
+    assert width < 2 or len(found) > 40  # no wider than it takes
+    starts = [step for step in range(1, steps + 1, width) if any(s in values for s in range(step, step + width))]
+    assert [middle for middle, _ in found] == [start + (width - 1) / 2 for start in starts]
+    for start, (_, mean) in zip(starts, found, strict=True):
+        own = [values[step] for step in range(start, start + width) if step in values]
+        assert mean == pytest.approx(sum(own) / len(own), rel=1e-12)
     whole = bins.summary()
+    assert whole["count"] == len(values) and whole["mean"] == pytest.approx(sum(values.values()) / len(values))
     assert (whole["min"], whole["max"]) == (min(values.values()), max(values.values()))
     assert whole["lowest"][1] == whole["min"] and values[whole["lowest"][0]] == whole["min"]
     last = list(values.values())[-10:]
@@ -217,29 +216,20 @@ def test_bins_do_not_depend_on_the_order_of_the_steps() -> None:
     for step in range(1, 1000):
         forwards.add(step, float(step % 13))
         backwards.add(1000 - step, float((1000 - step) % 13))
-    assert forwards.bins() == backwards.bins()
+    assert forwards.means() == backwards.means()
 
 
 def test_steps_that_are_far_apart_need_no_more_bins() -> None:
     bins = Bins(most=10)
     for step in (0, 1, 2**40, 2**62):
         bins.add(step, 1.0)
-    assert bins.width == 1 and len(bins.bins()) == 4
+    assert bins.width == 1 and len(bins.means()) == 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, True, None, "1", [1], 10**400])
 def test_what_is_no_number_is_not_drawn(value: object) -> None:
     assert not usable(value)
     assert usable(0) and usable(-1.5)
-
-
-def test_smoothing_keeps_a_straight_beginning_and_averages_the_end() -> None:
-    bins = Bins()
-    for step in range(1, 101):
-        bins.add(step, 2.0 * step)
-    found, half = smoothed(bins.bins()), half_window(100)
-    assert half == 2 and found[:98] == [2.0 * step for step in range(1, 99)]
-    assert found[99] == sum(2.0 * step for step in (98, 99, 100)) / 3
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (1.9, 6.6), (0, 4e-3), (0, 40_000), (-3, 2), (1e8, 3e9), (0, 1e-9)])
@@ -253,7 +243,7 @@ def test_ticks_are_round_inside_and_told_apart(low: float, high: float) -> None:
 
 def test_ticks_of_values_and_steps() -> None:
     assert [label for _, label in ticks(0, 0.0625, 5)][1] == "0.02"
-    assert [label for _, label in ticks(0, 12.5, 5)] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    assert [label for _, label in ticks(0, 12.5, 5)] == ["0", "2.5", "5", "7.5", "10", "12.5"]
 
 
 # the page
@@ -263,20 +253,20 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
     report.page(run)
     figures = re.findall("<figure.*?</figure>", report.file.read_text(encoding="utf-8"), re.S)
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    drawn = charts(collect(run))
-    assert [chart.title for chart in drawn] == [
-        "Training loss (mean over supervised tokens, nats)", "Validation loss (nats per token)",
-        "Throughput (tokens/s)",
-    ]  # fmt: skip
-    for chart, key, figure in zip(drawn, ("loss", "validation_loss", "tokens_per_second"), figures, strict=True):
-        assert f"<b>{chart.title}</b>" in figure
+    titles = ("Training loss (mean over supervised tokens, nats)", "Validation loss (nats per token)")
+    drawn = zip(
+        (*titles, "Throughput (tokens/s)"), ("loss", "validation_loss", "tokens_per_second"), figures, strict=True
+    )
+    for title, key, figure in drawn:
+        assert f"<b>{title}</b>" in figure
         expected = [(entry["step"], entry[key]) for entry in entries if key in entry]
-        curve, (low, high) = chart.curves[0], chart.values
-        assert [(each.first, each.mean) for each in curve.bins] == expected
-        [line] = re.findall(r'<path class="k0" d="M([^"]*)h0"', figure)
+        [line] = re.findall(r'<path class="k0" d="M([\d., ]*)h0"', figure)
         points = [tuple(map(float, pair.split(","))) for pair in line.split(" ")]
-        for (x, y), (step, _), value in zip(points, expected, curve.values, strict=True):
-            assert round(x / 10_000 * chart.steps[1]) == step
+        every = [v for entry in entries for name, v in entry.items() if name == key or name.startswith(f"{key}/")]
+        room = 0.04 * (max(every) - min(every))
+        low, high = min(every) - room, max(every) + room
+        for (x, y), (step, value) in zip(points, expected, strict=True):
+            assert round(x / 10_000 * expected[-1][0]) == step
             assert low + (1 - y / 10_000) * (high - low) == pytest.approx(value, abs=1e-4 * (high - low))
 
 
@@ -469,11 +459,10 @@ def test_a_page_of_many_steps_stays_small_and_says_its_bins(tmp_path: Path, repo
                 file.write(json.dumps({"step": step, "loss": 2 + step % 5 / 10 + 50 * (step == 77), **more}) + "\n")
         text = report.page(tmp_path / f"{steps}").text
         assert report.file.stat().st_size < most
-        assert ("means of 469 bins of 32 steps" if steps > 500 else "100 values") in text
+        assert ("means of 32 steps" in text) == (steps > 500)
     found = report.json(tmp_path / "15000")
-    [spike] = [each for each in found["metrics"]["series"]["loss"]["bins"] if each[5] > 50]
-    assert (spike[0], spike[1], spike[2], spike[3]) == (65, 96, 32, 2.0)
-    assert spike[4] == pytest.approx(sum(2 + step % 5 / 10 + 50 * (step == 77) for step in range(65, 97)) / 32)
+    [spike] = [mean for step, mean in found["metrics"]["series"]["loss"]["means"] if step == 80.5]
+    assert spike == pytest.approx(sum(2 + step % 5 / 10 + 50 * (step == 77) for step in range(65, 97)) / 32)
 
 
 def test_no_line_is_held_whole_that_is_longer_than_ours(tmp_path: Path) -> None:
@@ -485,7 +474,7 @@ def test_no_line_is_held_whole_that_is_longer_than_ours(tmp_path: Path) -> None:
 # what it says of a run
 
 
-def test_restarts_and_changed_settings_are_marked_and_listed(run: Path, report: Report) -> None:
+def test_restarts_and_changed_settings_are_listed(run: Path, report: Report) -> None:
     first = {
         "time": "2026-11-23T22:15:10Z",
         "attempt": 1,
@@ -501,13 +490,9 @@ def test_restarts_and_changed_settings_are_marked_and_listed(run: Path, report: 
     (run / "config-until-step-40.toml").write_text(earlier)
     (run / "config-until-step-x.toml").write_text("not of ours")
     page = report.page(run)
-    titles = [value for name, value in page.attributes if name == "title"]
-    assert "restart 1 after step 30: crashed" in titles and "settings changed after step 40" in titles
-    assert "lowest validation loss, 2.0000, at step 100" in titles
+    assert "crashed\n1\n30\nboom" in page.text and "Until step 40" in page.text
     folded = "<details><summary><bdi>boom</bdi></summary><pre>no progress\nstacks of all</pre></details>"
     assert report.file.read_text(encoding="utf-8").count(folded) == 2
-    drawn = [value for name, value in page.attributes if name == "d"]
-    assert {"M3000,0 3000,10000M0,0 0,10000", "M4000,0 4000,10000", "M10000,0 10000,10000"} <= set(drawn)
     for shown in ("2026-11-23 22:15:10 UTC", "boom", "before the first", "2 restarts", "Until step 40", "128", "hung"):
         assert shown in page.text, shown
 
@@ -577,8 +562,8 @@ def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
     assert log["errors"] == 3
 
 
-def test_one_value_is_no_values(tmp_path: Path) -> None:
-    assert charts(collect(write_run(tmp_path / "short", steps=1)))[0].note == "1 value"
+def test_a_single_value_is_a_dot(tmp_path: Path) -> None:
+    assert 'd="M10000,5000h0"' in charts(collect(write_run(tmp_path / "short", steps=1)))
 
 
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
@@ -600,9 +585,9 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
 
 
 def test_each_source_has_a_curve(run: Path) -> None:
-    drawn = charts(collect(run))
-    assert [chart.title.partition(" (")[0] for chart in drawn] == ["Training loss", "Validation loss", "Throughput"]
-    assert [(curve.name, curve.color) for curve in drawn[1].curves] == [("all", 0), ("code", 1), ("web", 2)]
+    of_kinds = re.findall("<figure.*?</figure>", charts(collect(run)), re.S)
+    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 2 * 3, 1]  # with the legend's
+    assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == ["all", "code", "web"]
 
 
 # the command
@@ -640,7 +625,7 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
     found = report.json(run)
     assert not (run / "report.html").exists()
     series = found["metrics"]["series"]["loss"]
-    assert series["bins"][0] == [1, 1, 1, 6.0, 6.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]
+    assert series["means"][0] == [1.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]
     assert found["ledger"]["outcomes"]["kept"] == {
         "train": 1, "validation": 1, "records": 2, "tokens": 30, "supervised": 13, "documents": 2, "first": [],
     }  # fmt: skip

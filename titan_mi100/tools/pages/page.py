@@ -4,15 +4,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from titan_mi100.tools.pages import figures
-from titan_mi100.tools.pages.charts import charts
+from titan_mi100.tools.pages.charts import STYLE, charts
 from titan_mi100.tools.pages.document import html_document, text
 from titan_mi100.tools.pages.sections import details_of, section, shown_time, table
 from titan_mi100.tools.pages.verdict import BAD, GOOD, Finding, findings, state_of
 from titan_mi100.wording import duration_in_words
 
 _STYLE = (
-    figures.STYLE
+    STYLE
     + """
 body { font: 15px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2em 0 .6em }
@@ -49,9 +48,7 @@ details { margin: .5em 0 } summary { cursor: pointer }
 def page(run: dict[str, Any]) -> str:
     """The complete page. Args: run: as `collect` returns it."""
     body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
-    if drawn := charts(run):
-        body.append(section("Curves", f'<div class="charts">{"".join(map(figures.figure, drawn))}</div>'))
-    body += [_numbers(run), details_of(run)]
+    body += [section("Curves", charts(run)), _numbers(run), details_of(run)]
     return html_document(f"Report: {run['name']}", _STYLE, "".join(body))
 
 
