@@ -345,7 +345,7 @@ class WatchdogConfig:
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    enable_profiling: bool = _key(False, "write Chrome traces of some steps, with a summary (docs/PROFILE.md)")
+    enable_profiling: bool = _key(False, "write Chrome traces of some steps, with a summary (docs/REPORT.md)")
     profile_freq: int = _key(10, "optimizer steps between traced ones", low=1)
     profile_steps: tuple[int, ...] = _key((), "the steps to trace, e.g. [20, 21]; empty: every profile_freq", low=1)
     profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces and memory snapshots")

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/PROFILE.md."""
+"""Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/REPORT.md."""
 
 import os
 import time

@@ -1,7 +1,7 @@
 """Certify this machine: measure whether attention, matrix products, memory, links between cards and training steps
 are correct, and how fast they are.
 
-Each part runs in its own process, so a crash or a hang does not end the others. docs/CERTIFY.md explains what is
+Each part runs in its own process, so a crash or a hang does not end the others. docs/DOCTOR.md explains what is
 measured and what the verdicts mean.
 """
 
@@ -81,7 +81,7 @@ def _say(certificate: Certificate, folder: Path) -> None:
     for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
         if names := [verdict.of for verdict in certificate.verdicts if verdict.verdict == kind]:
             log.warning(f"{len(names)} {words}: {some(names)}")
-    log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/CERTIFY.md")
+    log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/DOCTOR.md")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -147,7 +147,7 @@ def _time(tokens: int, ranks: int, step: StepTime | None) -> list[str]:
         f"about {step.seconds:.1f} s a step, {tokens / step.seconds / ranks:,.0f} tokens/s for each device: "
         f"{step.computing:.2f} s computing{waits}, exposed communication {exposed or 'none'}",
         f"modelled, not measured: {EFFICIENCY:.0%} of the peak rate while it computes, half of a link's rate "
-        "(docs/REHEARSE.md)",
+        "(docs/MEMORY.md)",
     ]
 
 
@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
-        "tokenizer need not exist. docs/REHEARSE.md explains the tables.\n\n" + settings_text(),
+        "tokenizer need not exist. docs/MEMORY.md explains the tables.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="./run_train.sh --rehearse --help lists the options",
     )
