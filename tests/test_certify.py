@@ -402,7 +402,7 @@ def test_the_command_itself_imports_no_torch() -> None:
 @pytest.mark.full
 def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     # one part of each kind, in one dtype; every part is a process that imports torch
-    code = "import sys; from titan_mi100.measure import tasks; tasks.DTYPES = ('float32',)\n"
+    code = "import sys; from titan_mi100.tools.measure import tasks; tasks.DTYPES = ('float32',)\n"
     code += "every = tasks.before_steps; tasks._ROWS_ON_CPU = tasks._ROWS_ON_CPU[:1]\n"
     code += "tasks.before_steps = lambda *a: [*{t.name.split('/')[0]: t for t in reversed(every(*a))}.values()][::-1]\n"
     code += "from titan_mi100.tools.certify import main; sys.exit(main(sys.argv[1:]))"

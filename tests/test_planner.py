@@ -174,7 +174,7 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_it_answers_without_torch() -> None:
-    code = "import sys; from titan_mi100 import planner; planner.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys; from titan_mi100.tools import plan; plan.main(sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, *BIG, *LEAN], check=True, cwd=REPO, capture_output=True)
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert refused.returncode == 2 and "what helps most: " in refused.stderr
     assert "step 1/" not in refused.stdout
     first = (
-        "from titan_mi100.config import hardware\n"
+        "from titan_mi100.planning import hardware\n"
         "hardware.find_gpu = lambda *_: hardware.Gpu('made up', {'float32': 0.5}, 1, 1)"
     )
     warned = run(tmp_path / "b", "--memory.limit_gib", "0.01", "--memory.on_overflow", "warn", first=first)

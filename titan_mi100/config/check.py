@@ -8,7 +8,6 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
@@ -138,8 +137,8 @@ def check_start(config: Config) -> None:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
     trained = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else parameter_shapes(spec)
-    count, state = sum(map(math.prod, trained.values())), settings.STATE_BYTES[config.optimizer.state]
-    saved = count * (sum(settings.MASTER_BYTES[config.optimizer.master]) + state)
+    count = sum(map(math.prod, trained.values()))
+    saved = count * (sum(config.optimizer.master_bytes) + config.optimizer.state_bytes)
     exported = count * (4 if save.export_dtype == "float32" else 2) if save.export_hf else 0  # at least
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

@@ -177,8 +177,8 @@ class ValidationConfig:
     prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)
 
 
-STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # bytes of AdamW's two moments per weight
-MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}  # bytes per weight, and of its extra bits
+_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 / 256}  # of AdamW's two moments
+_MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,16 @@ class OptimizerConfig:
         "format of the master weights: fp32; bf16_sr: bf16 with stochastic rounding; 24bit: bf16 and 8 more bits",
         choices=("fp32", "bf16_sr", "24bit"),
     )
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of state per trained weight."""
+        return _STATE_BYTES[self.state]
+
+    @property
+    def master_bytes(self) -> tuple[int, int]:
+        """Bytes per trained weight, and of its extra bits."""
+        return _MASTER_BYTES[self.master]
 
     @property
     def is_lean(self) -> bool:

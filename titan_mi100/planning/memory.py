@@ -17,7 +17,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
+from titan_mi100.config.settings import Config
 from titan_mi100.planning.costs import stage_costs
 from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
 
@@ -124,7 +124,7 @@ class _Rank:
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
         mine = (math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers)
         self.adapters = sum(mine) / layout.tp
-        master, self.beside = MASTER_BYTES[config.optimizer.master]
+        master, self.beside = config.optimizer.master_bytes
         self.master = max(master, self.compute) if self.compute > 4 else master
         # bytes of a gradient value where it is reduced
         self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
@@ -203,7 +203,7 @@ class _Rank:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
         trained = self.adapters if self.lora else self.weights + self.ends * self.vocabulary
         frozen = self.weights * self.bytes_each + self.ends * self.end_bytes if self.lora else 0.0
-        state = trained * (STATE_BYTES[self.config.optimizer.state] + self.beside)
+        state = trained * (self.config.optimizer.state_bytes + self.beside)
         return trained, (trained * self.master + frozen) / self.shard, state / self.shard
 
     def on_host(self) -> float:

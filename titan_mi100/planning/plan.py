@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import MASTER_BYTES, STATE_BYTES, Config
+from titan_mi100.config.settings import Config
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.memory import Memory, estimate
@@ -131,10 +131,10 @@ def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
     layout, optimizer = config.layout(ranks), config.optimizer
     microbatches = config.batch(ranks).gradient_accumulation_steps
     weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.dp_shard / layout.tp
-    master, beside = MASTER_BYTES[optimizer.master]
+    master, beside = optimizer.master_bytes
     reductions = 1 if layout.zero_stage == 1 else microbatches
     if config.memory.offload == "optimizer":  # each sum but the first goes there and back
-        return (2 * reductions - 1) * weights * master, weights * (master + STATE_BYTES[optimizer.state] + beside)
+        return (2 * reductions - 1) * weights * master, weights * (master + optimizer.state_bytes + beside)
     if config.memory.offload == "weights":
         fetched = {1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
         if config.lora.rank:  # frozen weights are in the dtype of the computation
