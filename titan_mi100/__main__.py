@@ -20,9 +20,9 @@ COMMANDS = {  # word or words: module, and what it does
     "config new": ("tools.new_config", "write a config: five questions, and a check that the run fits the cards"),
     "inspect": ("tools.inspect_data", "show what will train, token by token"),
     "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
-    "rehearse": ("tools.rehearse", "count memory and communication of a run on N devices, without the devices"),
     "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),
     "profile": ("tools.summarise_trace", "summarise a trace that a run has written"),
+    "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
     "report": ("tools.report", "one page about a run"),
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
@@ -44,6 +44,7 @@ _OTHER_WORDS = {  # what other tools call a command
     "tokenize": "prepare",
     "preprocess": "prepare",
     "memory": "plan",
+    "rehearse": "plan --rehearse N",
     "init": "config new",
 }
 

@@ -1,4 +1,7 @@
-"""Estimate before a run whether it fits its cards, how long it takes and which layout is fastest."""
+"""Estimate before a run whether it fits its cards, how long it takes and which layout is fastest.
+
+With --rehearse N the run's own code counts it instead, see rehearse.py.
+"""
 
 import argparse
 import json
@@ -20,13 +23,17 @@ from titan_mi100.planning.device import NAMES, find_card, positive, positive_flo
 from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
+from titan_mi100.tools import rehearse
 from titan_mi100.wording import bytes_in_words, duration_in_words
 
 _SHOWN = 10  # layouts that --search prints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return tool.exit_code(lambda: _plan(*_parser().parse_known_args(argv)))
+    arguments = sys.argv[1:] if argv is None else argv
+    if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
+        return rehearse.main(arguments)
+    return tool.exit_code(lambda: _plan(*_parser().parse_known_args(arguments)))
 
 
 def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -144,7 +151,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
     if options.write:
         first = fitting[0]
-        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan_mi100.tools.plan --search\n\n"
+        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
         replace(Path(options.write), heading + to_toml(first.config))
         print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0
@@ -166,7 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="titan-mi100 plan",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
-        description=__doc__.splitlines()[0],
+        description=f"{__doc__.splitlines()[0]} With --rehearse N the run's own code counts memory and "
+        "collectives, on fake tensors: --rehearse --help.",
         epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
         "tokenizer need not exist.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import resource
 import sys
 import time
@@ -36,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):  # also if the number of ranks is missing
         arguments = ["--help"]
-    elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # titan-mi100 rehearse N
-        arguments = ["--rehearse", *arguments]
     return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
 
 
@@ -168,13 +165,13 @@ def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
-        prog="./run_train.sh",
+        prog="titan-mi100 plan",
         usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
         "tokenizer need not exist. docs/MEMORY.md explains the tables.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        example="./run_train.sh --rehearse --help lists the options",
+        example="titan-mi100 plan --rehearse --help lists the options",
     )
     add = parser.add_argument
     add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")

@@ -1,12 +1,11 @@
 """The state of a run (run_state.json), and what its launcher or batch script does next.
 
-    python -m titan_mi100.watch.outcome RUN_FOLDER [--start NAME] [--srun CODE]
+    titan-mi100 outcome RUN_FOLDER [--start NAME] [--srun CODE]
 
 prints one line for a batch script: the exit code, the next move (end, retry or requeue), and the run's message. srun's
 own exit code is not enough: it is the highest exit code of its tasks. Imports no torch, because launchers import it.
 """
 
-import argparse
 import dataclasses
 import errno
 import json
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_mi100 import cli
 from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
@@ -238,7 +238,7 @@ def next_move(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(prog="titan-mi100 outcome", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="run folder of the job")
     parser.add_argument("--start", default="", help="the start's TITAN_START; states of other starts are ignored")
     parser.add_argument("--srun", type=int, default=1, help="srun's exit code; 2 is used if the run left no state")
