@@ -27,6 +27,7 @@ CORE = (
     *(
         "train.py",
         "open_run/start.py",
+        "open_run/fingerprints.py",
         "open_run/run.py",
         "open_run/model.py",
         "trainer.py",

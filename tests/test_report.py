@@ -23,7 +23,7 @@ from titan_mi100.run import faults, forecast
 from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.tools.pages import collect as collecting
-from titan_mi100.tools.pages import tables
+from titan_mi100.tools.pages import long_files as tables
 from titan_mi100.tools.pages.bins import Bins, usable
 from titan_mi100.tools.pages.charts import charts, ticks
 from titan_mi100.tools.pages.collect import collect

@@ -8,11 +8,12 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
+from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.problem import ConfigError, Problem
-from titan_mi100.config.settings import FINGERPRINTS, Config, DataConfig, LoRAConfig, ProfilingConfig, lora_identity
+from titan_mi100.config.settings import FINGERPRINTS, NF4_BLOCK, Config, DataConfig, LoRAConfig, ProfilingConfig
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
@@ -101,7 +102,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         what = f"= {validation.patience} needs freq, the steps between validations"
         yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
-    known += [f"lora.{name}" for name in lora_identity(config.lora)]
+    known += [f"lora.{name}" for name in settings.lora_identity(config.lora)]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
@@ -177,9 +178,9 @@ def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
-    """The first input size of a linear layer that 64 does not divide on each tensor-parallel rank; "": none."""
+    """The first input size of a linear layer that NF4_BLOCK does not divide on each tensor-parallel rank; "": none."""
     inputs = ((name, size, tp if is_split else 1) for name, (size, is_split) in spec.input_sizes().items())
-    return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (64 * n)), "")
+    return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
 
 
 def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
@@ -187,7 +188,7 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     p, lora, seq_len = config.parallelism, config.lora, config.training.seq_len
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
-        what = f'= "nf4" needs blocks of 64 values, which {size} does not have; use "whole"'
+        what = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
         yield Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree"))
     if lora.rank > spec.hidden_size:
         yield Problem("lora.rank", f"= {lora.rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)

@@ -284,6 +284,9 @@ class CompileConfig:
     backend: str = _key("inductor", "torch.compile's backend", choices=("inductor", "aot_eager"))
 
 
+NF4_BLOCK = 64  # weights of a row that share one scale
+
+
 @dataclass(frozen=True)
 class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from titan_mi100.data.mixture_schedule import RowSchedule, shares_of
 from titan_mi100.data.prepared import PADDING_ROW, SourceRows
 from titan_mi100.data.rows import Row
-from titan_mi100.data.schedule import RowSchedule, shares_of
 from titan_mi100.errors import UserError
 
 _MANY_EPOCHS, _TOO_MANY_EPOCHS = 10, 1000  # epochs of a source in a run: more are warned of, or refused

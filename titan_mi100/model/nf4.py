@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_mi100.config.settings import NF4_BLOCK as BLOCK
 from titan_mi100.model.layers import Linear, local_weight
 
-BLOCK = 64  # weights that share one scale
 # The 16 values, from appendix E of the paper. The code of a value is its index in this table.
 _VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -19,7 +19,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config, lora_identity
+from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
@@ -28,6 +28,7 @@ from titan_mi100.log import log
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
+from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.model import choose_backend, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows
@@ -44,11 +45,10 @@ from titan_mi100.run.profiling import SNAPSHOT, open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.shapes.families import fingerprint
 from titan_mi100.trainer import Trainer
 from titan_mi100.watch.heartbeat import Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
-from titan_mi100.weights.load import base_identity, load_weights
+from titan_mi100.weights.load import load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
@@ -168,7 +168,7 @@ def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]
     """The rows, the manifest's entries about the run, and its last step. A collective."""
     config, spec, data, found, progress, layout, batch = start
     rows = open_rows(config.training, config.data, data, batch, progress, config.parallelism.is_pipeline)
-    about = _about(config, spec, data, layout, batch, rows.fingerprint)
+    about = about_run(config, spec, data, layout, batch, rows.fingerprint)
     if found is not None:
         check_same_run(found, about, config.checkpoint.allow_changed)
     fit_progress(progress, found, rows, data.facts.plan)
@@ -191,31 +191,3 @@ def _model(
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     load_weights(model, optimizer, config, spec, found.path if found else None)
     return mesh, model, optimizer
-
-
-def _about(
-    config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
-) -> dict[str, Any]:
-    """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
-    lora, load = dict[str, Any](), config.checkpoint.initial_load_path
-    if config.lora.rank:
-        form = {"base": config.lora.base} if config.lora.base != "whole" else {}
-        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(load, config.training.seed, spec)}
-    base = {"base": load}
-    if config.lora.base_model_name_or_path:
-        base["base_model_name_or_path"] = config.lora.base_model_name_or_path
-    return {
-        **({"lora": {**lora_identity(config.lora), **base}} if lora else {}),
-        "layout": {**asdict(layout), **asdict(batch)},
-        "data": data.facts.made_of,
-        "rows": data.train_counts.rows,
-        "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
-        "fingerprints": {
-            "model": fingerprint(spec),
-            "tokenizer": data.facts.tokenizer,
-            "data": of_rows,
-            "seed": config.training.seed,
-            "global_batch_size": batch.global_batch_size,
-            **lora,
-        },
-    }

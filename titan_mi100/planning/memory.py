@@ -17,7 +17,7 @@ from titan_mi100.config.layout import (
     stages_of,
     stages_on,
 )
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import NF4_BLOCK, Config
 from titan_mi100.planning.costs import stage_costs
 from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
 
@@ -118,7 +118,7 @@ class _Rank:
         self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
         # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
-        self.bytes_each = 0.5 + self.compute / 64 if self.is_nf4 else self.compute
+        self.bytes_each = 0.5 + self.compute / NF4_BLOCK if self.is_nf4 else self.compute
         self.block_bytes = self.block * self.bytes_each
         self.end_bytes = self.vocabulary * self.compute
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}

@@ -19,7 +19,15 @@ from titan_mi100.config.toml_file import read_toml
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.tools.pages.bins import usable
-from titan_mi100.tools.pages.tables import read_faults, read_ledger, read_log, read_metrics, read_samples, whole, words
+from titan_mi100.tools.pages.long_files import (
+    read_faults,
+    read_ledger,
+    read_log,
+    read_metrics,
+    read_samples,
+    whole,
+    words,
+)
 from titan_mi100.watch.outcome import STATE
 from titan_mi100.wording import shortened, some
 

@@ -1,0 +1,42 @@
+"""What a run's checkpoints say about it: layout, data, and the fingerprints that must not change on resume.
+
+checkpoint/resume.py compares them; config.settings.FINGERPRINTS names them.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.settings import Config, lora_identity
+from titan_mi100.data.prepared import Prepared
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import fingerprint
+from titan_mi100.weights.load import base_identity
+
+
+def about_run(
+    config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
+) -> dict[str, Any]:
+    """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
+    lora, load = dict[str, Any](), config.checkpoint.initial_load_path
+    if config.lora.rank:
+        form = {"base": config.lora.base} if config.lora.base != "whole" else {}
+        lora = {"lora": {**lora_identity(config.lora), **form}, "base": base_identity(load, config.training.seed, spec)}
+    base = {"base": load}
+    if config.lora.base_model_name_or_path:
+        base["base_model_name_or_path"] = config.lora.base_model_name_or_path
+    return {
+        **({"lora": {**lora_identity(config.lora), **base}} if lora else {}),
+        "layout": {**asdict(layout), **asdict(batch)},
+        "data": data.facts.made_of,
+        "rows": data.train_counts.rows,
+        "optimizer": {"state": config.optimizer.state, "master": config.optimizer.master},
+        "fingerprints": {
+            "model": fingerprint(spec),
+            "tokenizer": data.facts.tokenizer,
+            "data": of_rows,
+            "seed": config.training.seed,
+            "global_batch_size": batch.global_batch_size,
+            **lora,
+        },
+    }
