@@ -3,13 +3,16 @@
     python tests/chaos/run.py [--rows 1 6] [--quick] [--output chaos.jsonl] [--without "hash check"] [--table]
 
 Every case that has ended is a line of the output file, so a run that is stopped goes on where it was; `--table` prints
-what the file holds. `--without` leaves a protection out: its row must then fail. Rows and their targets: `--help`.
+what the file holds. `--without` leaves a protection out: its row must then fail. Exit code: 1: something was wrong;
+3: a row could not be tried on this machine. Rows and their targets: `--help`.
 """
 
 import argparse
 import importlib
 import importlib.metadata
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -24,11 +27,18 @@ if __name__ == "__main__":
 
 from chaos.case import PROTECTIONS, Case
 
+_LEFT_OUT = 3  # exit code: nothing was wrong, but a row could not be tried
+
 
 class Row(NamedTuple):
     measure: str
     target: str
     source: str  # package.module.function: (quick) -> cases; imported when it is needed, for all of them import torch
+    needs: str = ""  # programs, and "root"
+
+    def missing(self) -> list[str]:
+        """What it needs and this machine does not have."""
+        return [need for need in self.needs.split() if (os.geteuid() if need == "root" else not shutil.which(need))]
 
     def cases(self, quick: bool) -> Iterator[Case]:
         module, _, function = self.source.rpartition(".")
@@ -64,7 +74,8 @@ ROWS = {
     13: Row("starts on two nodes, every second with a rank or agent killed, a node late, a connection refused",
             "100: all train", "chaos.starts.starts"),
     14: Row("jobs in a real SLURM: plain, killed, near the wall, with a silent node, in a chain",
-            "all train; a killed task ends its step in 60 s, and the job resumes", "chaos.slurm.jobs"),
+            "all train; a killed task ends its step in 60 s, and the job resumes", "chaos.slurm.jobs",
+            "root munged munge slurmctld slurmd sbatch runuser"),
 }  # fmt: skip
 
 
@@ -79,11 +90,14 @@ def main() -> int:
     parser.add_argument("--without", nargs="+", choices=PROTECTIONS, default=[], help="leave protections out")
     parser.add_argument("--table", action="store_true", help="only print what the output file holds")
     options = parser.parse_args()
-    if not options.table:
-        for number in options.rows:
-            for case in ROWS[number].cases(options.quick):
-                run_case(number, case, options)
-    return print_table(options)
+    lacking = {number: missing for number in options.rows if (missing := ROWS[number].missing()) and not options.table}
+    for number, missing in lacking.items():  # said before the first row, not after twenty minutes
+        print(f"row {number} is left out: it needs {', '.join(missing)} (Debian: apt-get install munge slurm-wlm)")
+    options.rows = [number for number in options.rows if number not in lacking]
+    for number in options.rows if not options.table else ():
+        for case in ROWS[number].cases(options.quick):
+            run_case(number, case, options)
+    return print_table(options) or (_LEFT_OUT if lacking else 0)
 
 
 def run_case(number: int, case: Case, options: argparse.Namespace) -> None:
