@@ -106,11 +106,14 @@ def test_a_row_that_this_machine_cannot_try_is_named_first_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: list[int] = []
-    rows = {1: run.ROWS[1]._replace(needs="sh"), 2: run.ROWS[2]._replace(needs="sh no-such-program")}
+    rows = {
+        1: run.ROWS[1]._replace(needs="sh"),
+        2: run.ROWS[2]._replace(needs="sh no-such-program @no-such-host.invalid"),
+    }
     monkeypatch.setattr(run, "ROWS", rows)
     monkeypatch.setattr(run.Row, "cases", lambda row, quick: tried.append(row.measure) or iter(()))
     monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--output", str(tmp_path / "found.jsonl")])
     assert run.main() == 3
     assert tried == [rows[1].measure]
     said = capsys.readouterr().out
-    assert said.startswith("row 2 is left out: it needs no-such-program") and "| 2 |" not in said
+    assert said.startswith("row 2 is left out: it needs no-such-program, @no-such-host.invalid") and "| 2 |" not in said

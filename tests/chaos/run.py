@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -34,11 +35,11 @@ class Row(NamedTuple):
     measure: str
     target: str
     source: str  # package.module.function: (quick) -> cases; imported when it is needed, for all of them import torch
-    needs: str = ""  # programs, and "root"
+    needs: str = ""  # programs, "root", and @NAME: a host
 
     def missing(self) -> list[str]:
         """What it needs and this machine does not have."""
-        return [need for need in self.needs.split() if (os.geteuid() if need == "root" else not shutil.which(need))]
+        return [need for need in self.needs.split() if not _has(need)]
 
     def cases(self, quick: bool) -> Iterator[Case]:
         module, _, function = self.source.rpartition(".")
@@ -75,8 +76,16 @@ ROWS = {
             "100: all train", "chaos.starts.starts"),
     14: Row("jobs in a real SLURM: plain, killed, near the wall, with a silent node, in a chain",
             "all train; a killed task ends its step in 60 s, and the job resumes", "chaos.slurm.jobs",
-            "root munged munge slurmctld slurmd sbatch runuser"),
+            "root munged munge slurmctld slurmd sbatch runuser @n1 @n2 @n3"),
 }  # fmt: skip
+
+
+def _has(need: str) -> bool:
+    if need.startswith("@"):
+        with suppress(OSError):
+            return bool(socket.gethostbyname(need[1:]))
+        return False
+    return os.geteuid() == 0 if need == "root" else shutil.which(need) is not None
 
 
 def main() -> int:
@@ -92,7 +101,7 @@ def main() -> int:
     options = parser.parse_args()
     lacking = {number: missing for number in options.rows if (missing := ROWS[number].missing()) and not options.table}
     for number, missing in lacking.items():  # said before the first row, not after twenty minutes
-        print(f"row {number} is left out: it needs {', '.join(missing)} (Debian: apt-get install munge slurm-wlm)")
+        print(f"row {number} is left out: it needs {', '.join(missing)} (tests/chaos/slurm.py says how to get it)")
     options.rows = [number for number in options.rows if number not in lacking]
     for number in options.rows if not options.table else ():
         for case in ROWS[number].cases(options.quick):
