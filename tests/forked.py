@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import executed
+
 _GRACE = 20  # seconds for the other ranks to end after one has failed
 # What an export takes from transformers; the library imports each on its first use.
 _OF_TRANSFORMERS = ("AutoConfig", "AutoTokenizer", "GenerationConfig", "Qwen3Config", "Qwen3ForCausalLM")
@@ -134,6 +136,7 @@ def _be_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.clear()
     os.environ.update({**job["environment"], **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    executed.context(*os.environ.get("PYTEST_CURRENT_TEST", " (").removesuffix(")").split(" ("))
     code: Any = 0
     try:
         if job["arguments"][0] == "-m":
