@@ -1,10 +1,13 @@
-"""Mutants of the core: one wrong operator, constant, argument or statement each. Do the tests of its module notice?
+"""Mutants of the package: one wrong operator, constant, argument or statement each. Do the default tests notice?
 
-    python tests/mutants.py [--sample 300] [--seed 0] [--only FILE ...] [--jobs 2] [--output mutants.jsonl] [--list]
+    python tests/executed.py     # once: which test executes which line; ten minutes
+    python tests/mutants.py [--sample 100] [--seed 0] [--only FILE ...] [--jobs 2] [--output mutants.jsonl] [--list]
 
-Every mutant lives in a copy of the tree, where the tests that TESTS names for its module are run up to the first
-failure. Results are lines of the output file, so a run that is stopped goes on where it was. Prints the score and every
-survivor; exit code 1 if less than 90% were killed. Messages, annotations, asserts and what is logged are left alone.
+Every mutant lives in a copy of the tree, where the tests that execute its line are run up to the first failure, those
+that execute least first, for at most BUDGET seconds by their usual times. Results are lines of the output file, so a
+run that is stopped goes on where it was. Prints the score, every survivor, and the mutants that no default test
+executes; exit code 1 if less than 90% were killed. Messages, annotations, asserts and what is logged are left alone, and so are
+arguments that change nothing here, see _NO_CHANGE.
 """
 
 import argparse
@@ -12,77 +15,19 @@ import ast
 import copy
 import json
 import random
-import runpy
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from breaks.copies import REPO, copy_tree, run_tests
+from breaks.copies import REPO, Verdict, copy_tree, run_tests
+from executed import MAP
 
-# Tests of each module, by its name, the fastest first. A module that is not here has those of its folder.
-_STEP = ("test_reference_run.py", "test_parity.py::test_every_split_on_one_process_equals_fp64")
-_LAYOUTS = "test_layouts.py::test_layouts_train_as_one_process_does"
-_SPLITS = "test_parity.py::test_every_split_on_two_processes_equals_fp64"
-_RESUMED = "test_layouts.py"
-_SAVED = ("test_sealed.py", "test_checkpoint.py")
-TESTS: dict[str, tuple[str, ...]] = {
-    "assets": ("test_convert_refusals.py", "test_reference_run.py", "test_convert.py"),
-    "costs": ("test_degrees.py", "test_model_spec.py", "test_metrics.py"),
-    "hardware": ("test_model_spec.py", "test_distributed.py", "test_scripts.py"),
-    "layout": ("test_degrees.py", "test_config.py", "test_loader.py"),
-    "loss": ("test_loss.py", "test_model.py", _LAYOUTS),
-    "lora": ("test_lora.py",),
-    "decode": ("test_generate.py",),
-    "ddp": ("test_ddp.py", _LAYOUTS),
-    "tensor_parallel": (_LAYOUTS, _SPLITS),
-    "pipeline": (_LAYOUTS, _RESUMED),
-    "fsdp": (_LAYOUTS, _SPLITS),
-    "base": ("test_attention.py", *_STEP, _LAYOUTS),
-    "build": ("test_parallelize.py", _LAYOUTS, _SPLITS),
-    "distributed": ("test_distributed.py", "test_checkpoint.py", "test_reference_run.py", _LAYOUTS, "test_train.py"),
-    "evaluate": ("test_trainer.py", "test_reference_run.py", "test_evaluate.py"),
-    "optimizer": ("test_model_spec.py", "test_trainer.py", "test_reference_run.py", "test_checkpoint.py"),
-    "train": ("test_reference_run.py", "test_checkpoint.py", "test_train.py", "test_chaos.py"),
-    "keys": ("test_ddp.py", "test_convert.py"),
-    "durable": (*_SAVED, "test_chaos.py"),
-    "qwen3": ("test_model.py", "test_trainer.py", *_STEP),
-    "progress": ("test_trainer.py", "test_reference_run.py", "test_train.py"),
-    "attention": ("test_model.py", "test_attention.py", *_STEP, "test_generate.py"),
-    "choice": ("test_attention_choice.py", "test_train.py"),
-    "sealed": ("test_sealed.py", "test_checkpoint.py", "test_chaos.py"),
-    "resume": ("test_checkpoint.py", "test_train.py"),
-    "shapes/base": (
-        "test_made_up_family.py",
-        "test_model_spec.py",
-        "test_memory.py",
-        "test_adapter.py",
-        "test_model.py",
-    ),
-    "shapes/qwen3": ("test_model_spec.py", "test_hf_config.py", "test_memory.py", "test_config_inputs.py"),
-    "objectives/base": ("test_objectives.py", *_STEP),
-    "data/packing": ("test_packing.py", "test_objectives.py"),
-    "open_run/data": ("test_trainer.py", "test_train.py"),
-    "memory": ("test_memory.py", "test_planner.py"),
-    "plan": ("test_planner.py", "test_memory.py"),
-    # folders
-    "shapes": ("test_hf_config.py", "test_model_spec.py", "test_made_up_family.py"),
-    "objectives": ("test_objectives.py", *_STEP),
-    "data": ("test_loader.py", "test_corpus.py", "test_objectives.py", "test_prepare.py", "test_mixture.py"),
-    "weights": ("test_made_up_family.py", "test_hf_io.py", "test_convert.py", "test_lora.py"),
-    "files": ("test_child.py", "test_corpus.py", "test_attention_choice.py", "test_machine.py", "test_certify.py"),
-    "open_run": ("test_trainer.py", "test_sinks.py", "test_ruined_weights.py", "test_train.py"),
-    "config": ("test_config.py", "test_model_spec.py", "test_degrees.py", "test_data_docs.py"),
-    "model": ("test_model.py", "test_loss.py", *_STEP),
-    "parallel": ("test_parallelize.py", *_STEP, _LAYOUTS),
-    "checkpoint": (*_SAVED, "test_ddp.py", "test_train.py", "test_chaos.py", _RESUMED),
-    "run": ("test_metrics.py", "test_preemption.py", "test_reference_run.py", "test_train.py"),
-    "titan_mi100": ("test_trainer.py", *_STEP, *_SAVED, _LAYOUTS, "test_train.py"),
-}
+BUDGET = 60.0  # seconds of tests for a mutant, by their times under coverage
 TIME_LIMIT = 600  # seconds a mutant
 WANTED = 0.9  # share of the mutants that should be killed
 
@@ -97,6 +42,9 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)  # nothing in these is mutated
 _SAYING = ("log.", "print", "parser.", "warnings.", "field", "_key")  # nor in calls of these
+# Arguments that change nothing: zip's `strict` with equal lists, the values of a load where it is masked, the encoding
+# where it is UTF-8 anyway, a thread's name and its end with the process.
+_NO_CHANGE = {"strict", "other", "encoding", "daemon"}
 
 
 @dataclass(frozen=True)
@@ -108,6 +56,7 @@ class Mutant:
     stop: tuple[int, int]
     old: str
     new: str
+    statement: tuple[int, int] = (0, 0)  # first and last line of the statement that it is in
 
     @property
     def name(self) -> str:
@@ -125,14 +74,18 @@ class Mutant:
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every mutant of a file that is still Python."""
     found = []
-    for node, instead in _walk(ast.parse(source)):
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node, instead in _walk(tree):
         text = instead if isinstance(instead, str) else ast.unparse(instead)
         if isinstance(node, ast.expr):
             text = f"({text})"
         if text in (old := ast.unparse(node), f"({old})"):
             continue
         place = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
-        mutant = Mutant(path, *place, old, text)
+        around = [each for each in statements if each.lineno <= node.lineno and (each.end_lineno or 0) >= place[1][0]]
+        inmost = min(around, key=lambda each: (each.end_lineno or 0) - each.lineno)
+        mutant = Mutant(path, *place, old, text, (inmost.lineno, inmost.end_lineno or inmost.lineno))
         try:
             compile(mutant.applied(source), path, "exec")
         except SyntaxError:  # of an f-string inside, on a Python that cannot nest quotes
@@ -153,6 +106,8 @@ def _walk(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST | str]]:
             yield node, instead
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
+            continue
+        if isinstance(node, ast.keyword) and node.arg in _NO_CHANGE:
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
@@ -190,35 +145,64 @@ def _instead(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
         case ast.Call(args=[first, second, *others]) if not isinstance(first, ast.Starred):
             if not isinstance(second, ast.Starred):
                 yield changed(args=[second, first, *others])
-    if isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg is not None:
+    if isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg not in (None, *_NO_CHANGE):
         yield changed(keywords=node.keywords[:-1])
 
 
 def files_of(only: tuple[str, ...]) -> list[str]:
-    """The package's Python files whose path ends like one of these; of none, the core's, see scripts/count_lines.py."""
-    entries = [""] if only else runpy.run_path(str(REPO / "scripts" / "count_lines.py"))["CORE"]
-    paths = [REPO / "titan_mi100" / entry for entry in entries]
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    names = [file.relative_to(REPO).as_posix() for file in files]
-    return [name for name in names if name.endswith(only or ("",))]
+    """The package's Python files whose path ends like one of these; of none, all but the report's pages."""
+    names = [file.relative_to(REPO).as_posix() for file in sorted((REPO / "titan_mi100").rglob("*.py"))]
+    return [name for name in names if (name.endswith(only) if only else "/tools/pages/" not in name)]
 
 
-def tests_of(path: str) -> list[str]:
-    """The tests that should notice a mutant of this file."""
-    file = Path(path)
-    names = [f"{file.parent.name}/{file.stem}", file.stem, *(parent.name for parent in file.parents)]
-    found = next(TESTS[name] for name in names if name in TESTS)
-    return [f"tests/{test}" for test in dict.fromkeys(found)]
+class Executed:
+    """Which tests execute a mutant, by tests/executed.py."""
+
+    def __init__(self, path: Path) -> None:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
+        self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Those that execute it, the most particular first, within BUDGET; []: none does.
+
+        What is executed at import alone, such as a table, is noticed by whatever executes a line of its file.
+        """
+        lines = self._lines.get(mutant.path, {})
+        wanted = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
+        wanted = wanted or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
+        if not wanted and self._is_of_import(mutant):
+            wanted = self._of(lines, map(int, lines))
+        chosen, left = [], BUDGET
+        for test in sorted(wanted, key=lambda test: (self._breadth[test] * (1 + self._seconds[test]), test)):
+            left -= self._seconds[test]
+            if left < 0 and chosen:
+                break
+            chosen.append(self._tests[test])
+        return chosen
+
+    def _of(self, lines: dict[str, list[int]], numbers: Iterable[int]) -> set[int]:
+        return {test for number in numbers for test in lines.get(str(number), ())}
+
+    def _is_of_import(self, mutant: Mutant) -> bool:
+        """Whether it is outside of functions."""
+        tree = ast.parse((REPO / mutant.path).read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+        return not any(node.lineno <= mutant.start[0] <= (node.end_lineno or 0) for node in functions)
 
 
 class Trials:
     """Mutants tried, a thread each in its own copy, and their results in a file."""
 
-    def __init__(self, folder: Path, output: Path) -> None:
-        self._folder, self._output = folder, output
+    def __init__(self, folder: Path, output: Path, executed: Executed) -> None:
+        self._folder, self._output, self._executed = folder, output, executed
         self._local, self._lock = threading.local(), threading.Lock()
 
     def attempt(self, mutant: Mutant) -> None:
+        tests = self._executed.tests(mutant)
+        if not tests:
+            self._note(mutant, Verdict("never", 0.0, "no default test executes it"))
+            return
         if not hasattr(self._local, "copy"):
             self._local.copy = Path(tempfile.mkdtemp(dir=self._folder))
             copy_tree(self._local.copy)
@@ -226,9 +210,12 @@ class Trials:
         source = place.read_bytes()
         place.write_bytes(mutant.applied(source))
         try:
-            verdict = run_tests(self._local.copy, tests_of(mutant.path), TIME_LIMIT)
+            verdict = run_tests(self._local.copy, tests, TIME_LIMIT)
         finally:
             place.write_bytes(source)
+        self._note(mutant, verdict)
+
+    def _note(self, mutant: Mutant, verdict: Verdict) -> None:
         record = {"name": mutant.name, **asdict(mutant), **verdict._asdict(), "seconds": round(verdict.seconds, 1)}
         with self._lock:
             with self._output.open("a", encoding="utf-8") as file:
@@ -244,18 +231,14 @@ def read_results(path: Path) -> dict[str, dict[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=300, help="mutants to try, drawn from all; 0: every one")
+    parser.add_argument("--sample", type=int, default=100, help="mutants to try, drawn from all; 0: every one")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="files whose path ends like this")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--executed", type=Path, default=MAP, help="what tests/executed.py has written")
     parser.add_argument("--list", action="store_true", help="only print the mutants that would be tried")
     options = parser.parse_args()
-    missing = {
-        test for tests in TESTS.values() for test in tests if not (REPO / "tests" / test.split("::")[0]).is_file()
-    }
-    if missing:
-        parser.error(f"TESTS names what does not exist: {', '.join(sorted(missing))}")
     files = files_of(tuple(options.only))
     every = [mutant for file in files for mutant in mutants_of(file, (REPO / file).read_bytes())]
     chosen = every
@@ -267,7 +250,7 @@ def main() -> int:
         return 0
     done = read_results(options.output)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        trials = Trials(Path(folder), options.output)
+        trials = Trials(Path(folder), options.output, Executed(options.executed))
         list(pool.map(trials.attempt, [mutant for mutant in chosen if mutant.name not in done]))
     return report([read_results(options.output)[mutant.name] for mutant in chosen])
 
@@ -275,9 +258,11 @@ def main() -> int:
 def report(results: list[dict[str, str]]) -> int:
     """Print the score; 1 if it is below what is wanted. What crashes or never ends is noticed too."""
     kinds = Counter(result["kind"] for result in results)
-    killed = len(results) - kinds["green"]
-    print(f"\n{killed} of {len(results)} killed, {killed / max(len(results), 1):.1%}: {dict(kinds)}\nsurvivors:")
-    print(*sorted(f"  {result['name']}" for result in results if result["kind"] == "green"), sep="\n")
+    killed = len(results) - kinds["green"] - kinds["never"]
+    print(f"\n{killed} of {len(results)} killed, {killed / max(len(results), 1):.1%}: {dict(kinds)}")
+    for kind, words in (("green", "survivors"), ("never", "no default test executes")):
+        names = sorted(f"  {result['name']}" for result in results if result["kind"] == kind)
+        print(f"{words}:", *names, sep="\n")
     return int(killed < WANTED * len(results))
 
 
