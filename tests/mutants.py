@@ -6,8 +6,8 @@
 Every mutant lives in a copy of the tree, where the tests that execute its line are run up to the first failure, those
 that execute least first, for at most BUDGET seconds by their usual times. Results are lines of the output file, so a
 run that is stopped goes on where it was. Prints the score, every survivor, and the mutants that no default test
-executes; exit code 1 if less than 90% were killed. Messages, annotations, asserts and what is logged are left alone, and so are
-arguments that change nothing here, see _NO_CHANGE.
+executes; exit code 1 if less than 90% were killed. Messages, annotations, asserts, what is logged, and arguments that
+change nothing here (_NO_CHANGE) are left alone.
 """
 
 import argparse

@@ -214,13 +214,14 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.Captu
     [
         (["--parallelism.tensor_parallel_degree", "16"], "does not divide num_attention_heads = 4"),
         (["--parallelism.data_parallel_shard_degree", "3"], "does not fill the 16 started processes; use -1"),
-        (["--parallelism.data_parallel_shard_degree", "3"], "or start with ./run_train.sh --rehearse 6"),
+        (["--parallelism.data_parallel_shard_degree", "3"], "or start with --rehearse 6"),
         (["--rehearse", "0"], "argument --rehearse: '0' must be a whole number from 1 to"),
         (["--parallelism.pipeline_parallel_degree", "4"], "1F1B\" over 4 ranks needs at least 4 microbatches"),
         (["--compile.enable"], "--compile.enable false"),
         (["--parallelism.zero_stage", "0", "--parallelism.powersgd_rank", "1"], "set parallelism.powersgd_rank to 0"),
         (["--ranks", "16"], "--ranks 16 does not exist; the ranks are 0 to 15"),
         (["--device", "mi999"], "--device mi999 is not known"),
+        (["--search"], "--search does not go with --rehearse N"),
     ],
 )  # fmt: skip
 def test_a_layout_that_cannot_work_is_refused_with_the_remedy(

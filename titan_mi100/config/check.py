@@ -167,8 +167,8 @@ def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
     for is_wrong, what, key, value in (
         (not is_ddp, "needs DDP", "parallelism.zero_stage", 0),
         (reduce != "float32", "compresses float32", "training.mixed_precision_reduce", "float32"),
-        (master != "fp32", "compresses float32, and gradients are bfloat16 here", "optimizer.master", "fp32"),
-        (dtype == "float16", "keeps errors that ignore the loss scale", "training.mixed_precision_param", "bfloat16"),
+        (master != "fp32", "compresses float32, not bfloat16 gradients", "optimizer.master", "fp32"),
+        (dtype == "float16", "keeps errors that ignore float16's scale", "training.mixed_precision_param", "bfloat16"),
     ):
         if p.powersgd_rank and is_wrong:
             what = f"= {p.powersgd_rank} {what}; set [{key.replace('.', '] ')} = {toml_value(value)}"

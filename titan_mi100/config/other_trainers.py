@@ -112,7 +112,7 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
         value: the option's value: a text, or the value that TOML parsed. None: it has none.
         document: the TOML file in which it was written; None: the command line. The advice has the same form.
     """
-    entry = _find(name.replace("-", "_"))
+    entry = find(name.replace("-", "_"))
     if entry is None:
         return None
     if isinstance(value, int) and abs(value) >= 1 << 63:
@@ -149,7 +149,7 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", entry.targets, written, is_exact)
 
 
-def _find(name: str) -> Entry | None:
+def find(name: str) -> Entry | None:
     """By its full name; else by its section; else by its last part, unless a key of ours has that name."""
     # if two entries have a name, the first counts
     known = {given: entry for entry in reversed(entries()) for given in entry.names}

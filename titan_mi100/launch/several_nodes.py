@@ -1,4 +1,4 @@
-"""Launching on several nodes: node 0 leads, the others follow. launch.py does the work of a single node.
+"""Launching on several nodes: node 0 leads, the others follow. launcher.py does the work of a single node.
 
 A start has these steps: all nodes connect; each prepares the data; each runs one torchrun agent, with a port that node
 0 has just found free; each reports how its agent ended. If a start fails before its first step, it is tried again, up

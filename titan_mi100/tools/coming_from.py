@@ -1,56 +1,70 @@
 """Say what an option of torchtitan, TRL, axolotl or LLaMA-Factory is here; or list all options of one of them.
 
-    titan-mi100 coming-from NAME
+    titan-mi100 coming-from NAME [VALUE]
 
 Imports no torch.
 """
 
 import argparse
 import difflib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from titan_mi100 import cli
-from titan_mi100.config.other_trainers import Entry, entries, our_keys
+from titan_mi100.config.other_trainers import Entry, advise, entries, find, our_keys
 from titan_mi100.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     ours = ("-h", "--help", "--version")
-    names = [word if word in ours else word.lstrip("-") for word in given]  # an option as it was typed
-    return cli.exit_code(lambda: print("\n".join(_lines(_parser().parse_args(names).name))))
+    words = [word if word in ours else word.lstrip("-") for word in given]  # an option as it was typed
+    return cli.exit_code(lambda: print("\n".join(_lines(_parser().parse_args(words)))))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="titan-mi100 coming-from", description=__doc__.splitlines()[0])
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="an option, such as bf16; or a trainer")
+    parser.add_argument("value", metavar="VALUE", nargs="*", help="the option's value: what to write here for it")
     return parser
 
 
-def _lines(name: str) -> Iterator[str]:
-    wanted = name.replace("-", "_").lower()
+def _lines(options: argparse.Namespace) -> Iterator[str]:
+    name, _, value = options.name.partition("=")
+    values, wanted = options.value or [value] * bool(value), _plain(name)
     trainers = dict.fromkeys(entry.trainer for entry in entries())
-    named = [entry for entry in entries() if name and name.lower() in entry.trainer.lower()]
-    of_option = [entry for entry in entries() if wanted in map(_last, entry.names) or wanted in entry.names]
+    found = [entry for entry in entries() if wanted in map(_last, entry.names) or wanted in entry.names]
+    found += [entry for entry in (find(wanted),) if name and entry and entry not in found]
+    found += [
+        entry
+        for entry in entries()
+        if name and wanted in map(_plain, [entry.trainer, *re.split(", | and ", entry.trainer)])
+    ]
+    ours = [key for key in our_keys() if wanted in (key, _last(key))]
     if not name:
-        yield from (f"titan-mi100 coming-from {trainer!r}" for trainer in trainers)
-    elif ours := [key for key in our_keys() if wanted in (key, _last(key))] if not of_option else []:
-        yield f"{name} has the same name here: {' or '.join(ours)}"
-    elif not (found := of_option or named):
+        yield from (f"titan-mi100 coming-from {trainer!r}" for trainer in trainers if " and " not in trainer)
+    elif not (found or ours):
         near = difflib.get_close_matches(wanted, [each for entry in entries() for each in entry.names], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else f"; trainers: {'; '.join(trainers)}"
         raise UserError(f"{name}: no option that is known{hint}")
-    else:
-        for trainer in trainers:
-            if mine := [entry for entry in found if entry.trainer == trainer]:
-                yield f"# {trainer}"
-                yield from (line for entry in mine for line in described(entry))
+    if ours and name:
+        yield f"{name} is a name here: {' or '.join(ours)}"
+    if values and (advice := advise(wanted, values if len(values) > 1 else values[0], None)):
+        yield f"--{name} {' '.join(values)} {advice.text}"
+    for trainer in trainers:
+        if mine := [entry for entry in found if entry.trainer == trainer]:
+            yield f"# {trainer}"
+            yield from (line for entry in mine for line in described(entry))
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_").lower()
 
 
 def described(entry: Entry) -> list[str]:

@@ -1,7 +1,7 @@
-"""Show the data as training sees them: packed rows token by token, and a summary of the set. See `--help`.
+"""Show the data as training sees them: packed rows token by token, and a summary of the set.
 
-`inspect.report` makes one report. `--json` prints it; a terminal and `--html` show the same lines of it
-(`inspect.view`).
+prepared/report.py makes one report. `--json` prints it; a terminal and `--html` show the same lines of it
+(prepared/view.py).
 """
 
 import argparse

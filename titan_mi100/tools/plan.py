@@ -173,8 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="titan-mi100 plan",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
-        description=f"{__doc__.splitlines()[0]} With --rehearse N the run's own code counts memory and "
-        "collectives, on fake tensors: --rehearse --help.",
+        description=__doc__.splitlines()[0],
         epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
         "tokenizer need not exist.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -187,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    what = "count memory and collectives of N devices by the run's own code on fake tensors, see --rehearse --help"
+    add("--rehearse", metavar="N", help=f"{what}; default device mi250x")
     return parser
 
 

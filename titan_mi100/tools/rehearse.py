@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -28,6 +29,7 @@ from titan_mi100.wording import bytes_in_words
 if TYPE_CHECKING:
     from titan_mi100.tools.rehearsal.session import Rehearsed
 
+_OF_THE_PLAN = ("--gpus", "--search", "--write", "--tokens")  # options of `plan` alone
 _OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
 
 
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):  # also if the number of ranks is missing
         arguments = ["--help"]
+    elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # python -m titan_mi100.rehearse N
+        arguments = ["--rehearse", *arguments]
     return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
 
 
@@ -42,11 +46,18 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
     log.setLevel("WARNING")  # otherwise each rehearsed rank logs the run's layout
     started, ranks = time.perf_counter(), options.rehearse
+    if other := next((word for word in settings if word.partition("=")[0] in _OF_THE_PLAN), ""):
+        raise UserError(f"{other} does not go with --rehearse N, which gives the devices; leave one of them out")
     gpu, card = find_card(options.device, options.memory, "mi250x")
     try:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
-        raise UserError(str(error).replace("--nproc_per_node", "--rehearse")) from None
+        said = (
+            str(error)
+            .replace("./run_train.sh --nproc_per_node", "--rehearse")
+            .replace("--nproc_per_node", "--rehearse")
+        )
+        raise UserError(said) from None
     _refuse(config.compile, config.parallelism, ranks, options.ranks)
     from titan_mi100.tools.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.tools.rehearsal.session import rehearse
@@ -168,8 +179,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="titan-mi100 plan",
         usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
         description=__doc__.splitlines()[0],
-        epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory. Settings are those of training; data, weights and "
-        "tokenizer need not exist. docs/MEMORY.md explains the tables.\n\n" + settings_text(),
+        epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory (`plan` alone: 1). Settings are those of training; "
+        "data, weights and tokenizer need not exist. docs/MEMORY.md explains the tables.\n\n" + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="titan-mi100 plan --rehearse --help lists the options",
     )
