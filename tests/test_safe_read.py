@@ -51,6 +51,7 @@ def test_every_way_in_is_tried_by_many_cases() -> None:
     assert len({*NAMES}) == len(NAMES) and min(kinds.values()) >= 25 and set(kinds) == set(hostile._KINDS)
 
 
+@pytest.mark.full
 def test_the_watch_sees_code_that_runs_and_what_is_read_outside(tmp_path: Path) -> None:
     """The same cases, opened as DCP and everybody else opens them."""
     code = """if True:
@@ -112,6 +113,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+@pytest.mark.full
 def test_a_genuine_checkpoint_is_read_as_with_the_stock_reader(world, tmp_path: Path) -> None:
     saved, stock = whole_state(1), whole_state(2)
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
