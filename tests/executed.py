@@ -96,15 +96,15 @@ def table(folder: Path) -> dict[str, Any]:
     numbers = {test: number for number, test in enumerate(tests)}
     lines: dict[str, dict[int, list[int]]] = {}
     for file in data.measured_files():
-        found = {}
+        name = f"titan_mi100/{file.rpartition('/titan_mi100/')[2]}"  # some tests run a copy of the package, or a wheel
+        found = lines.setdefault(name, {})
         for line, contexts in data.contexts_by_lineno(file).items():
-            by: set[int] = set()
-            for name, _, phase in (each.rpartition(" (") for each in contexts):
-                mine = [name] if phase.startswith("call") else of_file[name.split("::")[0]]
-                by |= {numbers[test] for test in mine if test in numbers}
+            by = set(found.get(line, ()))
+            for test, _, phase in (each.rpartition(" (") for each in contexts):
+                mine = [test] if phase.startswith("call") else of_file[test.split("::")[0]]
+                by |= {numbers[each] for each in mine if each in numbers}
             if by:
                 found[line] = sorted(by)
-        lines[Path(file).resolve().relative_to(REPO).as_posix()] = found
     return {"tests": tests, "seconds": [round(seconds[test], 2) for test in tests], "lines": lines}
 
 
