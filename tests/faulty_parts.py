@@ -13,7 +13,7 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
 
     from titan_mi100.attention.base import Documents, Shape
     from titan_mi100.attention.plain import Sdpa
-    from titan_mi100.tools.measure.attention import of_backend
+    from titan_mi100.tools.measure.attention import judged
 
     class Wrong(Sdpa):
         def prepare(self, documents: Documents, device: torch.device) -> Documents:
@@ -30,8 +30,7 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
                 v = v + 1e-7 * v.mean(dim=1, keepdim=True)
             return super().__call__(q, k, v, prepared)
 
-    found = of_backend(Wrong(), Shape(**shape), torch.device("cpu"))
-    return {**found, "backend": "wrong", "launch": ""}
+    return {"backend": "wrong", "launch": "", **judged(Wrong(), Shape(**shape), torch.device("cpu"))}
 
 
 def crash() -> None:
@@ -65,8 +64,8 @@ def refuse() -> None:
     raise UserError("its package is not installed")
 
 
-def no_numbers() -> dict[str, Any]:
-    return {"size": 8, "copy": [0.0], "triad": [1.0], "wrong": 0}
+def wrong_numbers() -> dict[str, Any]:
+    return {"size": 8, "problem": "5 elements are wrong", "said": "copy 1 GB/s"}
 
 
 def one_rank_hangs() -> None:

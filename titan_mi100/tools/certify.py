@@ -16,12 +16,10 @@ from titan_mi100 import cli as tool
 from titan_mi100.errors import did_you_mean
 from titan_mi100.files import durable
 from titan_mi100.log import log, setup_logging
-from titan_mi100.tools.certificate.form import DTYPES, FORMAT, Certificate, as_json
-from titan_mi100.tools.certificate.page import page
-from titan_mi100.tools.certificate.verdicts import FAIL, NOT_RUN, all_pass, verdicts
 from titan_mi100.tools.measure import tasks
-from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.session import Session, backends, machine_here
+from titan_mi100.tools.measure.page import page
+from titan_mi100.tools.measure.parts import DTYPES, FAIL, FORMAT, NOT_RUN, Certificate, as_json, conclusions, ranking
+from titan_mi100.tools.measure.session import Session, machine_here
 from titan_mi100.wording import some
 
 CERTIFICATE, PAGE = "certificate.json", "certificate.md"
@@ -43,43 +41,39 @@ def _certify(options: argparse.Namespace) -> int:
         durable.write_synced(aside / CERTIFICATE, as_json(certificate))
         durable.write_synced(aside / PAGE, page(certificate))
     _say(certificate, folder)
-    return 0 if all_pass(certificate.verdicts) else 1
+    return 0 if certificate.all_pass else 1
 
 
-def make(minutes: float, models: Sequence[str] = (), only: Sequence[Task] | None = None) -> Certificate:
+def make(minutes: float, models: Sequence[str] = ()) -> Certificate:
     """Measure this machine and return the certificate.
 
     Args:
         minutes: time limit for all parts.
         models: names in PRESETS; default: Qwen3-0.6B on a GPU, the debug model on a CPU.
-        only: measure these tasks instead of the machine's default ones.
 
     Raises:
         UserError: the device cannot be described.
     """
     machine = machine_here()
     log.info(f"{machine.device}, torch {machine.torch} {machine.runtime}; {minutes:g} minutes at most")
-    session, models = Session(machine, minutes), models or ("0.6B" if machine.memory else "debug",)
-    if only is not None:
-        session.measure(only, len(only))
-    else:
-        # The training steps come last: they use the fastest attention backend that the parts before have found.
-        before = tasks.before_steps(machine, models)
-        count = len(before) + len(list(tasks.steps(machine, models, {})))
-        session.measure(before, count)
-        session.measure(tasks.steps(machine, models, backends(session.parts, DTYPES)), count)
+    session, models = Session(minutes), models or ("0.6B" if machine.memory else "debug",)
+    # The training steps come last: they use the fastest attention backend that the parts before have found.
+    before = tasks.before_steps(machine, models)
+    count = len(before) + len(list(tasks.steps(machine, models, {})))
+    session.measure(before, count)
+    ranked = {dtype: ranking(session.parts, dtype) for dtype in DTYPES}
+    fastest = {dtype: found[0]["backend"] for dtype, found in ranked.items() if found}
+    session.measure(tasks.steps(machine, models, fastest), count)
     made = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
-    found = verdicts(machine, session.parts)
-    return Certificate(FORMAT, made, minutes, machine, session.parts, found)
+    return Certificate(FORMAT, made, minutes, machine, session.parts, conclusions(session.parts))
 
 
 def _say(certificate: Certificate, folder: Path) -> None:
     """Log the conclusions, the failed parts and the files."""
-    for verdict in certificate.verdicts:
-        if verdict.of.startswith("conclusion/"):
-            log.info(f"{verdict.of.removeprefix('conclusion/')}: {verdict.said}")
+    for part in certificate.conclusions:
+        log.info(f"{part.name.removeprefix('conclusion/')}: {part.said}")
     for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
-        if names := [verdict.of for verdict in certificate.verdicts if verdict.verdict == kind]:
+        if names := [part.name for part in (*certificate.parts, *certificate.conclusions) if part.verdict == kind]:
             log.warning(f"{len(names)} {words}: {some(names)}")
     log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/DOCTOR.md")
 

@@ -1,9 +1,11 @@
 """Runs the parts of a certificate, each in its own processes, which may crash, hang or be killed. Imports no torch."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.files import isolated
+from titan_mi100.errors import UserError
+from titan_mi100.files import durable, isolated
+from titan_mi100.files.pool import end_with_parent
 from titan_mi100.launch.links import free_port
-from titan_mi100.tools.certificate.form import MEASURED, NOT_RUN, UNAVAILABLE
+from titan_mi100.tools.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
 from titan_mi100.wording import printable, shortened
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MEASURED = "measured"
 _LOOK = 0.05  # seconds between two looks at the processes
 _GRACE = 10  # seconds that the other ranks get after one has failed: their errors may explain more
 
@@ -27,8 +32,9 @@ class Task:
     """One part to measure.
 
     Attributes:
-        name: name of the part in the certificate.
-        target: "module:function", called with the arguments in every process; rank 0's result counts.
+        name: name of the part.
+        target: "module:function", called with the arguments in every process; rank 0's result counts. It returns the
+            numbers, with "problem" (what is wrong with them; "": nothing) and "said" (the numbers in words).
         processes: number of ranks of the job.
         seconds: time limit.
         refused: why it is not run; "": it is run.
@@ -44,24 +50,7 @@ class Task:
     optional: bool = False
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a task ended.
-
-    Attributes:
-        status: MEASURED, or why there is no result: hung, killed, crashed, failed, out of memory, ...
-        said: the message, if nothing was measured.
-        seconds: how long it took.
-        found: what the function returned.
-    """
-
-    status: str
-    said: str
-    seconds: float
-    found: Any = None
-
-
-def run(task: Task, until: float) -> Ended:
+def run(task: Task, until: float) -> Part:
     """Run a task until it ends or reaches its time limit, and kill all its processes.
 
     Args:
@@ -69,10 +58,10 @@ def run(task: Task, until: float) -> Ended:
     """
     started = time.monotonic()
     if task.refused:
-        return Ended(UNAVAILABLE, task.refused, 0.0)
+        return Part(task.name, UNAVAILABLE, task.refused)
     left = until - started
     if left <= 0:
-        return Ended(NOT_RUN, "no time was left; give more --minutes", 0.0)
+        return Part(task.name, NOT_RUN, "no time was left; give more --minutes")
     with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -86,16 +75,17 @@ def run(task: Task, until: float) -> Ended:
         status, said, found = _outcome(codes, Path(folder))
     took = time.monotonic() - started
     if not has_ended and left < task.seconds:
-        status, said = (
-            NOT_RUN,
-            f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes",
-        )
-    elif not has_ended:
-        status, said = (
-            "hung",
-            f"did not end within {task.seconds:g} s" + ("; SIGKILL does not end it either" if stuck else ""),
-        )
-    return Ended(status, said, took, found if status == MEASURED else None)
+        words = f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes"
+        return Part(task.name, NOT_RUN, words, took)
+    if not has_ended:
+        status, said = "hung", f"did not end within {task.seconds:g} s"
+        said += "; SIGKILL does not end it either" if stuck else ""
+    if status == UNAVAILABLE or (status == "failed" and task.optional):
+        return Part(task.name, UNAVAILABLE, said, took)
+    if status != _MEASURED:
+        return Part(task.name, FAIL, f"{status}: {said}", took)
+    problem, words = (found.pop(key, "") for key in ("problem", "said"))
+    return Part(task.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, words))), took, found)
 
 
 def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "subprocess.Popen[bytes]":
@@ -108,7 +98,7 @@ def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "su
     question = json.dumps([task.target, dict(task.arguments), str(_answer(folder, rank)), os.getpid()])
     with _errors(folder, rank).open("wb") as errors:
         return subprocess.Popen(
-            isolated.command("tools.measure.child:main", question),
+            isolated.command("tools.measure.children:main", question),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
             start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
         )  # fmt: skip
@@ -144,7 +134,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, until: f
 
 
 def _failed(code: int, folder: Path, rank: int) -> bool:
-    return code != 0 or _read(folder, rank)[0] != MEASURED
+    return code != 0 or _read(folder, rank)[0] != _MEASURED
 
 
 def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[str, str, Any]:
@@ -159,7 +149,7 @@ def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[str, str, Any]:
     ended = [(_of_process(code, folder, rank), rank) for rank, code in enumerate(codes)]
     # Causes before consequences: when one rank dies, the others fail in a collective or hang.
     order = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
-    failed = [(order.index(status), rank, status, said) for (status, said, _), rank in ended if status != MEASURED]
+    failed = [(order.index(status), rank, status, said) for (status, said, _), rank in ended if status != _MEASURED]
     if not failed:
         return ended[0][0]
     _, rank, status, said = min(failed)
@@ -211,3 +201,32 @@ def _kill(process: "subprocess.Popen[bytes]") -> bool:
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
     return process.returncode is not None
+
+
+def main() -> None:
+    """The child: run the task of sys.argv[3], [function, arguments, result file, parent's process id] as JSON."""
+    target, arguments, path, parent = json.loads(sys.argv[3])
+    end_with_parent(parent)
+    durable.replace(Path(path), json.dumps(_call(target, arguments)))
+    sys.stderr.flush()
+    # Skip the interpreter's teardown: jobs of several processes sometimes abort there, and a broken library can hang.
+    os._exit(0)
+
+
+def _call(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
+    module, name = target.split(":")
+    try:
+        return _MEASURED, "", getattr(importlib.import_module(module), name)(**arguments)
+    except UserError as error:
+        return UNAVAILABLE, tidy(str(error)), None
+    except Exception as error:
+        status = "out of memory" if _is_out_of_memory(error) else "failed"
+        return status, tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"), None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # do not import torch, which takes seconds, for a part that did not use it
+        return isinstance(error, MemoryError)
+    from titan_mi100.run.forecast import is_out_of_memory
+
+    return is_out_of_memory(error)

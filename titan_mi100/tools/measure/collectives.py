@@ -1,8 +1,10 @@
 """Measures collectives and point-to-point transfers between the devices of a node: correctness and speed."""
 
+import statistics
 import time
-from collections.abc import Callable
-from itertools import permutations
+from collections.abc import Callable, Sequence
+from itertools import groupby, permutations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,13 +12,14 @@ from torch import Tensor
 
 from titan_mi100.parallel.distributed import all_gather_tensor, gather_values, reduce_scatter_tensor
 from titan_mi100.tools.measure.device import use_device, wait
+from titan_mi100.wording import bytes_in_words
 
 _ROUNDS = 5
 _PATTERN = 1009  # a prime, so that an element from a wrong position almost always has another value
 
 
-def measure(operation: str, sizes: list[int]) -> dict:
-    """Measure one operation; the result is a form.Collective. A collective.
+def measure(operation: str, sizes: list[int]) -> dict[str, Any]:
+    """Measure one operation. A collective.
 
     Args:
         operation: all_reduce, all_gather, reduce_scatter, or send_recv (from each rank to each other one).
@@ -34,8 +37,27 @@ def measure(operation: str, sizes: list[int]) -> dict:
             else:
                 call, check = _collective(operation, rank, ranks, elements, device)
             wrong, times = _times(call, check, device)
-            found.append({"size": 4 * elements, "ranks": list(members), "wrong": wrong, "seconds": times})
-    return {"operation": operation, "transfers": found}
+            found.append({"size": 4 * elements, "ranks": list(members), "wrong": wrong, "times": times})
+    return judged(operation, found)
+
+
+def judged(operation: str, transfers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The verdict on measured transfers, with their bus bandwidths."""
+    said, bad = [], [one for one in transfers if one["wrong"]]
+    for size, same in groupby(transfers, lambda one: one["size"]):
+        rates = [bus_gbs(operation, size, len(one["ranks"]), one["times"]) for one in same]
+        ends = sorted({f"{rate:.3g}" for rate in (min(rates), max(rates))}, key=float)
+        said.append(f"{bytes_in_words(size)}: {' to '.join(ends)} GB/s")
+    problems = [
+        f"ranks {one['ranks']}, {bytes_in_words(one['size'])}: {one['wrong']:,} elements are wrong" for one in bad
+    ]
+    return {"transfers": transfers, "problem": "; ".join(problems), "said": "bus bandwidth " + ", ".join(said)}
+
+
+def bus_gbs(operation: str, size: int, ranks: int, seconds: Sequence[float]) -> float:
+    """Bus bandwidth in GB/s, by the formulas of nccl-tests' PERFORMANCE.md."""
+    share = {"all_reduce": 2 * (ranks - 1) / ranks, "send_recv": 1.0}.get(operation, (ranks - 1) / ranks)
+    return share * size / statistics.median(seconds) / 1e9
 
 
 def _times(call: Callable[[], object], check: Callable[[], int], device: torch.device) -> tuple[int, list[float]]:

@@ -27,7 +27,7 @@ def use_device(card: int = 0) -> torch.device:
 
 
 def machine() -> dict[str, Any]:
-    """The machine that the certificate will be bound to, as the fields of form.Machine."""
+    """The machine that the certificate will be bound to, as the fields of Machine."""
     return asdict(describe(use_device(), max(1, count_gpus())))
 
 

@@ -1,7 +1,10 @@
 """Measures matrix products of a model's shapes, and the memory bandwidth of one device."""
 
+import math
+import statistics
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,9 @@ from titan_mi100.files.schema import if_finite
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.tools.measure.device import samples, use_device
+from titan_mi100.wording import bytes_in_words
 
+_ABOVE_PEAK = 1.05  # a rate above the data sheet's by this factor means that the time is wrong
 _SHARE = 16  # an array takes 1/16 of the card's free memory
 _LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes: the largest array; the array on a CPU
 
@@ -27,10 +32,11 @@ def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
     return {**found, "head": (spec.vocab_size, spec.hidden_size, 1)}
 
 
-def gemm(model: str, tokens: int, dtype: str, card: int = 0, only: str = "") -> dict:
-    """Measure each weight's forward and both gradient products on `tokens` tokens; the result is a form.Gemm.
+def gemm(model: str, tokens: int, dtype: str, peak: float | None, card: int = 0, only: str = "") -> dict[str, Any]:
+    """Measure each weight's forward and both gradient products on `tokens` tokens.
 
     Args:
+        peak: TFLOP/s of the data sheet; None: not known.
         only: name of a single weight; "": all.
     """
     device, found = use_device(card), []
@@ -46,19 +52,37 @@ def gemm(model: str, tokens: int, dtype: str, card: int = 0, only: str = "") -> 
             (f"{name}: input's gradient", grad, w),
             (f"{name}: weight's gradient", grad.t(), x),
         ):
-            error, scale = _error(a, b)
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
             times = samples(partial(torch.mm, a, b), device)
-            found.append({"name": what, **sizes, "error": error, "scale": scale, "seconds": times})
-    # with another name, so that a part of the products does not count as the model's rate
-    return {"model": f"{model}: {only}" if only else model, "dtype": dtype, "products": found}
+            found.append({"name": what, **sizes, "error": _error(a, b), "times": times})
+    # a part of the products does not count as the model's rate
+    return {"model": model, "dtype": dtype, **({"card": card} if only else {}), **judged(found, dtype, peak)}
 
 
-def _error(a: Tensor, b: Tensor) -> tuple[float | None, float]:
-    """The largest error of a @ b against fp64, and the largest absolute element of the fp64 product."""
+def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> dict[str, Any]:
+    """The verdict on measured products, and their rate over a step, in TFLOP/s."""
+    problems, flops, seconds = [], 0.0, 0.0
+    for one in products:
+        # rounding of the result, and of fp32 sums of k products (random walk: sqrt(k))
+        limit = 2 * (torch.finfo(getattr(torch, dtype)).eps + torch.finfo(torch.float32).eps * one["k"] ** 0.5)
+        where = f"{one['name']} ({one['m']} x {one['k']} x {one['n']})"
+        error = math.inf if one["error"] is None else one["error"]
+        if error > limit:
+            problems.append(f"{where} is wrong by {error:.1e} of its largest element (at most {limit:.1e})")
+        work, time = 2e-12 * one["m"] * one["k"] * one["n"], statistics.median(one["times"])
+        if peak and work / time > _ABOVE_PEAK * peak:
+            problems.append(f"{where}: {work / time:.0f} TFLOP/s, above the data sheet's {peak:g}: its time is wrong")
+        flops, seconds = flops + work * one["count"], seconds + time * one["count"]
+    share = f", {flops / seconds / peak:.0%} of the data sheet's {peak:g}" if peak else ""
+    said = f"{flops / seconds:.3g} TFLOP/s for all products of a step{share}"
+    return {"products": products, "tflops": flops / seconds, "problem": "; ".join(problems), "said": said}
+
+
+def _error(a: Tensor, b: Tensor) -> float | None:
+    """The largest error of a @ b against fp64, relative to the largest element. None: not finite."""
     exact = a.double() @ b.double()
     scale = _largest(exact)
-    return if_finite(_largest(exact.sub_(a @ b))), scale
+    return if_finite(_largest(exact.sub_(a @ b)) / scale)
 
 
 def _largest(x: Tensor) -> float:
@@ -66,8 +90,8 @@ def _largest(x: Tensor) -> float:
     return max(x.max().item(), -x.min().item())
 
 
-def bandwidth(card: int = 0) -> dict:
-    """Measure copy and triad (a = b + 3 c) on fp32; the result is a form.Bandwidth."""
+def bandwidth(card: int = 0) -> dict[str, Any]:
+    """Measure copy and triad (a = b + 3 c) on fp32."""
     device = use_device(card)
     size = _ON_CPU
     if device.type == "cuda":
@@ -78,4 +102,8 @@ def bandwidth(card: int = 0) -> dict:
     wrong = int((a != b).sum())
     triad = samples(lambda: torch.add(b, c, alpha=3, out=a), device)
     wrong += int((a != b * 4).sum())
-    return {"size": size, "copy": copied, "triad": triad, "wrong": wrong}
+    rates = [n * size / statistics.median(times) / 1e9 for n, times in ((2, copied), (3, triad))]
+    return {
+        "size": size, "copy": copied, "triad": triad, "problem": f"{wrong:,} elements are wrong" if wrong else "",
+        "said": f"copy {rates[0]:.4g} GB/s, triad {rates[1]:.4g} GB/s, arrays of {bytes_in_words(size)}",
+    }  # fmt: skip

@@ -9,7 +9,7 @@ def config_of(row: dict[str, Any], ranks: int) -> settings.Config:
     """The config of one measured training step.
 
     Args:
-        row: model, layout, batch, ga, seq, checkpointing, dtype, attention, as in form.Steps.
+        row: model, layout, batch, ga, seq, checkpointing, dtype, attention, see tasks.steps.
     """
     parallelism = {
         "fsdp2": settings.ParallelismConfig(zero_stage=3),
