@@ -151,6 +151,7 @@ def test_the_commands_at_the_end_of_a_run_work(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no environment is active
     folder, gold = tmp_path / "a b", tmp_path / "it's gold.jsonl"
     gold.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     held_out = {"data.validation_fraction": 0, "data.validation_path": gold, "training.steps": 1}
@@ -171,7 +172,7 @@ def test_the_commands_at_the_end_of_a_run_work(
         name = " ".join(words[:2]) if purpose == "evaluate" else words[0]
         arguments = words[2 if purpose == "evaluate" else 1 :]
         assert f"titan_mi100.{COMMANDS[name][0]}" == program.__module__
-        assert Path(ours) == Path(sys.executable).parent / "titan-mi100"  # no environment is active
+        assert Path(ours) == Path(sys.executable).parent / "titan-mi100"
         assert program([*arguments, *more]) == 0, capsys.readouterr().err
     assert "0 of 1 correct" in capsys.readouterr().out
     assert (folder / "report.html").exists() and (folder / "data.html").exists()
