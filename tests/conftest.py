@@ -108,6 +108,14 @@ def _log_as_it_was() -> Iterator[None]:
     log.setLevel(level)
 
 
+@functools.cache
+def qwen3_tokenizer():
+    """Qwen3's own, for the tests that may share it: it takes seconds to read. Only where SHARED_DATA is."""
+    from titan_mi100.text.load import load_tokenizer
+
+    return load_tokenizer(SHARED_DATA / "qwen3_tokenizer")
+
+
 @pytest.fixture
 def world():
     """This process as a job of one. The group stays for the next test: see no_process_group."""

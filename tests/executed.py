@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from breaks.copies import test_of
 
 REPO = Path(__file__).resolve().parents[1]
 MAP = REPO / "executed.json"
@@ -78,8 +79,7 @@ def measure(folder: Path, arguments: list[str]) -> None:
 def seconds_of(report: Path) -> Iterator[tuple[str, float]]:
     """Each test's id and how long it took."""
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        file = case.get("classname", "").replace(".", "/") + ".py"
-        yield f"{file}::{case.get('name')}", float(case.get("time", 0))
+        yield test_of(case), float(case.get("time", 0))
 
 
 def table(folder: Path) -> dict[str, Any]:

@@ -163,23 +163,24 @@ class Executed:
         self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
         self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
 
-    def tests(self, mutant: Mutant) -> list[str]:
-        """Those that execute it, the most particular first, within BUDGET; []: none does.
+    def tests(self, mutant: Mutant) -> tuple[bool, list[str]]:
+        """Whether a test executes it; and those that do, the most particular first, within BUDGET.
 
-        What is executed at import alone, such as a table, is noticed by whatever executes a line of its file.
+        Where none does, those that execute another line of its file: they notice a table, which is executed at import,
+        and what coverage does not see, such as a process that is killed or a kernel that Triton rewrites.
         """
         lines = self._lines.get(mutant.path, {})
         wanted = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
         wanted = wanted or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
-        if not wanted and self._is_of_import(mutant):
-            wanted = self._of(lines, map(int, lines))
+        is_executed = bool(wanted) or self._is_of_import(mutant)
+        wanted = wanted or self._of(lines, map(int, lines))
         chosen, left = [], BUDGET
         for test in sorted(wanted, key=lambda test: (self._breadth[test] * (1 + self._seconds[test]), test)):
             left -= self._seconds[test]
             if left < 0 and chosen:
                 break
             chosen.append(self._tests[test])
-        return chosen
+        return is_executed, chosen
 
     def _of(self, lines: dict[str, list[int]], numbers: Iterable[int]) -> set[int]:
         return {test for number in numbers for test in lines.get(str(number), ())}
@@ -197,23 +198,41 @@ class Trials:
     def __init__(self, folder: Path, output: Path, executed: Executed) -> None:
         self._folder, self._output, self._executed = folder, output, executed
         self._local, self._lock = threading.local(), threading.Lock()
+        self._sound: dict[str, bool] = {}  # tests that failed once -> whether they pass without a mutant
 
     def attempt(self, mutant: Mutant) -> None:
-        tests = self._executed.tests(mutant)
+        is_executed, tests = self._executed.tests(mutant)
         if not tests:
-            self._note(mutant, Verdict("never", 0.0, "no default test executes it"))
+            self._note(mutant, Verdict("never", 0.0, "no default test executes a line of its file"))
             return
         if not hasattr(self._local, "copy"):
             self._local.copy = Path(tempfile.mkdtemp(dir=self._folder))
             copy_tree(self._local.copy)
         place = self._local.copy / mutant.path
         source = place.read_bytes()
-        place.write_bytes(mutant.applied(source))
-        try:
-            verdict = run_tests(self._local.copy, tests, TIME_LIMIT)
-        finally:
-            place.write_bytes(source)
-        self._note(mutant, verdict)
+        while True:
+            place.write_bytes(mutant.applied(source))
+            try:
+                verdict = run_tests(self._local.copy, tests, TIME_LIMIT)
+            finally:
+                place.write_bytes(source)
+            if verdict.kind not in ("red", "error") or self._is_sound(verdict.test, tests):
+                break
+            tests = [test for test in tests if test != verdict.test]
+        self._note(mutant, verdict if is_executed or verdict.kind != "green" else verdict._replace(kind="never"))
+
+    def _is_sound(self, test: str, tests: list[str]) -> bool:
+        """Whether a test that failed passes without the mutant. Raises RuntimeError: they cannot be collected there."""
+        if not test:  # the module cannot be imported
+            found = run_tests(self._local.copy, [*tests, "--collect-only"], TIME_LIMIT)
+            if found.kind != "green":
+                raise RuntimeError(found.words)
+            return True
+        if test not in self._sound:
+            self._sound[test] = run_tests(self._local.copy, [test], TIME_LIMIT).kind == "green"
+            if not self._sound[test]:
+                print(f"fails without a mutant, and is left out: {test}", flush=True)
+        return self._sound[test]
 
     def _note(self, mutant: Mutant, verdict: Verdict) -> None:
         record = {"name": mutant.name, **asdict(mutant), **verdict._asdict(), "seconds": round(verdict.seconds, 1)}

@@ -267,6 +267,12 @@ def test_the_fastest_backend_is_right_repeatable_and_needs_no_explicit_scores() 
     ]
 
 
+def test_the_recommended_dtype_is_a_conclusion() -> None:
+    found = conclusions([passed("gemm/x", model="x", dtype="float32", tflops=3.0)])
+    assert [(part.name, part.verdict) for part in found] == [("conclusion/dtype", "pass")]
+    assert found[0].said.startswith('training.mixed_precision_param = "float32" is recommended')
+
+
 def test_one_rank_and_several_are_compared() -> None:
     alone = passed("parity/one rank", runs=[losses("one rank", ranks=1, losses=[2.0, 1.1])])
     (found,) = conclusions([alone, passed("parity/2 ranks", runs=[losses()])])

@@ -340,10 +340,10 @@ def test_wrong_options_are_refused(arguments: list[str], said: str, tmp_path: Pa
 
 def test_bad_rows_over_the_limit_stop_it_and_may_be_allowed(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", texts(50))
-    path.write_text(path.read_text() + '\n{"text": "a", "text": "b"}\n')
+    path.write_text(path.read_text() + '\n{"text": "a", "text": "b"}\n{"text": " "}\n')
     out = tmp_path / "out"
     said = prepare("--input", path, "--output_dir", out, code=2)
-    assert f"{path}:51: duplicate key" in said and "1 of 51 rows cannot be read" in said
+    assert f"{path}:51: duplicate key" in said and "1 of 52 rows cannot be read (duplicate key: 1)" in said
     assert "cannot be read" in prepare("--input", path, "--output_dir", out, "--on_bad_row", "error", code=2)
     prepare("--input", path, "--output_dir", out, "--max_bad_share", "0.1")
     assert sum(read_corpus(out)[0].documents) == 50

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS, REPO, SHARED_DATA
+from conftest import ASSETS, REPO, SHARED_DATA, qwen3_tokenizer
 from test_sentencepiece_tokenizer import train
 
 from titan_mi100.config.layout import IGNORE, Batch
@@ -102,7 +102,7 @@ def test_invisible_characters_and_parts_of_characters_are_readable() -> None:
 
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="the real data is not beside this checkout")
 def test_a_token_of_whole_characters_and_a_part_shows_both() -> None:
-    tokenizer = load_tokenizer(SHARED_DATA / "qwen3_tokenizer")
+    tokenizer = qwen3_tokenizer()
     assert token_texts(tokenizer, tokenizer.encode("Köln ☀️")) == ["K", "ö", "ln", " ⟨E2 98⟩", "⟨80⟩→☀", "️"]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import documents_of
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +28,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
+from titan_mi100.parallel.fsdp import apply_fsdp
 from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.shapes.families import PRESETS
 
@@ -113,6 +115,25 @@ def test_nothing_in_a_step_in_fp64_is_computed_in_less(world: World) -> None:
         run(model, 20).sum().backward()
     assert downcasts.found == set()
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("zero_stage", "reshards"), [(3, True), (2, False)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_embedding_and_head_are_sharded_and_gathered_by_themselves(
+    tied: bool, zero_stage: int, reshards: bool, world: World
+) -> None:
+    spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    apply_fsdp(model := Qwen3(spec), mesh, TrainingConfig(), Layout(zero_stage=zero_stage))
+    groups = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+    blocks, ends = [f"model.layers.{layer}" for layer in range(LAYERS)], ["", "model.embed_tokens", "lm_head"]
+    assert groups.keys() == {*blocks, *(ends[:1] if tied else ends)}
+    for name, each in groups.items():
+        group = each._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        assert (group.post_forward_mesh_info is not None) == (reshards and name not in ("", "lm_head", blocks[-1])), (
+            name
+        )
 
 
 def test_stages_are_balanced_by_what_is_recomputed_and_trained() -> None:

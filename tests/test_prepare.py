@@ -987,7 +987,6 @@ def processes_of_session(session: int) -> list[str]:
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 def test_two_builds_at_once_and_killed_builds_end_with_the_same_plan(full: bool, tmp_path: Path) -> None:
-    """scripts/bench/data.py --kills 50 kills more; this keeps a few of them in the suite."""
     path = write(tmp_path / "rows.jsonl", *(qa(f"question {i} " * 20, f"answer {i}") for i in range(6000)))
     both = [start_build(path, tmp_path / "both") for _ in range(2)]
     results = [process.communicate(timeout=120)[0].split() for process in both]

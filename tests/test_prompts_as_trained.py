@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS
+from conftest import ASSETS, SHARED_DATA, qwen3_tokenizer
 from test_chat_template import SMALL, chatml, folder_with, needs_qwen3, say, transformers_tokenizer
 
 from titan_mi100.config.settings import DataConfig
@@ -17,8 +17,7 @@ from titan_mi100.text.assets import run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-REAL = sorted((SHARED / "templates").glob("*.jinja"))
+REAL = sorted((SHARED_DATA / "templates").glob("*.jinja"))
 # Our own words for two kinds of templates: one tells the model whether to think, one always opens a think block.
 TELLING = "{{ '<|im_start|>system\\nThink.<|im_end|>\\n' if enable_thinking is undefined or enable_thinking }}" + SMALL
 OPENING = SMALL.split("{%- if add_generation_prompt %}")[0] + (
@@ -50,10 +49,10 @@ ROWS = {
 
 def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
     real = isinstance(template, Path)
-    folder = SHARED / "qwen3_tokenizer" if real else folder_with(tmp_path, template, **PLAIN)
+    folder = SHARED_DATA / "qwen3_tokenizer" if real else folder_with(tmp_path, template, **PLAIN)
     if not real:
         (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
-    tokenizer = load_tokenizer(folder)
+    tokenizer = qwen3_tokenizer() if real else load_tokenizer(folder)
     return Encoder(tokenizer, ChatTemplate.of(tokenizer, folder, str(template) if real else ""), DataConfig(), 1 << 20)
 
 

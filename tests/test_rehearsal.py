@@ -20,7 +20,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.launch import launcher as launch
 from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.hardware import Gpu
-from titan_mi100.planning.scaling import bubble_share, step_time
+from titan_mi100.planning.scaling import StepTime, bubble_share, step_time
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of
 from titan_mi100.tools import rehearse
 from titan_mi100.tools.rehearsal import session
@@ -181,6 +181,16 @@ def test_a_step_waits_for_what_nothing_hides() -> None:
     work = Work(300e12, {reduce: 1}, {})
     found = step_time(work, gpu, "bfloat16", 8, bubble_share("1F1B", 4, 8), efficiency=0.5)
     assert found.bubble == pytest.approx(60 * 3 / 8)  # so long as three more microbatches
+
+
+def test_the_line_of_time_names_what_waits_and_nothing_below_half_a_hundredth() -> None:
+    said = [rehearse._time(800, 2, StepTime(3.0, bubble, {}, {"dp": 0.004, "tp": 0.996})) for bubble in (0.0, 1.0)]
+    assert [lines[1] for lines in said] == [
+        "about 4.0 s a step, 100 tokens/s for each device: 3.00 s computing, exposed communication 1.00 tp",
+        "about 5.0 s a step, 80 tokens/s for each device: 3.00 s computing, 1.00 s the pipeline's bubble, "
+        "exposed communication 1.00 tp",
+    ]
+    assert rehearse._time(800, 2, None) == []
 
 
 SMALL = ("--rehearse", "16", "--device", "mi250x", "--model.flavor", "debug", "--training.seq_len", "64")

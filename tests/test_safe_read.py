@@ -31,7 +31,7 @@ from titan_mi100.weights.hf import HFWeights
 NAMES = [name for name, _ in hostile.hostile_cases()]
 
 
-EVERY = 3  # by default
+EVERY = 6  # by default
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from titan_mi100.errors import UserError
+from titan_mi100.text import base
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.bpe import BpeTokenizer, merges_are_exact, nfc
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
@@ -989,6 +990,16 @@ def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) ->
     config_file.write_text('{"eos_token": "<|endoftext|>", "pad_token": {"content": "<|im_end|>"}}', encoding="utf-8")
     ours = load_tokenizer(file)
     assert (ours.eos_token_id, ours.pad_token_id) == (256, 258)
+
+
+def test_what_an_added_token_does_not_say_is_as_in_hf() -> None:
+    def read(**entry: Any) -> tuple[bool, ...]:
+        return base.AddedToken.read({"id": 7, "content": "a", **entry})[2:]
+
+    assert [read(), read(special=True), read(special=True, normalized=True), read(normalized=False)] == [
+        (True, False, True), (False, True, True), (True, True, True), (False, False, True),
+    ]  # fmt: skip
+    assert not any(read(**{flag: True})[2] for flag in ("lstrip", "rstrip", "single_word")) and not read(content="")[2]
 
 
 BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {

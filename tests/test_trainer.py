@@ -1,9 +1,11 @@
 """What a step costs in collectives, what it tells its observers, and how rows are read ahead."""
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -86,6 +88,71 @@ def test_microbatches_of_padding_change_nothing_and_are_not_computed(world: Worl
         )
     for one, other in zip(*(run.model.trained_parameters() for run in runs), strict=True):
         assert torch.equal(one[1], other[1])
+
+
+class Case(NamedTuple):
+    """What happens in a step, and what is set. `can_fall`: the loss scale; None: there is none."""
+
+    loss: float
+    are_finite: bool
+    limit: float
+    skips: bool
+    max_norm: float
+    update: bool
+    can_fall: bool | None
+
+
+def one_step(case: Case, scale: float, norm: float, count: int, device: torch.device) -> tuple[StepResult, list[Any]]:
+    """A step of a model that computes nothing; its result, and what was done to model, optimizer and loss scale."""
+    done: list[Any] = []
+
+    def backward(_: Any, weight: float) -> torch.Tensor:
+        done.append(("backward", weight))
+        return torch.tensor([case.loss * count])
+
+    gradients = SimpleNamespace(squares=torch.tensor((norm * scale) ** 2), finite=torch.tensor(case.are_finite))
+    model: Any = SimpleNamespace(
+        device=device, counts_rows=True, counts_loss=True, gradient_bytes=7, forward_backward=backward,
+        objective=SimpleNamespace(count=lambda _: count), measure_gradients=lambda: gradients,
+        clear_gradients=lambda: done.append("cleared"),
+    )  # fmt: skip
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.1}], update=lambda factor: done.append(("update", factor)))
+    kept: Any = SimpleNamespace(value=scale, can_fall=lambda: case.can_fall, after_step=done.append)
+    stream: Any = SimpleNamespace(
+        batch=SimpleNamespace(global_batch_size=3), step=lambda _: [object()], ahead=lambda *_, **__: lambda: [object()]
+    )
+    steps = trainer.Trainer(
+        model, optimizer, stream, case.max_norm, loss_scale=None if case.can_fall is None else kept,
+        spike_above=lambda: case.limit, skip_spikes=case.skips,
+    )  # fmt: skip
+    return steps.step(case.update), done
+
+
+@pytest.mark.parametrize("can_fall", [None, True, False], ids=["no loss scale", "it can fall", "it is the smallest"])
+def test_what_a_step_does_in_every_case(can_fall: bool | None, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All combinations of the loss, the gradients, a limit on spikes, clipping, and a step that only looks."""
+    monkeypatch.setattr(trainer, "sizes", lambda _: torch.tensor([8.0, 2.0, 36.0]))
+    scale, norm, count = 1.0 if can_fall is None else 4.0, 3.0, 2
+    for values in itertools.product(
+        (1.0, 5.0, math.inf, math.nan), (True, False), (math.inf, 3.0), (False, True), (0.0, 1.5, 3.0), (True, False)
+    ):
+        case = Case(*values, can_fall)
+        result, done = one_step(case, scale, norm, count, world.device)
+        broken = not case.are_finite or not math.isfinite(case.loss)
+        spike = not broken and case.loss > case.limit
+        skipped = broken or (spike and case.skips)
+        overflowed = can_fall is True and broken and math.isfinite(case.loss)
+        expected: list[Any] = [("backward", scale / count)]
+        expected += [("update", (0.5 if case.max_norm == 1.5 else 1.0) / scale)] if case.update and not skipped else []
+        expected += [overflowed] if case.update and can_fall is not None else []
+        assert done == [*expected, "cleared"], case
+        assert (result.skipped, result.overflowed) == (skipped, overflowed), case
+        assert result.spike_above == (case.limit if spike else None), case
+        assert result.nonfinite_microbatches == ([] if math.isfinite(case.loss) else [0])
+        assert result.worst_microbatches == ([0] if spike else []), case
+        assert result.loss == pytest.approx(case.loss, nan_ok=True) and result.grad_norm == norm
+        assert result.loss_scale == (None if can_fall is None else scale)
+        assert (result.tokens, result.supervised, result.attention_pairs, result.next_row) == (8, 2, 36, 3)
 
 
 def test_a_flag_that_a_rank_raises_is_in_the_steps_result(world: World) -> None:

@@ -378,6 +378,25 @@ def test_a_hung_runs_state_says_whether_it_can_be_resumed(tmp_path: Path, is_sav
         (tmp_path / "run_state.json").unlink()
 
 
+@pytest.mark.parametrize(
+    ("mine", "said", "message"),
+    [
+        (HUNG, HUNG, "mine"), (HUNG, None, "mine"), (HUNG_ELSEWHERE, None, "mine"), (HUNG_ELSEWHERE, "running", "mine"),
+        (HUNG_ELSEWHERE, HUNG, "theirs"),
+    ],
+)  # fmt: skip
+def test_the_node_that_has_the_rank_at_fault_writes_the_state(
+    mine: str, said: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    watch = Watch(tmp_path / "records", 1, str(tmp_path))
+    watch.outcome = Outcome(5, "mine", 3, mine)
+    if said:
+        write_run_state(tmp_path, RunState(said, 5, "theirs", ""))
+    watchdog._end_all(watch)
+    assert json.loads((tmp_path / "run_state.json").read_text())["message"] == message
+
+
 def after(restarts: Restarts, *ends: tuple[int, str, int | None]) -> list[bool]:
     return [bool(restarts.next(Outcome(code, "", step, state))) for code, state, step in ends]
 

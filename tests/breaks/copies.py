@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 # Every pytest is forked from one process that has imported these, which takes longer than many of the tests.
 _PRELOADED = ["pytest", "numpy", "torch.distributed.checkpoint", "torch.distributed.pipelining", "transformers", "peft"]
 _ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": "1"}  # fmt: skip
+                "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}  # fmt: skip
 
 
 class Verdict(NamedTuple):
@@ -28,16 +28,20 @@ class Verdict(NamedTuple):
     kind: str
     seconds: float
     words: str  # the first failure's, or the end of pytest's output
+    test: str = ""  # the one that failed
 
 
 def copy_tree(folder: Path) -> None:
-    """Put the working tree's files, those that git ignores left out, into an empty folder."""
+    """Put the working tree's files, without those that git ignores, into an empty folder; beside it shared/, if any."""
+    with suppress(FileExistsError):
+        if (shared := REPO.parent / "shared").exists():
+            (folder.parent / "shared").symlink_to(shared)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=REPO, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
-        if (REPO / name).is_file():
+        if (REPO / name).is_file() or (REPO / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPO / name, folder / name)
+            shutil.copy2(REPO / name, folder / name, follow_symlinks=False)
 
 
 def run_tests(copy: Path, arguments: list[str], timeout: float) -> Verdict:
@@ -63,10 +67,19 @@ def run_tests(copy: Path, arguments: list[str], timeout: float) -> Verdict:
         return Verdict("slow", seconds, f"no end after {timeout:g} s")
     if process.exitcode == 0:
         return Verdict("green", seconds, "")
-    failures = ElementTree.parse(report).getroot().findall(".//failure") if report.exists() else []
-    if failures:
-        return Verdict("red", seconds, failures[0].get("message", "").splitlines()[0][:150])
+    cases = [*ElementTree.parse(report).getroot().iter("testcase")] if report.exists() else []
+    for case in cases:
+        for kind, found in (("red", case.find("failure")), ("error", case.find("error"))):
+            if found is not None:
+                words = (found.get("message", "").splitlines() or [""])[0][:150]
+                return Verdict(kind, seconds, words, test_of(case))
     return Verdict("error", seconds, output.read_text(errors="replace")[-1500:])
+
+
+def test_of(case: ElementTree.Element) -> str:
+    """The test of pytest's report as it is named on the command line; "" for a module that cannot be imported."""
+    module = case.get("classname", "")
+    return f"{module.replace('.', '/')}.py::{case.get('name')}" if module else ""
 
 
 def _run_pytest(copy: Path, arguments: list[str], output: Path) -> None:

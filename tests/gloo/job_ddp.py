@@ -131,20 +131,20 @@ def main(folder: Path, *, full: bool) -> None:
         ),
         "bf16": run(world, folder / "bf16", config_of({"zero_stage": 0}, reduce="bfloat16"), 2),
         "rank 1": run(world, rank_1, config_of(RANK_1), 12, save_at=(3, 9), keep_at=(START - 1, START, 9, 12)),
-        "rank 1 from 3": run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-3", keep_at=(12,)),
         "rank 1 from 9": run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-9", keep_at=(12,)),
         "rank 1 to FSDP2": run(world, shards, config_of({}), 12, resume=rank_1 / "step-9", save_at=(12,)),
         "FSDP2 to rank 1": run(world, rank_1, config_of(RANK_1), 14, resume=shards / "step-12", keep_at=(14,)),
-        "rank 1 to rank 2": run(world, rank_1, rank_2, 10, resume=rank_1 / "step-9", keep_at=(10,), save_at=(10,)),
-        "rank 2 from 10": run(world, rank_1, rank_2, 11, resume=rank_1 / "step-10"),
+        "rank 1 to rank 2": run(world, rank_1, rank_2, 10, resume=rank_1 / "step-9", save_at=(10,) * full),
     }
     if full:
+        found["rank 1 from 3"] = run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-3", keep_at=(12,))
         rank_4 = config_of({**RANK_1, "powersgd_rank": 4})
         found |= {
             "cold": run(world, cold, config_of(COLD, 2), 12, save_at=(9,), keep_at=(12,)),
             "cold from 9": run(world, cold, config_of(COLD, 2), 12, resume=cold / "step-9", keep_at=(12,)),
             "ddp on": run(world, ddp, config_of({"zero_stage": 0}, lr=1e-3), 100, resume=ddp / "step-50"),
             "ddp to rank 1": run(world, ddp, config_of(RANK_1, lr=1e-3), 100, resume=ddp / "step-50"),
+            "rank 2 from 10": run(world, rank_1, rank_2, 11, resume=rank_1 / "step-10"),
             "rank 4": run(world, folder / "rank-4", rank_4, 50, keep_at=(50,)),
         }
     torch.save(found, folder / f"rank-{world.rank}.pt")
