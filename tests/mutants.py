@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -43,8 +43,8 @@ _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)  # nothing in these is mutated
 _SAYING = ("log.", "print", "parser.", "warnings.", "field", "_key")  # nor in calls of these
 # Arguments that change nothing: zip's `strict` with equal lists, the values of a load where it is masked, the encoding
-# where it is UTF-8 anyway, a thread's name and its end with the process.
-_NO_CHANGE = {"strict", "other", "encoding", "daemon"}
+# where it is UTF-8 anyway, a thread's end with the process, how a file is buffered.
+_NO_CHANGE = {"strict", "other", "encoding", "daemon", "buffering"}
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,20 @@ class Executed:
     def __init__(self, path: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
         self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
+        self._imports = defaultdict[str, set[str]](set)  # modules and what is in them -> test files
         self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
 
     def tests(self, mutant: Mutant) -> tuple[bool, list[str]]:
         """Whether a test executes it; and those that do, the most particular first, within BUDGET.
 
-        Where none does, those that execute another line of its file: they notice a table, which is executed at import,
-        and what coverage does not see, such as a process that is killed or a kernel that Triton rewrites.
+        Where none does, those that execute another line of its file or are in a file that imports it: they notice a
+        table, which is executed at import, and what coverage does not see, such as a process that is killed.
         """
         lines = self._lines.get(mutant.path, {})
         wanted = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
         wanted = wanted or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
         is_executed = bool(wanted) or self._is_of_import(mutant)
-        wanted = wanted or self._of(lines, map(int, lines))
+        wanted = wanted or self._of(lines, map(int, lines)) | self._importing(mutant.path)
         chosen, left = [], BUDGET
         for test in sorted(wanted, key=lambda test: (self._breadth[test] * (1 + self._seconds[test]), test)):
             left -= self._seconds[test]
@@ -184,6 +185,19 @@ class Executed:
 
     def _of(self, lines: dict[str, list[int]], numbers: Iterable[int]) -> set[int]:
         return {test for number in numbers for test in lines.get(str(number), ())}
+
+    def _importing(self, path: str) -> set[int]:
+        """Tests in files that import a file of the package."""
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if not self._imports:
+            for file in {test.split("::")[0] for test in self._tests}:
+                for node in ast.walk(ast.parse((REPO / file).read_text(encoding="utf-8"))):
+                    if isinstance(node, ast.ImportFrom) and node.module:
+                        self._imports[node.module].add(file)
+                        for name in node.names:
+                            self._imports[f"{node.module}.{name.name}"].add(file)
+        files = self._imports[module]
+        return {number for number, test in enumerate(self._tests) if test.split("::")[0] in files}
 
     def _is_of_import(self, mutant: Mutant) -> bool:
         """Whether it is outside of functions."""

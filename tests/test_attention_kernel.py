@@ -151,6 +151,28 @@ def test_a_launch_survives_its_text() -> None:
         assert triton_backend.Launch.parse(str(candidates.first())) == candidates.first()
 
 
+_CDNA2 = ["128.64.4.1 128.64.8.1", "128.32.4.1 128.32.8.1", "32.128.4.1 32.64.4.1 32.64.8.1"]
+# as tests/compile_report.py has compiled them: block of queries, block of keys, warps, stages; the first one first
+COMPILED = {
+    "gfx908": ["128.64.4.1 64.32.2.1", "128.32.4.1", "32.128.4.1 16.64.2.1"],
+    "gfx90a": _CDNA2,
+    "gfx942": _CDNA2,
+    "sm80": ["128.64.8.2 64.64.4.2", "64.64.8.2 64.32.4.2 64.32.4.3", "32.64.8.1 16.64.8.2"],
+    "sm90": [
+        "128.64.8.2 128.64.8.3 64.64.4.3", "128.64.8.2 64.64.4.2 64.32.4.3", "32.128.8.1 64.64.8.1 32.64.4.1"
+    ],
+    "cpu": ["32.16.4.1", "32.16.4.1", "16.32.4.1"],
+}  # fmt: skip
+
+
+def test_the_launches_are_those_that_were_compiled() -> None:
+    found = {arch: list(candidates) for arch, candidates in triton_backend.CANDIDATES.items()}
+    assert found.keys() == COMPILED.keys()
+    for arch, kernels in found.items():
+        shown = [" ".join(".".join(map(str, tile)) for tile in tiles) for tiles in kernels]
+        assert shown == COMPILED[arch], arch
+
+
 def test_no_launch_on_amd_has_the_two_reads_that_triton_miscompiles_in_small_blocks() -> None:
     for arch, candidates in triton_backend.CANDIDATES.items():
         for tile in [tile for tiles in candidates for tile in tiles] if arch.startswith("gfx") else ():

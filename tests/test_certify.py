@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO, job_environment
 
+from titan_mi100.parallel import distributed
+from titan_mi100.run import machine
 from titan_mi100.run.machine import Machine, describe
 from titan_mi100.tools import certify
 from titan_mi100.tools.measure import children, collectives, products, tasks, training
@@ -265,6 +268,16 @@ def test_the_fastest_backend_is_right_repeatable_and_needs_no_explicit_scores() 
     assert [(part.name, part.verdict) for part in conclusions([replace(parts[-1], name="attention/a/b/float32")])] == [
         ("conclusion/attention/float32", "fail")
     ]
+
+
+def test_a_machine_is_described_by_its_cards_or_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "device_name", lambda _: ("AMD MI100", "gfx908:sramecc+", 120))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=32 << 30))
+    monkeypatch.setattr(machine, "_driver", lambda: "amdgpu 6.4")
+    card, cpu = describe(torch.device("cuda"), 3), describe(CPU, 3)
+    assert (card.device, card.arch, card.compute_units) == ("AMD MI100", "gfx908:sramecc+", 120)
+    assert (card.memory, card.cards, card.driver) == (32 << 30, 3, "amdgpu 6.4")
+    assert cpu.device.startswith("CPU: ") and (cpu.memory, cpu.cards, cpu.driver) == (0, 2, "")
 
 
 def test_the_recommended_dtype_is_a_conclusion() -> None:

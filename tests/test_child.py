@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import struct
@@ -218,6 +219,28 @@ def test_a_small_file_that_takes_long_is_refused(name: str, tmp_path: Path, full
         limit = "; from titan_mi100.files import child; child.SECONDS = 1; getattr("
         monkeypatch.setattr(isolated, "_CODE", isolated._CODE.replace("; getattr(", limit))
     check((SLOW | LARGE)[name], tmp_path, seconds=10)
+
+
+def test_the_limits_are_a_base_and_a_share_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[int, int] = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 99))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.update({kind: pair[0]}))
+    for name, value in (("_limited", False), ("_granted", 0), ("_began", 0), ("_held", 0)):
+        monkeypatch.setattr(child, name, value)  # what they are comes back afterwards
+    child.raise_limits(1)
+    assert limits == {}
+    monkeypatch.setattr(child, "_memory", lambda field: 7 if field == 5 else 0)
+    monkeypatch.setattr(time, "process_time", lambda: 3.5)
+    for call, granted in (
+        (child.limit, 0),
+        (lambda: child.raise_limits(1 << 20), 1),
+        (lambda: child.raise_limits(3 << 20), 4),
+    ):
+        call()
+        assert limits == {
+            resource.RLIMIT_DATA: 7 + (1 << 30) + (granted << 24), resource.RLIMIT_CPU: 3 + 5 + granted
+        }  # fmt: skip
+    limits.clear()
 
 
 def test_the_child_is_started_once_and_again_after_it_was_ended(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import REPO
@@ -15,6 +17,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.launch import launcher as launch
 from titan_mi100.launch import several_nodes as launch_nodes
 from titan_mi100.watch import outcome as outcome_module
+from titan_mi100.watch.heartbeat import FOLDER_FILE, WRITE_STACKS
 from titan_mi100.watch.outcome import RunState, write_run_state
 
 
@@ -71,6 +74,72 @@ def test_several_copies_of_the_launcher_are_refused_before_anything_starts(
     for rank in ({}, {"RANK": "1"}):
         assert launch.main([], {"WORLD_SIZE": "2", **rank}) == 2
         assert "says that 2 processes were started, and each run_train.sh" in capfd.readouterr().err
+
+
+INT, TERM, ALRM, USR2, LOOK = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, WRITE_STACKS, None
+OUT_OF_MEMORY = "it was killed by SIGKILL; most likely memory ran out (dmesg says so)"
+
+
+@pytest.mark.parametrize(
+    ("arrives", "ends", "does", "says"),
+    [
+        ([], 0, [], []),
+        ([], -signal.SIGKILL, [], [OUT_OF_MEMORY]),
+        ([], -signal.SIGSEGV, [], ["it was killed by SIGSEGV"]),
+        ([LOOK], 0, [], []),
+        ([TERM], 0, ["told"], ["stopping after the current step, which is saved; Ctrl-C ends it at once ..."]),
+        ([TERM, TERM, signal.SIGHUP], -signal.SIGKILL, ["told"], None),  # batch systems send them twice
+        ([INT, TERM], 0, ["told"], None),
+        ([TERM, INT], -signal.SIGKILL, ["told", "killed"], None),
+        ([INT, INT], -signal.SIGKILL, ["told", "killed"], None),
+        ([TERM, ALRM, ALRM], 0, ["told", "told", "told"], None),  # a worker may not have listened yet
+        ([signal.SIGCHLD], 0, [], []),
+        ([USR2], 0, [USR2], None),
+        (["over", LOOK], -signal.SIGKILL, ["killed", "killed"], []),  # until it has ended
+    ],
+)
+def test_what_the_launcher_does_with_each_signal(
+    arrives: list[Any], ends: int, does: list[Any], says: list[str] | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    done: list[Any] = []
+    said: list[Any] = []
+    states = iter([*(None for _ in arrives), ends])
+    process = SimpleNamespace(poll=lambda: next(states), kill=lambda: done.append("killed"), stdout=None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
+    monkeypatch.setattr(launch, "say", said.append)
+    launcher = launch.Launcher.__new__(launch.Launcher)
+    launcher._stop_signal, launcher._outcome = None, tmp_path / "outcome"
+    signals, is_over = iter(arrives), "over" in arrives
+    monkeypatch.setattr(launcher, "_next_signal", lambda: None if (number := next(signals)) == "over" else number)
+    monkeypatch.setattr(launcher, "_signal_ranks", lambda _, number: done.append(number))
+    tell = lambda _: not done.append("told")  # noqa: E731
+    monkeypatch.setattr(launcher, "_tell_workers", tell)
+    assert launcher._run("it", ["-c", ""], tell, {}, lambda: is_over) == (ends, b"")
+    assert done == does and (says is None or said == says)
+    assert launcher._stop_signal == next((number for number in arrives if number in (INT, TERM)), None)
+    assert launcher._is_interrupted == ("killed" in does and not is_over)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize(
+    ("files", "is_too_early"),
+    [(["watch"], True), (["watch", "outcome"], False), (["watch/folder"], False), ([], False)],
+)
+def test_the_first_ctrl_c_before_a_run_has_begun_ends_it_at_once(
+    number: signal.Signals, files: list[str], is_too_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name.replace("folder", FOLDER_FILE)).mkdir(exist_ok=True)
+    done: list[Any] = []
+    launcher = launch.Launcher.__new__(launch.Launcher)
+    launcher._stop_signal, launcher._outcome = number, tmp_path / "outcome"
+    monkeypatch.setattr(launcher, "_signal_ranks", lambda _, sent: done.append(sent))
+    monkeypatch.setattr(signal, "setitimer", lambda *given: done.append(given))
+    is_told = launcher._tell_workers(SimpleNamespace(kill=lambda: done.append("killed")))  # type: ignore[arg-type]
+    assert is_told != (number == INT and is_too_early)
+    assert done == ([signal.SIGUSR1, (signal.ITIMER_REAL, 2.0)] if is_told else ["killed"])
 
 
 def test_on_a_full_disk_the_state_is_written_over_the_one_before(

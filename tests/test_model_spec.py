@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
 from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.planning.hardware import GPUS, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
+from titan_mi100.planning.hardware import GPUS, Gpu, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 
@@ -99,6 +100,9 @@ def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> N
     assert "2.0 times" in dtype_advice("bfloat16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("float16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("bfloat16", find_gpu("sm90", 132), False)
+    half_more = Gpu("mine", {"float16": 3.0, "bfloat16": 2.0}, 32, 32)
+    assert not dtype_advice("bfloat16", half_more, False)
+    assert "1.6 times" in dtype_advice("bfloat16", replace(half_more, tflops={"float16": 3.2, "bfloat16": 2.0}), False)
 
 
 def test_compilation_is_advised_where_it_was_measured_to_be_faster(tmp_path: Path) -> None:

@@ -218,6 +218,18 @@ def test_a_port_that_is_taken_and_a_stranger_on_it_do_not_keep_nodes_apart() -> 
         link.close()
 
 
+def test_a_host_that_loses_power_is_noticed_within_a_minute() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        link = Link(connection)
+    options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    found = [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options]
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and found == [20, 10, 3]
+    assert connection.gettimeout() == 10
+    link.close()
+
+
+
 class FakeLauncher:
     """Node 0's own part, whose starts end as given."""
 

@@ -1,6 +1,7 @@
 """The rehearsal of a run: its collectives are those of real gloo processes, its FLOPs are what arithmetic gives."""
 
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -14,14 +15,16 @@ from conftest import REPO, random_documents, torchrun
 from gloo.job_parity import config_of
 from test_model import SPECS
 
+from titan_mi100.config.check import check
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.launch import launcher as launch
 from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.plan import make_plan, with_settings
 from titan_mi100.planning.scaling import StepTime, bubble_share, step_time
-from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of
+from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
 from titan_mi100.tools import rehearse
 from titan_mi100.tools.rehearsal import session
 from titan_mi100.tools.rehearsal.counter import as_rank, enough_microbatches
@@ -118,6 +121,45 @@ def test_the_flops_of_all_ranks_are_what_arithmetic_gives(
         rehearsed = session.rehearse(config_of({"seq_len": SEQ_LEN}, split), RANKS, 0, GPU)
         expected = train_flops(SPEC, tokens, tokens - rows, pairs) + recomputed_flops(SPEC, tokens, pairs, mode)
         assert RANKS * rehearsed.work.flops == expected, mode
+
+
+def drawn(draws: random.Random) -> Config:
+    """A config of RANKS ranks that trains all weights, if it is one."""
+    settings = {
+        "parallelism": {
+            "zero_stage": draws.choice((0, 1, 2, 3)), "data_parallel_replicate_degree": draws.choice((1, 2)),
+            "tensor_parallel_degree": draws.choice((1, 2)), "pipeline_parallel_degree": draws.choice((1, 1, 2)),
+        },
+        "training": {
+            "gradient_accumulation_steps": draws.choice((1, 2)), "local_batch_size": draws.choice((1, 2)),
+            "seq_len": draws.choice((256, 512)), "mixed_precision_param": draws.choice(("bfloat16", "float32")),
+            "mixed_precision_reduce": draws.choice(("bfloat16", "float32")), "target_tokens_per_step": 0,
+        },
+        "activation_checkpoint": {"mode": draws.choice(("none", "full"))},
+    }  # fmt: skip
+    return with_settings(Config(), settings)
+
+
+def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In layouts drawn at random. Of ZeRO-3 it gathers the last block and the head once more than is done; of tensor
+    parallel it leaves out what is summed for the norms and the head."""
+    monkeypatch.setattr(Config, "spec", lambda _: SPEC)
+    draws, seen = random.Random(0), set()
+    while len(seen) < (24 if full else 3):
+        config = drawn(draws)
+        if check(config, RANKS, with_files=False) or (layout := config.layout(RANKS)) in seen:
+            continue
+        seen.add(layout)
+        counted: Counter[str] = Counter()
+        for rank in range(0, RANKS, RANKS // layout.pp):
+            for one, _, _, ring in by_axis(session.rehearse(config, RANKS, rank, GPU).work.traffic):
+                counted[one.axis.removesuffix("_shard").removesuffix("_replicate")] += ring / layout.pp
+        planned = make_plan(config, RANKS, GPU).sent
+        for axis, name, least, most in (
+            ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
+            ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
+        ):  # fmt: skip
+            assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
 
 
 def transfer(operation: str, group: range, payload: int = 1000) -> Transfer:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +173,15 @@ class Seen:
 
     def after_step(self, step: int, result: StepResult) -> None:
         self.steps.append((step, result))
+
+
+def test_memory_is_the_allocators_on_a_card_and_the_processs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 3 << 29)
+    assert trainer.peak_memory_gib(torch.device("cuda", 0)) == 1.5
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 << 19))
+    for platform, unit in (("linux", 1024), ("darwin", 1)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert trainer.peak_memory_gib(torch.device("cpu")) == unit * (3 << 19) / 2**30
 
 
 def test_observers_see_every_step_with_its_rows_and_learning_rate(world: World) -> None:
