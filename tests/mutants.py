@@ -15,10 +15,11 @@ import ast
 import copy
 import json
 import random
+import re
 import sys
 import tempfile
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -161,20 +162,20 @@ class Executed:
     def __init__(self, path: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
         self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
-        self._imports = defaultdict[str, set[str]](set)  # modules and what is in them -> test files
+        self._files: dict[str, str] = {}  # of tests, and what stands in them
         self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
 
     def tests(self, mutant: Mutant) -> tuple[bool, list[str]]:
         """Whether a test executes it; and those that do, the most particular first, within BUDGET.
 
-        Where none does, those that execute another line of its file or are in a file that imports it: they notice a
+        Where none does, those that execute another line of its file or are in a file that names it: they notice a
         table, which is executed at import, and what coverage does not see, such as a process that is killed.
         """
         lines = self._lines.get(mutant.path, {})
         wanted = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
         wanted = wanted or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
         is_executed = bool(wanted) or self._is_of_import(mutant)
-        wanted = wanted or self._of(lines, map(int, lines)) | self._importing(mutant.path)
+        wanted = wanted or self._of(lines, map(int, lines)) | self._naming(mutant.path)
         chosen, left = [], BUDGET
         for test in sorted(wanted, key=lambda test: (self._breadth[test] * (1 + self._seconds[test]), test)):
             left -= self._seconds[test]
@@ -186,18 +187,16 @@ class Executed:
     def _of(self, lines: dict[str, list[int]], numbers: Iterable[int]) -> set[int]:
         return {test for number in numbers for test in lines.get(str(number), ())}
 
-    def _importing(self, path: str) -> set[int]:
-        """Tests in files that import a file of the package."""
+    def _naming(self, path: str) -> set[int]:
+        """Tests in files that name a file of the package, as an import does."""
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        if not self._imports:
-            for file in {test.split("::")[0] for test in self._tests}:
-                for node in ast.walk(ast.parse((REPO / file).read_text(encoding="utf-8"))):
-                    if isinstance(node, ast.ImportFrom) and node.module:
-                        self._imports[node.module].add(file)
-                        for name in node.names:
-                            self._imports[f"{node.module}.{name.name}"].add(file)
-        files = self._imports[module]
-        return {number for number, test in enumerate(self._tests) if test.split("::")[0] in files}
+        parent, _, name = module.rpartition(".")
+        named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b")
+        if not self._files:
+            self._files = {
+                file: (REPO / file).read_text(encoding="utf-8") for file in {t.split("::")[0] for t in self._tests}
+            }
+        return {number for number, test in enumerate(self._tests) if named.search(self._files[test.split("::")[0]])}
 
     def _is_of_import(self, mutant: Mutant) -> bool:
         """Whether it is outside of functions."""

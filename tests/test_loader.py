@@ -102,7 +102,7 @@ def test_the_order_is_a_pure_function_of_seed_and_number_and_stays_as_it_was() -
     order = [8, 4, 7, 0, 1, 2, 5, 9, 6, 3, -1, -1, 7, 2, 4, 6, 1, 0, 3, 5, 9, 8, -1, -1]
     assert [source.index(number) for number in range(24)] == order
     assert [source.index(number) for number in reversed(range(24))] == order[::-1]
-    assert ShuffledEpochs(one_token_rows(12), 1, 4).rows_per_epoch == 12
+    assert (whole := ShuffledEpochs(one_token_rows(12), 1, 4)).rows_per_epoch == whole.end == 12
 
 
 class Counting:

@@ -229,7 +229,6 @@ def test_a_host_that_loses_power_is_noticed_within_a_minute() -> None:
     link.close()
 
 
-
 class FakeLauncher:
     """Node 0's own part, whose starts end as given."""
 

@@ -984,6 +984,19 @@ def processes_of_session(session: int) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("damage", [None, b"", b"{}", b'{"sha256": "0", "text": "forged"}'])
+def test_a_text_is_made_once_and_again_where_its_note_is_damaged(damage: bytes | None, tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def text(depends: int) -> str:
+        return cache_module.cached_text(tmp_path / "notes", [depends], lambda: made.append(depends) or f"of {depends}")
+
+    assert [text(1), text(2), text(1)] == ["of 1", "of 2", "of 1"] and made == [1, 2]
+    for note in (tmp_path / "notes").iterdir() if damage is not None else ():
+        note.write_bytes(damage)
+    assert text(2) == "of 2" and made == [1, 2, *([2] if damage is not None else [])]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 def test_two_builds_at_once_and_killed_builds_end_with_the_same_plan(full: bool, tmp_path: Path) -> None:

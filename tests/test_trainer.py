@@ -5,6 +5,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ from titan_mi100.config.settings import (
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run.data import log_layout
+from titan_mi100.open_run.record import open_record
 from titan_mi100.open_run.rows import fit_progress
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
@@ -182,6 +185,19 @@ def test_memory_is_the_allocators_on_a_card_and_the_processs_elsewhere(monkeypat
     for platform, unit in (("linux", 1024), ("darwin", 1)):
         monkeypatch.setattr(sys, "platform", platform)
         assert trainer.peak_memory_gib(torch.device("cpu")) == unit * (3 << 19) / 2**30
+
+
+@pytest.mark.parametrize("arch", ["gfx908", "none"])
+def test_a_runs_mfu_is_a_share_of_its_cards_peak(
+    arch: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "device_name", lambda _: ("a card", f"{arch}:sramecc+", 120))
+    run, config = opened(world), Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
+    reporter = open_record(
+        tmp_path, config, replace(world, size=3), SPEC, run.model, run.stream.source, run.progress, 4
+    )
+    assert reporter is not None
+    assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
 
 
 def test_observers_see_every_step_with_its_rows_and_learning_rate(world: World) -> None:
