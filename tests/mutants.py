@@ -162,7 +162,6 @@ class Executed:
     def __init__(self, path: Path) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
         self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
-        self._files: dict[str, str] = {}  # of tests, and what stands in them
         self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
 
     def tests(self, mutant: Mutant) -> tuple[bool, list[str]]:
@@ -188,15 +187,19 @@ class Executed:
         return {test for number in numbers for test in lines.get(str(number), ())}
 
     def _naming(self, path: str) -> set[int]:
-        """Tests in files that name a file of the package, as an import does."""
+        """Tests in files that name a file of the package, as an import does; of one that the package calls in a limited
+        child, by "folder.file:function", those that execute the caller."""
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         parent, _, name = module.rpartition(".")
         named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b")
-        if not self._files:
-            self._files = {
-                file: (REPO / file).read_text(encoding="utf-8") for file in {t.split("::")[0] for t in self._tests}
-            }
-        return {number for number, test in enumerate(self._tests) if named.search(self._files[test.split("::")[0]])}
+        files = {test.split("::")[0] for test in self._tests}
+        naming = {file for file in files if named.search((REPO / file).read_text(encoding="utf-8"))}
+        found = {number for number, test in enumerate(self._tests) if test.split("::")[0] in naming}
+        called = f'"{module.removeprefix("titan_mi100.")}:'
+        for caller in self._lines:
+            if (REPO / caller).exists() and called in (REPO / caller).read_text(encoding="utf-8"):
+                found |= self._of(self._lines[caller], map(int, self._lines[caller]))
+        return found
 
     def _is_of_import(self, mutant: Mutant) -> bool:
         """Whether it is outside of functions."""

@@ -37,7 +37,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.text import assets
-from titan_mi100.weights import convert
+from titan_mi100.weights import convert, verify_logits
 from titan_mi100.weights import hf as hf_io
 from titan_mi100.weights.source import open_source, open_weights
 from titan_mi100.weights.verify_logits import compare
@@ -133,6 +133,18 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
     assert same(tensors(source), stock)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "stock.pt")
     assert same(tensors(source), torch.load(tmp_path / "stock.pt", weights_only=True))
+
+
+def test_nothing_that_a_folder_brings_along_is_run_when_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load(_: Path, **options: Any) -> None:
+        asked.append(options)
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    assert verify_logits._compare_texts(ASSETS / "tokenizer") == ["cannot load the tokenizer: no such thing"]
+    assert asked == [{"local_files_only": True, "trust_remote_code": False}]
 
 
 def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> None:

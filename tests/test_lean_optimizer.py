@@ -301,6 +301,13 @@ def test_24_bits_of_an_fp32_weight_are_kept_and_found_again() -> None:
     assert torch.equal(with_residual_of(weight, residual), again)
 
 
+def test_so_many_rows_are_updated_at_a_time() -> None:
+    found = [lean.rows_at_a_time(device, columns, on_host) for device, columns, on_host in (
+        ("cpu", 1024, False), ("cpu", 1024, True), ("cuda", 1024, False), ("cuda", 1 << 30, False), ("cpu", 100, False)
+    )]  # fmt: skip
+    assert found == [128, 64, 4096, 1, 1310]
+
+
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_bytes_per_weight(kind: tuple[str, str]) -> None:
     parameter = nn.Parameter(torch.zeros(64, 4096, dtype=dtype_of(kind)))

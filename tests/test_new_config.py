@@ -150,6 +150,17 @@ def test_a_base_model_is_told_from_a_chat_model_where_conversations_are_learned(
     assert "a base model" not in run(*options, "texts.jsonl")[1]
 
 
+@pytest.mark.parametrize(
+    ("documents", "share"),
+    [(5000, 0.01), (4999, 0.05), (1000, 0.05), (999, 0.1), (10, 0.1), (9, 0.2), (3, 0.3), (1, 0)],
+)
+def test_the_share_for_validation_is_the_smallest_that_is_enough(documents: int, share: float) -> None:
+    """50 documents below a tenth, else one, but never all."""
+    survey = Survey(np.full(documents, 100), (np.arange(documents) + 1) / documents - 1e-9, 1.0, 0)
+    change, _ = new.sized_run(FINETUNE.training, FINETUNE.batch(1), survey)
+    assert change.get("data", {}).get("validation_fraction", 0) == share
+
+
 def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path("train.jsonl").read_text()
     Path("train.jsonl").write_text(text * (4_000_000 // len(text)))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,32 @@ class FakeLauncher:
 
     def say(self, words: object) -> None:
         self.said.append(str(words))
+
+
+@pytest.mark.parametrize(("silent", "said"), [(3, "node 1 of 2: node 0 at first-node leads"), (99, "within 5 s")])
+def test_a_node_asks_node_0_until_it_answers_or_its_patience_ends(
+    silent: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked, sent, place = [100.0], list[Place](), list[dict[str, Any]](), Place(2, 2, 1, "first-node", 29400, 5)
+    link, launcher = SimpleNamespace(send=lambda **message: sent.append(message), close=lambda: None), FakeLauncher([])
+
+    def answer(_: Place, processes: int) -> Any:
+        asked.append(place)
+        return link if len(asked) > silent else None
+
+    def follow(*_: Any) -> int:
+        sys.exit(2)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    launcher.rest = lambda seconds: now.__setitem__(0, now[0] + seconds)  # type: ignore[method-assign]
+    monkeypatch.setattr(launch_nodes, "join", answer)
+    monkeypatch.setattr(launch_nodes, "_follow", follow)
+    with pytest.raises(SystemExit if silent == 3 else UserError) as ended:
+        launch_nodes.follow(launcher, place, 2)  # type: ignore[arg-type]
+    assert said in (launcher.said[0] if silent == 3 else str(ended.value))
+    assert len(asked) == (4 if silent == 3 else 7)  # at once, and after each second
+    stopped = {"code": 2, "message": "node 1 has stopped with exit code 2", "step": None, "state": "ended"}
+    assert sent == [stopped] * (silent == 3)
 
 
 def lead(

@@ -15,6 +15,7 @@ from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.open_run.record import log_where_everything_is
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
+from titan_mi100.watch import stragglers
 from titan_mi100.watch.health import amd_health
 from titan_mi100.watch.stragglers import Stragglers, device_health, slow_ranks
 
@@ -78,6 +79,20 @@ def test_a_cards_own_words(tmp_path: Path) -> None:
     words = "clock 1502 MHz, power 285 W, cap 290 W, junction 96 °C, memory errors ue: 0 ce: 4"
     assert amd_health(tmp_path) == words
     assert device_health(torch.device("cpu")).startswith("CPU, load ")
+
+
+def test_a_device_is_asked_by_its_address_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"pci_domain_id": 1, "pci_bus_id": 0x43, "pci_device_id": 2}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**place))
+    monkeypatch.setattr(stragglers, "amd_health", lambda folder: f"AMD {folder}")
+    monkeypatch.setattr(stragglers, "nvidia_health", lambda address: f"NVIDIA {address}")
+    card = torch.device("cuda")
+    for hip, said in (("6.4", "AMD /sys/bus/pci/devices/0001:43:02.0"), (None, "NVIDIA 0001:43:02.0")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert stragglers.device_health(card) == said
+    del place["pci_bus_id"]  # as in a torch that does not tell it
+    assert stragglers.device_health(card) == "the device's PCI address is unknown"
+    assert stragglers.device_health(torch.device("cpu")).startswith("CPU, load ")
 
 
 def test_a_spike_is_six_deviations_above_the_last_128_steps() -> None:

@@ -992,6 +992,11 @@ def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) ->
     assert (ours.eos_token_id, ours.pad_token_id) == (256, 258)
 
 
+def test_a_fingerprint_stays_what_prepared_data_and_runs_have_recorded() -> None:
+    digest = "2b15fc9feea2a707ae63aedf58c74614891b7b9c4e8b0b06791d267d38746e89"
+    assert load_tokenizer(Path(__file__).parent / "assets" / "tokenizer").fingerprint == digest
+
+
 def test_what_an_added_token_does_not_say_is_as_in_hf() -> None:
     def read(**entry: Any) -> tuple[bool, ...]:
         return base.AddedToken.read({"id": 7, "content": "a", **entry})[2:]
