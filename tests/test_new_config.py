@@ -152,7 +152,7 @@ def test_a_base_model_is_told_from_a_chat_model_where_conversations_are_learned(
 
 @pytest.mark.parametrize(
     ("documents", "share"),
-    [(5000, 0.01), (4999, 0.05), (1000, 0.05), (999, 0.1), (10, 0.1), (9, 0.2), (3, 0.3), (1, 0)],
+    [(5000, 0.01), (4999, 0.05), (1000, 0.05), (999, 0.1), (10, 0.1), (9, 0.2), (4, 0.3), (3, 0)],
 )
 def test_the_share_for_validation_is_the_smallest_that_is_enough(documents: int, share: float) -> None:
     """50 documents below a tenth, else one, but never all."""

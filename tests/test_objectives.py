@@ -145,14 +145,16 @@ def test_documents_of_a_record_share_a_row() -> None:
 
 
 @pytest.mark.parametrize("memory", [HeadMemory(1), HeadMemory(1 << 25), HeadMemory(1 << 25, 1 << 25)])
-def test_several_targets_per_token_equal_fp64(memory: HeadMemory) -> None:
-    """Three ids each with weights that sum to less than one, as a teacher's best; blocks of 1,024 of 2,500 tokens."""
+@pytest.mark.parametrize(("k", "weighted"), [(3, True), (1, True), (2, False), (1, False)])
+def test_several_targets_per_token_equal_fp64(k: int, weighted: bool, memory: HeadMemory) -> None:
+    """Ids each with weights that sum to less than one, as a teacher's best; blocks of 1,024 of 2,500 tokens."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 7, 16), torch.randn(2500, 16)
-    tokens, ids, weights = torch.tensor([1, 3, 12]), torch.randint(0, 2500, (3, 3)), torch.rand(3, 3) / 3
-    ids[1, 2], factors = IGNORE, torch.tensor([1.0, 0.5, 2.0])
+    tokens, ids, weights = torch.tensor([1, 3, 12]), torch.randint(0, 2500, (3, k)), torch.rand(3, k) / k
+    ids[1, -1], factors = IGNORE, torch.tensor([1.0, 0.5, 2.0])
     found = [x.clone().requires_grad_() for x in (hidden, weight)]
-    losses = token_losses(*found, Targets(tokens, ids, weights), memory=memory)
+    losses = token_losses(*found, Targets(tokens, ids, weights if weighted else None), memory=memory)
+    weights = weights if weighted else torch.ones_like(weights)
     (losses * factors).sum().backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     scores = (exact[0].flatten(0, 1)[tokens] @ exact[1].T).log_softmax(-1)

@@ -27,9 +27,11 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.data.mixture import Mixture
+from titan_mi100.errors import UserError
 from titan_mi100.open_run.data import log_layout
 from titan_mi100.open_run.record import open_record
-from titan_mi100.open_run.rows import fit_progress
+from titan_mi100.open_run.rows import fit_progress, last_step
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
@@ -198,6 +200,29 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     )
     assert reporter is not None
     assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
+
+
+def test_a_run_ends_with_its_steps_or_with_its_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(Mixture, "end", 100)
+    monkeypatch.setattr(Mixture, "describe", lambda _, stop: (told.append(stop), ([], []))[1])
+    epochs, mixture = SimpleNamespace(end=100), Mixture.__new__(Mixture)
+    batch, progress = Batch(8, 1, 1), Progress(step=4, rows_consumed=32)
+    for rows, steps, on_exhausted, last, stop in (
+        (epochs, 0, "repeat", 13, None), (epochs, 9, "repeat", 9, None), (epochs, 99, "stop", 99, None),
+        (mixture, 9, "repeat", 9, 72), (mixture, 3, "repeat", 3, 32), (mixture, 99, "repeat", 99, 792),
+        (mixture, 9, "stop", 9, 72), (mixture, 99, "stop", 13, 104), (mixture, 0, "repeat", 13, 104),
+    ):  # fmt: skip
+        told.clear()
+        caplog.clear()
+        assert last_step(steps, on_exhausted, 3, progress, rows, batch) == last  # type: ignore[arg-type]
+        assert told == ([] if stop is None else [stop])
+        assert len(caplog.messages) == (steps > last)
+    assert last_step(0, "repeat", 3, Progress(step=13, rows_consumed=104), epochs, batch) == 13  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="warmup_steps = 10 is more than the run's 9 steps"):
+        last_step(9, "repeat", 10, progress, epochs, batch)  # type: ignore[arg-type]
 
 
 def test_observers_see_every_step_with_its_rows_and_learning_rate(world: World) -> None:
