@@ -2,12 +2,13 @@
 
     python tests/executed.py     # once: which test executes which line; ten minutes
     python tests/mutants.py [--sample 100] [--seed 0] [--only FILE ...] [--jobs 2] [--output mutants.jsonl] [--list]
+        [--budget 60]
 
 Every mutant lives in a copy of the tree, where the tests that execute its line are run up to the first failure, those
-that execute least first, for at most BUDGET seconds by their usual times. Results are lines of the output file, so a
-run that is stopped goes on where it was. Prints the score, every survivor, and the mutants that no default test
-executes; exit code 1 if less than 90% were killed. Messages, annotations, asserts, what is logged, and arguments that
-change nothing here (_NO_CHANGE) are left alone.
+that execute least first, for at most --budget seconds by their usual times. A test that fails without the mutant, too,
+does not count. Results are lines of the output file, so a run that is stopped goes on where it was. Prints the score,
+every survivor, and the mutants that no default test executes; exit code 1 if less than 90% were killed. Messages,
+annotations, asserts, what is logged, and arguments that change nothing here (_NO_CHANGE) are left alone.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from breaks.copies import REPO, Verdict, copy_tree, run_tests
@@ -164,18 +166,36 @@ class Executed:
         self._tests, self._seconds, self._lines = found["tests"], found["seconds"], found["lines"]
         self._breadth = Counter(test for lines in self._lines.values() for tests in lines.values() for test in tests)
 
-    def tests(self, mutant: Mutant) -> tuple[bool, list[str]]:
-        """Whether a test executes it; and those that do, the most particular first, within BUDGET.
+    def by(self, mutant: Mutant) -> set[int]:
+        """The numbers of the tests that execute it."""
+        lines = self._lines.get(mutant.path, {})
+        own = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
+        return own or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
+
+    def unseen(self, mutants: Iterable[Mutant]) -> Iterator[str]:
+        """By folder: how many of the mutants no test executes. Lines that are executed at import alone do not count."""
+        counts, unseen = Counter[str](), Counter[str]()
+        for mutant in mutants:
+            if not is_of_import(mutant):
+                folder = mutant.path.rpartition("/")[0]
+                counts[folder] += 1
+                unseen[folder] += not self.by(mutant)
+        count = counts.total()
+        yield f"no default test executes {unseen.total():,} of {count:,}, {unseen.total() / count:.1%}"
+        for folder, count in sorted(counts.items()):
+            yield f"{unseen[folder] / count:>7.1%}  {unseen[folder]:>4} of {count:>5,}  {folder}"
+
+    def tests(self, mutant: Mutant, budget: float = BUDGET) -> tuple[bool, list[str]]:
+        """Whether a test executes it; and those that do, the most particular first, for so many seconds.
 
         Where none does, those that execute another line of its file or are in a file that names it: they notice a
         table, which is executed at import, and what coverage does not see, such as a process that is killed.
         """
         lines = self._lines.get(mutant.path, {})
-        wanted = self._of(lines, range(mutant.start[0], mutant.stop[0] + 1))
-        wanted = wanted or self._of(lines, range(mutant.statement[0], mutant.statement[1] + 1))
-        is_executed = bool(wanted) or self._is_of_import(mutant)
+        wanted = self.by(mutant)
+        is_executed = bool(wanted) or is_of_import(mutant)
         wanted = wanted or self._of(lines, map(int, lines)) | self._naming(mutant.path)
-        chosen, left = [], BUDGET
+        chosen, left = [], budget
         for test in sorted(wanted, key=lambda test: (self._breadth[test] * (1 + self._seconds[test]), test)):
             left -= self._seconds[test]
             if left < 0 and chosen:
@@ -201,23 +221,29 @@ class Executed:
                 found |= self._of(self._lines[caller], map(int, self._lines[caller]))
         return found
 
-    def _is_of_import(self, mutant: Mutant) -> bool:
-        """Whether it is outside of functions."""
-        tree = ast.parse((REPO / mutant.path).read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
-        return not any(node.lineno <= mutant.start[0] <= (node.end_lineno or 0) for node in functions)
+
+@cache
+def _functions(path: str) -> list[tuple[int, int]]:
+    tree = ast.parse((REPO / path).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    return [(node.lineno, node.end_lineno or 0) for node in functions]
+
+
+def is_of_import(mutant: Mutant) -> bool:
+    """Whether it is outside of functions."""
+    return not any(first <= mutant.start[0] <= last for first, last in _functions(mutant.path))
 
 
 class Trials:
     """Mutants tried, a thread each in its own copy, and their results in a file."""
 
-    def __init__(self, folder: Path, output: Path, executed: Executed) -> None:
-        self._folder, self._output, self._executed = folder, output, executed
+    def __init__(self, folder: Path, output: Path, executed: Executed, budget: float) -> None:
+        self._folder, self._output, self._executed, self._budget = folder, output, executed, budget
         self._local, self._lock = threading.local(), threading.Lock()
         self._sound: dict[str, bool] = {}  # tests that failed once -> whether they pass without a mutant
 
     def attempt(self, mutant: Mutant) -> None:
-        is_executed, tests = self._executed.tests(mutant)
+        is_executed, tests = self._executed.tests(mutant, self._budget)
         if not tests:
             self._note(mutant, Verdict("never", 0.0, "no default test executes a line of its file"))
             return
@@ -272,7 +298,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--executed", type=Path, default=MAP, help="what tests/executed.py has written")
-    parser.add_argument("--list", action="store_true", help="only print the mutants that would be tried")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of tests for a mutant")
+    parser.add_argument("--list", action="store_true", help="only print them, and what no default test executes")
     options = parser.parse_args()
     files = files_of(tuple(options.only))
     every = [mutant for file in files for mutant in mutants_of(file, (REPO / file).read_bytes())]
@@ -281,11 +308,11 @@ def main() -> int:
         chosen = random.Random(options.seed).sample(every, options.sample)
     print(f"{len(chosen)} of {len(every):,} mutants of {len(files)} files")
     if options.list:
-        print(*(mutant.name for mutant in chosen), sep="\n")
+        print(*(mutant.name for mutant in chosen), *Executed(options.executed).unseen(every), sep="\n")
         return 0
     done = read_results(options.output)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        trials = Trials(Path(folder), options.output, Executed(options.executed))
+        trials = Trials(Path(folder), options.output, Executed(options.executed), options.budget)
         list(pool.map(trials.attempt, [mutant for mutant in chosen if mutant.name not in done]))
     return report([read_results(options.output)[mutant.name] for mutant in chosen])
 

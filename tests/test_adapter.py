@@ -122,9 +122,15 @@ def test_a_lora_run_leaves_an_adapter_that_peft_loads(lora_run: Path, tmp_path: 
     assert (logits(base) - expected).abs().max() > 1e-3
 
 
-def test_an_adapter_leaves_in_the_dtype_that_was_asked_for(lora_run: Path, tmp_path: Path) -> None:
-    source = open_source(lora_run / "run" / "checkpoint" / "step-3")
-    convert.to_hf(source, tmp_path / "adapter", "bfloat16", verify="bytes")
+def test_an_adapter_leaves_in_the_dtype_and_is_compared_as_was_asked_for(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, compared = open_source(lora_run / "run" / "checkpoint" / "step-3"), list[Path]()
+    monkeypatch.setattr(convert, "_compare_logits", lambda base, *_, adapter: compared.append(base))
+    for verify, count in (("off", 0), ("bytes", 0), ("logits", 1)):
+        convert.to_hf(source, tmp_path / verify, "bfloat16", verify=verify)
+        assert compared == [lora_run / "base"] * count
+    (tmp_path / "bytes").rename(tmp_path / "adapter")
     whole, rounded = (load_file(f / peft_io.WEIGHTS) for f in (lora_run / "run" / "hf-step-3", tmp_path / "adapter"))
     assert same({name: tensor.bfloat16() for name, tensor in whole.items()}, rounded)
 

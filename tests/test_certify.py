@@ -328,6 +328,9 @@ def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
     one = [task.name for task in tasks.steps(replace(two, cards=1), ["0.6B"], {})]
     assert one[0] == "steps/0.6B/one card m=1 GA=8 full bfloat16" and len(set(one)) == len(one)
     alone = {task.name: task.refused for task in tasks.before_steps(replace(two, cards=1), ["0.6B"])}
+    for machine_, largest in ((two, 1 << 28), (replace(two, memory=0), 1 << 24)):
+        sent = [task.arguments["sizes"] for task in tasks.before_steps(machine_, ["0.6B"]) if "sizes" in task.arguments]
+        assert len(sent) == 4 and all(sizes == sorted(sizes) and sizes[-1] == largest for sizes in sent)
     assert alone["collective/all_reduce"] == "needs two cards; this machine has one" and not alone["parity/one rank"]
 
 

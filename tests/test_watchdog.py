@@ -338,6 +338,13 @@ def test_a_preparation_that_computes_or_is_not_watched_may_take_long(limit: floa
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_the_cpu_time_of_a_process_is_its_own_user_and_system_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of /proc/PID/stat the 14th and 15th field; children that have ended are in the two behind (proc(5))."""
+    stat = [str(10**number) for number in range(20)]  # from the third field on
+    monkeypatch.setattr(watchdog, "_fields", lambda _: stat)
+    assert watchdog._cpu_seconds(1) == (10**11 + 10**12) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.full
 def test_waiting_for_another_preparation_is_no_hang(tmp_path: Path) -> None:
     waits = f"""
