@@ -10,7 +10,7 @@ from conftest import random_documents
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowSource, RowStream, ShuffledEpochs, validation_batches
-from titan_mi100.data.made_up import packed
+from titan_mi100.data.made_up import packed, random_rows
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
@@ -175,3 +175,14 @@ def test_what_fails_in_the_reading_threads_is_raised_with_its_cause(monkeypatch:
     monkeypatch.setitem(sys.modules, "torchdata", None)
     with pytest.raises(ImportError, match="torchdata"):
         stream.ahead(5, pinned=False)()
+
+
+def test_random_rows_are_full_and_supervised_as_asked() -> None:
+    data = random_rows(24, 1024, 768, supervised_share=0.3)
+    rows = [data.row(number) for number in range(len(data))]
+    assert len(rows) == 24 and all((row.document_ids >= 0).all() for row in rows)
+    lengths = np.concatenate([np.bincount(row.document_ids) for row in rows])
+    assert 150 < lengths.mean() < 450 and lengths.max() < 500
+    share = np.mean([row.labels != IGNORE for row in rows])
+    assert share == pytest.approx(0.3, abs=0.02)
+    assert len({row.input_ids.tobytes() for row in rows}) == 24 and max(row.input_ids.max() for row in rows) == 767

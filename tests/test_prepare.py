@@ -617,6 +617,19 @@ def test_a_run_of_an_earlier_version_is_told_why_its_rows_differ(tmp_path: Path)
     assert list(differing(now, chosen).values()) == ["null_arguments (None, now drop)"]
 
 
+def test_what_differs_is_named_with_what_tells_it_apart() -> None:
+    found = differing(
+        {"a": 1, "hash": "0" * 64, "file": "/data/" * 20 + "one.jsonl", "other": "x" * 70, "gone": {"b": [1]}},
+        {"a": 2, "hash": "1" * 64, "file": "/data/" * 20 + "two.jsonl", "other": "y" * 70, "same": None},
+    )
+    path = "/data//data/..." + "//data" * 5 + "/"  # its last 40 characters
+    assert found == {
+        "a": "a (1, now 2)", "hash": "hash (changed)", "gone.b": "gone.b ([1], now None)",
+        "file": f"file ({path}one.jsonl, now {path}two.jsonl)",
+        "other": "other (xxxxxxxxxxxx..., now yyyyyyyyyyyy...)",
+    }  # fmt: skip
+
+
 def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%Y') }}")

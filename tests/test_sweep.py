@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import io
 import json
 import os
 import signal
@@ -14,14 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sweep
 import sweep_table
 from conftest import REPO
-
-from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.made_up import random_rows
 
 CPU = {"device": "CPU, 2 cores, 1 of them per process", "kind": "", "torch": "2.13.0", "tflops": {}}
 MI100 = {**CPU, "device": "AMD Instinct MI100 (gfx908, 32 GiB)", "kind": "MI100", "tflops": {"float32": 46.1}}
@@ -78,72 +73,7 @@ def test_what_the_trainer_would_not_start_is_refused_with_its_reason() -> None:
     assert "an even number" in sweep.refusal(replace(ROW, layout="hsdp", processes=5))
 
 
-def test_free_choice_is_the_product_of_what_is_given() -> None:
-    given = ["--layout", "ddp", "pp", "--batch", "1", "4", "--ga", "8", "--dtype", "float32", "bfloat16"]
-    rows = rows_of(*given, "--nproc", "2", "--seq", "128", "--steps", "7")
-    assert [(row.layout, row.batch, row.dtype) for row in rows] == [
-        (layout, batch, dtype) for layout in ("ddp", "pp") for batch in (1, 4) for dtype in ("float32", "bfloat16")
-    ]
-    assert {(row.ga, row.checkpointing, row.flavor, row.seq, row.steps) for row in rows} == {
-        (8, "none", "0.6B", 128, 7)
-    }
-
-
-@pytest.mark.parametrize("processes", [2, 8])
-def test_teff_compares_about_as_many_tokens_in_every_row(processes: int) -> None:
-    rows = rows_of("--preset", "teff", "--nproc", str(processes))
-    assert len(rows) == 12 and not any(map(sweep.refusal, rows))
-    for row in rows:
-        tokens = sweep.config_of(row).batch(processes).global_batch_size * row.seq
-        assert row.seq == 1024 and abs(tokens - 100_000) < (5_000 if processes == 2 else 35_000), row
-    assert {row.layout for row in rows if row.ga >= processes} == {"fsdp2", "pp"}
-    assert {row.layout for row in rows if row.ga < processes} == {"fsdp2", "pp-gpipe"}
-
-
-def test_published_rows_are_the_nine_that_stand_beside_them() -> None:
-    rows = rows_of("--preset", "published", "--nproc", "2")
-    settings = [(row.batch, row.ga, row.checkpointing, row.dtype) for row in rows]
-    assert settings == list(sweep_table.PUBLISHED) and len(set(settings)) == 9
-    assert not any(map(sweep.refusal, rows))
-    assert {row.layout for row in rows if row.ga == 1} == {"pp-gpipe"}
-    assert {row.layout for row in rows if row.ga > 1} == {"pp"}
-
-
-def test_debug_has_every_layout_and_a_refused_row() -> None:
-    rows = rows_of("--preset", "debug", "--nproc", "2")
-    assert {row.layout for row in rows} == set(sweep.LAYOUTS) and {row.flavor for row in rows} == {"debug"}
-    assert [row.ga for row in rows if sweep.refusal(row)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "teff", "--layout", "pp", "--ga", "2"], "leave out --layout, --ga"),
-        (["--warmup", "1"], "at least 2"),
-        (["--batch", "0"], "less than 1"),
-        (["--supervised", "0"], "above 0"),
-    ],
-)
-def test_arguments_that_contradict_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        sweep.parse(arguments)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
 # what a worker measures
-
-
-def test_random_rows_are_full_and_supervised_as_asked() -> None:
-    data = random_rows(24, 1024, 768, supervised_share=0.3)
-    rows = [data.row(number) for number in range(len(data))]
-    assert len(rows) == 24 and all((row.document_ids >= 0).all() for row in rows)
-    lengths = np.concatenate([np.bincount(row.document_ids) for row in rows])
-    assert 150 < lengths.mean() < 450 and lengths.max() < 500
-    share = np.mean([row.labels != IGNORE for row in rows])
-    assert share == pytest.approx(0.3, abs=0.02)
-    assert len({row.input_ids.tobytes() for row in rows}) == 24 and max(row.input_ids.max() for row in rows) == 767
 
 
 # what became of a row
@@ -181,10 +111,6 @@ def test_the_last_error_is_the_cause_and_not_another_ranks_end() -> None:
     killed = f"{peer}\n  traceback : Signal 11 (SIGSEGV) received by PID 7"
     assert sweep.last_error(1, killed) == "traceback : Signal 11 (SIGSEGV) received by PID 7"
     assert sweep.last_error(3, "no idea") == "exit code 3"
-
-
-def test_a_job_over_its_time_limit_fails() -> None:
-    assert sweep.launch(replace(ROW, steps=10**9), timeout=1) == ("failed", "no end after 1 s", {})
 
 
 def job(mark: str) -> tuple[set[int], set[int]]:
@@ -284,50 +210,11 @@ def test_a_sweep_that_ends_in_the_midst_keeps_the_rows_before(tmp_path: Path) ->
     assert run(rows, path, {})[1] == rows[1:]
 
 
-def test_progress_says_which_row_of_how_many_and_when_it_may_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([0.0, 0.0, 60.0, 180.0])
-    monkeypatch.setattr(sweep.time, "monotonic", lambda: next(clock))
-    rows = [replace(ROW, batch=number) for number in (1, 2, 3)]
-    run(rows, tmp_path / "rows.jsonl", {})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "3 rows: 3 to run, 0 finished before or refused"
-    assert lines[1].endswith("1/4 none float32; elapsed 0:00:00, ETA unknown") and lines[1].startswith("[1/3] fsdp2 x2")
-    assert lines[3].startswith("[2/3]") and lines[3].endswith("elapsed 0:01:00, ETA 0:02:00")
-    assert lines[5].startswith("[3/3]") and lines[5].endswith("elapsed 0:03:00, ETA 0:01:30")
-
-
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("out of memory", 0), ("refused", 0), ("failed", 1)])
-def test_only_a_failed_row_fails_the_sweep(
-    status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    found = [record(), record(status=status, why="because")]
-    monkeypatch.setattr(sweep, "describe_machine", lambda: CPU)
-    monkeypatch.setattr(sweep, "sweep", lambda *_: found)
-    monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
-    assert sweep.main(["--output", str(tmp_path), "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == found
-
-
 # the table
 
 
 def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")]
-
-
-def test_markdown_says_what_was_measured_where_and_how() -> None:
-    known = {**record(machine=MI100), "mfu": 0.1234, "step_ms": 99.94}
-    text = sweep_table.markdown([known, record(), record(status="out of memory", why="CUDA out of memory")])
-    text += sweep_table.markdown([record(status="failed", why="KeyError: a | b\nc")])
-    rows = cells(text)
-    assert len(set(map(len, rows))) == 1
-    assert "99.9 | 7,000 | 8,000 | 10,000 | 3.46 | 12.3% |" in text
-    assert "| out of memory |" in text and "| failed: KeyError: a \\| b c |" in text and "| n/a |" in text
-    assert "torch 2.13.0" in text and "2026-11-21" in text and "Medians of 32 steps after 5" in text
-    assert "NCCL" in sweep_table.footer([known]) and "gloo" in sweep_table.footer([record()])
-    assert "2 processes, each on AMD Instinct MI100 (gfx908, 32 GiB)" in sweep_table.markdown([known])
 
 
 def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None:
@@ -345,21 +232,6 @@ def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None
         assert "published" not in ours and "do not compare" in theirs.replace("\n", " ")
         assert "| 4 | 8 | none | float32 | 5,404 | 517 | 6,085 | 27.3 |" in theirs
     assert "ublished" not in sweep_table.markdown([record()])
-
-
-def test_csv_holds_every_figure_and_what_a_row_depends_on() -> None:
-    found = list(csv.DictReader(io.StringIO(sweep_table.to_csv([record(), record(status="failed", why='a, "b"')]))))
-    assert found[0]["layout"] == "fsdp2" and found[0]["supervised"] == "0.5" and found[0]["torch"] == "2.13.0"
-    assert found[0]["step_ms_q1"] == "4000.0" and found[0]["mfu"] == "" and found[0]["peak_memory_gib"] == "3.456"
-    assert found[1]["why"] == 'a, "b"' and found[1]["step_ms"] == ""
-
-
-def test_without_matplotlib_the_plot_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    sweep_table.plot([record()], tmp_path / "x.png")
-    assert "[bench]" in capsys.readouterr().err and not (tmp_path / "x.png").exists()
 
 
 @pytest.mark.full
