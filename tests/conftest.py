@@ -29,11 +29,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # The order of the long files, the longest first: run_tests.sh deals whole files to its workers, two each and then one
 # by one; the last ones are short.
 ORDER = (
-    "prepare", "train", "safe_read", "scripts", "corpus", "layouts", "mixed_run", "convert", "offload", "parity",
-    "ddp", "rehearsal", "lean_optimizer", "lora", "generate", "chaos", "tokenizer", "certify", "made_up_family",
-    "ruined_weights", "new_config", "adapter", "end_of_turn", "watchdog", "inspect_data", "start",
-    "checkpoint_at_scale", "convert_refusals", "run_folder", "conformance", "attention_choice", "child",
-    "config_inputs", "preemption", "distributed", "memory", "samples", "reference_run", "objectives", "checkpoint",
+    "prepare", "train", "mixed_run", "tokenizer", "scripts", "convert", "adapter", "safe_read", "rehearsal",
+    "prompts_as_trained", "layouts", "lean_optimizer", "generate", "parity", "offload", "end_of_turn", "lora",
+    "made_up_family", "corpus", "ruined_weights", "ddp", "new_config", "run_folder", "convert_refusals",
+    "inspect_data", "attention_choice", "watchdog", "certify", "samples", "trainer", "conformance",
+    "checkpoint_at_scale", "child", "chaos", "start",
+    "config_inputs", "preemption", "distributed", "memory", "reference_run", "objectives", "checkpoint",
     "machine", "report", "files", "evaluate_script", "nf4", "profiling",
 )  # fmt: skip
 

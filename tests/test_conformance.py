@@ -390,7 +390,10 @@ class Pair(NamedTuple):
     scope="module",
     params=[
         "asset",
-        pytest.param("qwen3", marks=pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here")),
+        pytest.param(
+            "qwen3",
+            marks=[pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here"), pytest.mark.full],
+        ),
     ],
 )
 def pair(request: pytest.FixtureRequest) -> Pair:

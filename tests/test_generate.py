@@ -93,7 +93,7 @@ def command(module: str, *arguments: object, **options: Any) -> subprocess.Compl
 
 
 @pytest.mark.parametrize(("count", "new"), [(8, 32), pytest.param(20, 64, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", [pytest.param("tied", marks=pytest.mark.full), "untied"])
 def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, count: int, new: int) -> None:
     hf = reference(SPECS[name])
     model = ours(SPECS[name], hf, "sdpa")

@@ -190,9 +190,16 @@ def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
     [
         ("2", "32GB", "full", "optimizer state in 8 bits, weights in bf16", {"optimizer.master": "bf16_sr"}),
         ("1", "32GB", "full", "in the host's memory", {"memory.offload": "optimizer"}),
-        ("2", "24GB", "lora", "predicted peak", {"lora.rank": 16, "lora.base": "whole", "optimizer.lr": 2e-4}),
+        pytest.param(
+            "2",
+            "24GB",
+            "lora",
+            "predicted peak",
+            {"lora.rank": 16, "lora.base": "whole", "optimizer.lr": 2e-4},
+            marks=pytest.mark.full,
+        ),
         ("1", "16GB", "lora", "(QLoRA)", {"lora.base": "nf4"}),
-        ("1", "16GB", "qlora", "predicted peak", {"lora.base": "nf4"}),
+        pytest.param("1", "16GB", "qlora", "predicted peak", {"lora.base": "nf4"}, marks=pytest.mark.full),
     ],
 )
 def test_settings_change_until_the_run_fits(

@@ -56,7 +56,7 @@ def test_a_run_has_the_same_bits_wherever_things_are_and_goes_on_elsewhere(layou
             assert torch.equal(tensor, whole[0][name]), (what, name)
 
 
-@pytest.mark.parametrize("layout", ["one process", "FSDP2 x2"])
+@pytest.mark.parametrize("layout", [pytest.param("one process", marks=pytest.mark.full), "FSDP2 x2"])
 def test_so_it_is_with_tied_weights_in_bf16_with_clipping_and_every_optimizer(
     layout: str, full: bool, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def there(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").glob("[!.]*"))
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.full)])
 def test_weights_that_are_not_finite_are_never_saved(world: World, tmp_path: Path, mode: str) -> None:
     trained(world, tmp_path, 3, async_mode=mode)
     assert there(tmp_path) == ["step-3"]
@@ -70,7 +70,7 @@ def test_finite_values_whose_sum_is_not_are_finite() -> None:
     assert checkpointer._not_finite(large | {"d": torch.tensor(torch.nan, dtype=torch.bfloat16)}, ()) == "d"
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_finite_but_useless_weights_push_no_good_checkpoint_out(world: World, tmp_path: Path, mode: str) -> None:
     trained(world, tmp_path, 3, async_mode=mode)
     trained(world, tmp_path, 6, 30.0, async_mode=mode)  # the update of step 4 is the first of this size
@@ -97,7 +97,7 @@ def test_neither_do_weights_whose_gradients_are_not_finite(
     assert [name for name in there(tmp_path) if not name.startswith("later")] == ["step-5"]
 
 
-@pytest.mark.parametrize("lr", [30.0, 1e10])
+@pytest.mark.parametrize("lr", [30.0, pytest.param(1e10, marks=pytest.mark.full)])
 def test_the_last_update_is_judged_too(world: World, tmp_path: Path, lr: float) -> None:
     trained(world, tmp_path, 3)
     trained(world, tmp_path, 4, lr)

@@ -177,6 +177,7 @@ def test_data_that_are_pointers_of_git_lfs_are_refused(tmp_path: Path) -> None:
     assert problem.endswith(f"fetch the file: git -C {tmp_path} lfs pull")
 
 
+@pytest.mark.full
 def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
