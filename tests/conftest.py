@@ -29,12 +29,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # The order of the long files, the longest first: run_tests.sh deals whole files to its workers, two each and then one
 # by one; the last ones are short.
 ORDER = (
-    "prepare", "train", "mixed_run", "tokenizer", "scripts", "convert", "adapter", "safe_read", "rehearsal",
+    "prepare", "train", "tokenizer", "scripts", "convert", "adapter", "safe_read", "rehearsal",
     "prompts_as_trained", "layouts", "lean_optimizer", "generate", "parity", "offload", "end_of_turn", "lora",
     "made_up_family", "corpus", "ruined_weights", "ddp", "new_config", "run_folder", "convert_refusals",
     "inspect_data", "attention_choice", "watchdog", "certify", "samples", "trainer", "conformance",
-    "checkpoint_at_scale", "child", "chaos", "start",
-    "config_inputs", "preemption", "distributed", "memory", "reference_run", "objectives", "checkpoint",
+    "child", "preemption", "mixed_run", "chaos", "start",
+    "config_inputs", "distributed", "memory", "reference_run", "objectives", "checkpoint",
     "machine", "report", "files", "evaluate_script", "nf4", "profiling",
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
 
 
+@pytest.mark.full
 def test_the_files_of_a_checkpoint_are_the_first_replicas(folder: Path) -> None:
     path = folder / "layers-2" / "step-1"
     files = sealed.verify(path)["files"]
@@ -41,6 +42,7 @@ def test_the_files_of_a_checkpoint_are_the_first_replicas(folder: Path) -> None:
     assert len(metadata.state_dict_metadata["optimizer.model.embed_tokens.weight.step"].chunks) == 1
 
 
+@pytest.mark.full
 def test_replicas_that_do_not_write_send_nothing(records: list[dict[str, Any]]) -> None:
     for rank in RANKS:
         sent = records[rank]["2 layers"]["save"]
@@ -48,11 +50,13 @@ def test_replicas_that_do_not_write_send_nothing(records: list[dict[str, Any]]) 
     assert len(records[1]["2 layers"]["save"]) == 1  # what it wrote, for .metadata and the manifest
 
 
+@pytest.mark.full
 def test_the_bytes_that_a_checkpoint_needs_are_counted_once(records: list[dict[str, Any]]) -> None:
     for record in records:
         assert record["2 layers"]["planned"] == record["2 layers"]["whole"]
 
 
+@pytest.mark.full
 def test_a_load_exchanges_no_names(records: list[dict[str, Any]]) -> None:
     """Whatever the number of tensors, and nothing that every rank would have to hold from every other."""
     for record in records:
@@ -72,6 +76,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("here", [1, 3])
 def test_what_is_wrong_on_one_rank_is_refused_on_all_alike(here: int, records: list[dict[str, Any]]) -> None:
     for what, words in REFUSED.items():
@@ -79,6 +84,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_alike(here: int, records: l
         assert words in found and found.startswith(("UserError", "nothing")), (what, found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_writer_that_fails_is_known_to_the_replicas_that_wait(
     in_background: bool, records: list[dict[str, Any]]

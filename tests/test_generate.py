@@ -593,7 +593,8 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -
         inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("is_end_of_input", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_end_of_input", [False, True])
 def test_a_chat_streams_on_a_terminal_with_line_editing_history_and_commands(
     is_end_of_input: bool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

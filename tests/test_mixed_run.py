@@ -85,6 +85,7 @@ def resumed(folder: Path, whole: Path, run: str, processes: int, *arguments: str
     return train(folder, run, processes, "--checkpoint.load_step", "4", *arguments, **changes)
 
 
+@pytest.mark.full
 def test_a_resume_on_another_number_of_processes_goes_on_with_the_same_rows(folder: Path, whole: Path) -> None:
     result = resumed(folder, whole, "one", 1)
     assert result.returncode == 0, result.stderr
@@ -94,6 +95,7 @@ def test_a_resume_on_another_number_of_processes_goes_on_with_the_same_rows(fold
         assert metrics(folder / "one", name)[-1] == pytest.approx(metrics(whole, name)[-1], rel=1e-10)
 
 
+@pytest.mark.full
 def test_a_number_of_processes_that_does_not_divide_a_step_is_refused_with_those_that_do(
     folder: Path, whole: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_number_of_processes_that_does_not_divide_a_step_is_refused_with_those
     assert "what does: 1 data-parallel ranks with this local_batch_size; or local_batch_size 1, 2" in result.stderr
 
 
+@pytest.mark.full
 def test_another_mixture_needs_leave_and_is_recorded(folder: Path, whole: Path) -> None:
     other = {"weight": 0.5, "more": f'[[data.source]]\npath = "{folder}/b"\nweight = 0.25'}
     result = resumed(folder, whole, "changed", 1, **other)

@@ -183,11 +183,22 @@ def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:
         encoder.encode(Example(messages=ROWS["an answer"][0]))
 
 
+def by_default(name: str, *chosen: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in ("small", "telling", *chosen) else (pytest.mark.full,)
+
+
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("small", TEMPLATE), *((name, "tokenizer_config.json") for name in TEMPLATES if name != "qwen3_instruct_2507")],
-)  # the last one never thinks
+    [
+        ("small", TEMPLATE),
+        *(
+            pytest.param(name, "tokenizer_config.json", marks=by_default(name, "qwen3_6"))
+            for name in TEMPLATES
+            if name != "qwen3_instruct_2507"  # it never thinks
+        ),
+    ],
+)
 def test_an_export_prompts_as_in_training_and_can_be_trained_again(
     name: str, thinks: bool, where: str, tmp_path: Path
 ) -> None:
