@@ -30,10 +30,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # by one; the last ones are short.
 ORDER = (
     "prepare", "train", "tokenizer", "scripts", "convert", "adapter", "safe_read", "rehearsal",
-    "prompts_as_trained", "layouts", "lean_optimizer", "generate", "parity", "offload", "end_of_turn", "lora",
-    "made_up_family", "corpus", "ruined_weights", "ddp", "new_config", "run_folder", "convert_refusals",
+    "prompts_as_trained", "layouts", "lean_optimizer", "generate", "parity", "offload", "lora",
+    "corpus", "ruined_weights", "new_config", "run_folder", "convert_refusals",
     "inspect_data", "attention_choice", "watchdog", "certify", "samples", "trainer", "conformance",
-    "child", "preemption", "mixed_run", "chaos", "start",
+    "child", "preemption", "made_up_family", "end_of_turn", "ddp", "mixed_run", "chaos", "start",
     "config_inputs", "distributed", "memory", "reference_run", "objectives", "checkpoint",
     "machine", "report", "files", "evaluate_script", "nf4", "profiling",
 )  # fmt: skip

@@ -37,6 +37,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.full
 def test_steps_before_the_start_are_those_of_plain_ddp_and_later_ones_are_not(runs: list) -> None:
     for found in runs:
         plain, lossy = found["ddp"], found["rank 1"]
@@ -45,12 +46,13 @@ def test_steps_before_the_start_are_those_of_plain_ddp_and_later_ones_are_not(ru
         assert not equal(plain["kept"][START]["weights"], lossy["kept"][START]["weights"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        pytest.param("rank 4", 50, marks=pytest.mark.full),
+        ("rank 4", 50),
         ("rank 1", 12),
-        pytest.param("cold", 12, marks=pytest.mark.full),
+        ("cold", 12),
         ("FSDP2 to rank 1", 14),
     ],
 )
@@ -70,10 +72,8 @@ def test_the_loss_falls_and_after_50_steps_is_at_most_5_percent_above_plain_ddps
     assert last["ddp to rank 1"] == pytest.approx(last["ddp on"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("whole", "step"),
-    [("rank 1", 9), *(pytest.param(*case, marks=pytest.mark.full) for case in (("rank 1", 3), ("cold", 9)))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("whole", "step"), [("rank 1", 3), ("rank 1", 9), ("cold", 9)])
 def test_a_resume_before_or_after_the_start_is_bit_identical(whole: str, step: int, runs: list) -> None:
     for found in runs:
         again = found[f"{whole} from {step}"]
@@ -84,6 +84,7 @@ def test_a_resume_before_or_after_the_start_is_bit_identical(whole: str, step: i
         assert not any(WARNING in line for line in again["messages"])
 
 
+@pytest.mark.full
 def test_the_bytes_reported_are_those_given_to_all_reduce(runs: list) -> None:
     whole = 4 * parameter_count(SPEC)
     for name, found in runs[0].items():
@@ -102,6 +103,7 @@ def test_the_bytes_reported_are_those_given_to_all_reduce(runs: list) -> None:
     assert runs[0]["rank 1"]["messages"].count(line) == 1
 
 
+@pytest.mark.full
 def test_other_layouts_and_settings_go_on_without_the_memory_and_say_so(runs: list) -> None:
     found = runs[0]
     as_before = [name for name in ("rank 1", "rank 1 to FSDP2", "rank 2 from 10") if name in found]
@@ -112,6 +114,7 @@ def test_other_layouts_and_settings_go_on_without_the_memory_and_say_so(runs: li
     assert found["rank 1 to FSDP2"]["losses"][10] == pytest.approx(found["rank 1"]["losses"][10], rel=1e-5)
 
 
+@pytest.mark.full
 def test_another_number_of_processes_goes_on_without_the_memory_and_says_so(
     folder: Path, runs: list, world: World, tmp_path: Path
 ) -> None:
@@ -120,6 +123,7 @@ def test_another_number_of_processes_goes_on_without_the_memory_and_says_so(
     assert sum(WARNING in line for line in one["messages"]) == 1 and one["bytes"][10] < 4 * parameter_count(SPEC) / 10
 
 
+@pytest.mark.full
 def test_the_checkpoint_names_the_memory_by_rank_and_has_none_before_the_start(folder: Path, runs: list) -> None:
     def memory(step: int) -> set[str]:
         saved = dcp.FileSystemReader(folder / "rank-1" / f"step-{step}").read_metadata().state_dict_metadata

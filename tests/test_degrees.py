@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from titan_mi100.config.layout import (
+    SCHEDULES,
     Batch,
     Layout,
     accumulation_for,
@@ -156,3 +157,16 @@ def test_what_callers_ask_of_a_layout() -> None:
     assert layout.is_pipeline and not Layout(dp_shard=4).is_pipeline
     assert layout.local(AttentionShape(8, 4, 16)) == (4, 2, 16)
     assert [layout.twin(rank) for rank in (0, 7, 8, 15, 16, 25)] == [0, 7, 0, 7, 16, 17]
+
+
+def test_schedules_are_what_torch_says_of_them() -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    found = {name: (s.stages_per_rank, s.looped, s.zero_bubble, s.v_shaped) for name, s in SCHEDULES.items()}
+    assert found == {
+        "1F1B": (1, False, False, False), "GPipe": (1, False, False, False), "Interleaved1F1B": (2, True, False, False),
+        "InterleavedZeroBubble": (2, True, True, False), "ZBVZeroBubble": (2, False, True, True),
+    }  # fmt: skip
+    for name, schedule in SCHEDULES.items():
+        kind = schedules.get_schedule_class(name)
+        assert issubclass(kind, schedules.PipelineScheduleMulti) == (schedule.stages_per_rank > 1)
+        assert ("ZeroBubble" in kind.__name__) == schedule.zero_bubble

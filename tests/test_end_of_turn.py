@@ -126,6 +126,7 @@ def named_ends(folder: Path) -> list[Any]:
     return [tokenizer["eos_token"], tokenizer["pad_token"], config["eos_token_id"], generation["eos_token_id"]]
 
 
+@pytest.mark.full
 def test_an_export_names_the_end_and_other_programs_stop_there(trained: tuple[Path, Path]) -> None:
     base, folder = trained
     tokenizer = load_tokenizer(base)
@@ -146,6 +147,7 @@ def test_an_export_names_the_end_and_other_programs_stop_there(trained: tuple[Pa
     assert said == [*tokenizer.encode("yes"), turn_end]
 
 
+@pytest.mark.full
 def test_an_untrained_base_and_one_with_an_adapter_stop_at_the_end_of_a_turn(trained: tuple[Path, Path]) -> None:
     base, _ = trained
     model = Model(str(base), "", "", torch.device("cpu"), torch.float32)
@@ -155,6 +157,7 @@ def test_an_untrained_base_and_one_with_an_adapter_stop_at_the_end_of_a_turn(tra
     assert Model(str(base), str(adapter), "", torch.device("cpu"), torch.float32).stop_ids == ends
 
 
+@pytest.mark.full
 def test_a_merge_stops_and_prompts_as_its_adapter_was_trained(trained: tuple[Path, Path], tmp_path: Path) -> None:
     base, folder = trained
     for number, name in enumerate(("checkpoint/step-1", "hf-step-1")):
@@ -165,6 +168,7 @@ def test_a_merge_stops_and_prompts_as_its_adapter_was_trained(trained: tuple[Pat
         assert {n: c for n, c in merged.items() if "token" in n} == {n: c for n, c in full.items() if "token" in n}
 
 
+@pytest.mark.full
 def test_training_from_the_export_reads_the_rows_as_from_the_base(trained: tuple[Path, Path], tmp_path: Path) -> None:
     base, folder = trained
     config = DataConfig(path=(written(tmp_path / "a.jsonl", ROWS),))
@@ -172,6 +176,7 @@ def test_training_from_the_export_reads_the_rows_as_from_the_base(trained: tuple
     assert first.plan == again.plan and first.pad_id == again.pad_id
 
 
+@pytest.mark.full
 def test_a_conversion_without_training_changes_no_file(trained: tuple[Path, Path], tmp_path: Path) -> None:
     base, _ = trained
     to_dcp(open_source(str(base)), tmp_path / "dcp")

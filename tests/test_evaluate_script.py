@@ -107,7 +107,8 @@ def test_a_checkpoint_is_exported_once_and_again_refused_when_it_has_changed(
     assert len(checkout.calls("export")) == 1
     assert arguments[1:] == ["--input_dir", str(dcp_folder), "--output_dir", f"{dcp_folder}-hf"]
     assert {call[0][3] for call in checkout.calls("lm_eval")} == {f"pretrained={dcp_folder}-hf"}
-    os.utime(f"{dcp_folder}-hf/config.json", (1, 1))
+    for file, seconds in ((dcp_folder, 1), (f"{dcp_folder}-hf/config.json", 2), (dcp_folder / ".metadata", 3)):
+        os.utime(file, (seconds, seconds))
     result = evaluate(checkout, dcp_folder, "gsm8k")
     assert result.returncode == 2
     assert "remove it" in result.stderr

@@ -186,10 +186,10 @@ def test_the_oddest_are_those_that_were_planted(inspect: Inspect) -> None:
 
 
 def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
-    inspect.write(*(chat(f"{i}", f"answer {i}") for i in range(40)))
+    inspect.write(*(chat(f"{i}", f"answer {i} " * 30) for i in range(40)))
     monkeypatch.setattr(inspect_report, "_SAMPLE_TOKENS", 300)
     report = inspect.report()
-    assert report["documents"] == 40 and report["sampled"] > 1 and len(report["packing"]) == min(24, report["rows"])
+    assert report["documents"] == 40 and report["sampled"] > 1 and len(report["packing"]) == 24 < report["rows"]
     assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
     assert f"one document in {report['sampled']}" in inspect() and "one document in" in inspect.html()
 

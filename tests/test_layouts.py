@@ -32,9 +32,9 @@ def cells_of_two_steps() -> list[parity.Cell]:
     ]
 
 
-# (layout, tied, accumulation): each axis with another. test_parity has the axes alone, test_ddp plain DDP.
+# (layout, tied, accumulation): each axis with another. test_parity has the axes alone.
 CHOSEN = {
-    ("FSDP2 x2, ZeRO-1", False, 2), ("HSDP 2x2", True, 2), ("PP2 Interleaved1F1B", True, 4),
+    ("FSDP2 x2, ZeRO-1", False, 2), ("DDP x2", False, 2), ("HSDP 2x2", True, 2), ("PP2 Interleaved1F1B", True, 4),
     ("PP2 ZBVZeroBubble", True, 4), ("TP2 x FSDP2", False, 2), ("TP2 x PP2", True, 2),
 }  # fmt: skip
 

@@ -144,6 +144,7 @@ def test_one_process_equals_plain_loops(name: str, world: World) -> None:
         assert found < 1e-12, (option, found)
 
 
+@pytest.mark.full
 def test_two_processes_equal_plain_loops_and_resume_in_another_layout(tmp_path: Path) -> None:
     splits = [
         split("tied", 2, 2),

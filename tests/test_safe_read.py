@@ -1,7 +1,9 @@
 """Checkpoints, HF folders and tokenizers of somebody else: refused where hostile, read as ever where not."""
 
 import collections
+import itertools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from titan_mi100.errors import UserError
+from titan_mi100.files import tables
 from titan_mi100.files.plain import read_plain
 from titan_mi100.files.stored import open_dcp, open_torch
 from titan_mi100.shapes.base import parameter_shapes
@@ -298,6 +301,28 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) 
     (hf / "config.json").symlink_to(blobs / "0")  # the same file, but that folder is no snapshot
     with pytest.raises(UserError, match=r"config.json: is a link to .*blobs/0, outside its folder; copy the file"):
         read_hf_config(hf)
+
+
+def test_parts_fill_a_tensor_if_each_of_its_values_is_in_one_of_them() -> None:
+    draws, seen = random.Random(0), collections.Counter[bool]()
+    for _ in range(4000):
+        shape = tuple(draws.randint(1, 3) for _ in range(draws.randint(1, 2)))
+        boxes = [
+            (tuple(draws.randint(0, side) for side in shape), tuple(draws.randint(0, side) for side in shape))
+            for _ in range(draws.randint(1, 3))
+        ]
+        places = [
+            place
+            for offset, size in boxes
+            for place in itertools.product(*(range(a, a + n) for a, n in zip(offset, size, strict=True)))
+        ]
+        fills = sorted(places) == [*itertools.product(*map(range, shape))]
+        inside = all(a + n <= side for box in boxes for a, n, side in zip(*box, shape, strict=True))
+        assert tables._fills_exactly(list(boxes), shape) == (fills and inside), (boxes, shape)
+        seen[fills and inside] += 1
+    assert min(seen.values()) > 50
+    assert tables._fills_exactly([((), ())], ()) and not tables._fills_exactly([], ())
+    assert not tables._fills_exactly([((0,), (1,))], (1, 1))
 
 
 def test_a_template_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
