@@ -161,7 +161,9 @@ def test_transformers_reads_an_export_as_it_read_the_source(tmp_path: Path) -> N
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.full)]
+)
 def test_a_checkpoint_and_its_export_say_the_same(tied: bool, tmp_path: Path) -> None:
     """64 greedy tokens on 20 prompts: ours from the DCP folder, transformers from the HF folder made of it."""
     model = reference(dataclasses.replace(PRESETS["debug"], tie_word_embeddings=tied))

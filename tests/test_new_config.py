@@ -150,6 +150,7 @@ def test_a_base_model_is_told_from_a_chat_model_where_conversations_are_learned(
     assert "a base model" not in run(*options, "texts.jsonl")[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("documents", "share"),
     [(5000, 0.01), (4999, 0.05), (1000, 0.05), (999, 0.1), (10, 0.1), (9, 0.2), (4, 0.3), (3, 0)],

@@ -93,6 +93,7 @@ def data() -> Any:
     return made_up(pairs(documents()), pairs(documents()))
 
 
+@pytest.mark.full
 def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path) -> None:
     options = {"data": data(), "objective": PairLoss()}
     for each in (split(1), split(4, checkpointing="full"), split(2, parallelism={"zero_stage": 0})):

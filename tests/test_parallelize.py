@@ -94,6 +94,7 @@ def test_backward_recomputes_what_the_mode_says(
     assert calls == {"mlp": LAYERS + mlps, "attention": LAYERS + attentions}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode",
     [pytest.param("none", marks=pytest.mark.full), "selective", pytest.param("full", marks=pytest.mark.full)],

@@ -706,6 +706,7 @@ def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
     prepare_run(config, None)
 
 
+@pytest.mark.full
 def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_warned_of(tmp_path: Path) -> None:
     config = Config(
         model=ModelConfig(flavor="0.6B", tokenizer_path=str(ASSETS / "tokenizer")),
@@ -866,6 +867,7 @@ ODD_FACTS += [
 ODD_FACTS += [("validation", {"documents": 0}), ("enable_thinking", "no")]
 
 
+@pytest.mark.full
 def replace_by_link(path: Path) -> None:
     path.replace(path.parents[1] / "elsewhere")
     path.symlink_to(path.parents[1] / "elsewhere")

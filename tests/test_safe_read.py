@@ -160,6 +160,7 @@ def test_only_the_manifests_files_are_read(tmp_path: Path) -> None:
         open_dcp(tmp_path / "ck", {"__0_0.distcp"})
 
 
+@pytest.mark.full
 def test_what_is_no_tensor_is_never_read(tmp_path: Path) -> None:
     name = "optim.param_groups.0.lr"
     pickles.stored(name, lambda folder: pickles.saved(pickles.calls(folder)["eval"]))(tmp_path)

@@ -139,6 +139,7 @@ def trained(world: World, folder: Path, **more: str) -> dict[str, Any]:
     return {**found, "random state": torch.get_rng_state()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_training_does_not_notice_samples(compiled: bool, world: World, tmp_path: Path) -> None:
     """Rows of other lengths must not make compiled code that the next step would run."""

@@ -483,6 +483,7 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     assert "stopped on request and saved. Run folder: " in errors.splitlines()[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) -> None:
     checkout.environ["NGPU"] = "1"

@@ -319,6 +319,7 @@ def run_first(limit: float, does: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "does",
     [STOPS_ITSELF, *(pytest.param(does, marks=pytest.mark.full) for does in (STOPS_A_CHILD, SLEEPS))],
