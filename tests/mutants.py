@@ -260,7 +260,10 @@ class Trials:
                 place.write_bytes(source)
             if verdict.kind not in ("red", "error") or self._is_sound(verdict.test, tests):
                 break
-            tests = [test for test in tests if test != verdict.test]
+            tests.remove(verdict.test)
+            if not tests:
+                verdict = Verdict("never", verdict.seconds, "all tests that execute it fail without it, too")
+                break
         self._note(mutant, verdict if is_executed or verdict.kind != "green" else verdict._replace(kind="never"))
 
     def _is_sound(self, test: str, tests: list[str]) -> bool:
