@@ -15,6 +15,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=MAP)
     options, arguments = parser.parse_known_args()
+    if find_spec("coverage") is None:
+        parser.error("the package `coverage` is missing: pip install coverage")
     with tempfile.TemporaryDirectory(prefix="executed-") as folder:
         measure(Path(folder), arguments)
         found = table(Path(folder))
