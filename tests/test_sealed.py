@@ -2,17 +2,19 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.checkpoint.resume import TRAINER, find_checkpoint
+from titan_mi100.checkpoint.resume import TRAINER, find_checkpoint, rename_later_checkpoints
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.parallel.distributed import World
@@ -87,6 +89,76 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_stays(
     assert found is not None and found.path.name == "step-1"
     sealed.Retention(tmp_path, 1).remove_old()
     assert steps(tmp_path) == [1, 2]  # it does not replace one that this version can read
+
+
+STATES = ("whole", "damaged", "newer", "suspect", "suspect, damaged")
+
+
+def run_with(folder: Path, states: Sequence[str]) -> None:
+    """Checkpoints of steps 1, 2 ... in these states."""
+    for step, state in enumerate(states, 1):
+        aside = sealed.begin(folder, step)
+        durable.write_synced(aside / TRAINER, "{}")
+        path = sealed.seal(aside, {TRAINER: (2, durable.sha256_of(aside / TRAINER))}, {"step": step})
+        if "suspect" in state:
+            sealed.mark_suspect(path, "a spike")
+        if "damaged" in state:
+            (path / TRAINER).write_text("[]")
+        if state == "newer":
+            (path / "manifest.json").write_text(json.dumps({"format": 2}))
+            (path / "manifest.sha256").write_text(sealed._hash_line((path / "manifest.json").read_bytes()))
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of folders: they need not be on the disk."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_every_combination_is_resumed_from_its_newest_sound_checkpoint(
+    world: World, tmp_path: Path, full: bool
+) -> None:
+    for states in itertools.product(STATES, repeat=3 if full else 2):
+        folder = tmp_path / "-".join(states)
+        folder.mkdir()
+        run_with(folder, states)
+        tried = [(step, state) for step, state in enumerate(states, 1) if "suspect" not in state]
+        set_aside = []
+        while len(tried) > 1 and tried[-1][1] == "damaged":
+            set_aside.append(tried.pop()[0])
+        if tried and tried[-1][1] == "whole":
+            found = find_checkpoint(folder, world)
+            assert found is not None and sealed.step_of(found.path) == tried[-1][0], states
+            rename_later_checkpoints(found.path)
+            assert [*map(sealed.step_of, sealed.all_checkpoints(folder))] == [*range(1, tried[-1][0] + 1)], states
+            later = {*range(tried[-1][0] + 1, len(states) + 1)} - {*set_aside}
+            assert {int(path.name.split("-")[2]) for path in folder.glob("later-*")} == later, states
+        else:
+            why = {"newer": "is intact, but", "damaged": "damaged checkpoint"}
+            with pytest.raises(UserError, match=why[tried[-1][1]] if tried else "has only suspect checkpoints"):
+                find_checkpoint(folder, world)
+            kept = {*range(1, len(states) + 1)} - {*set_aside}
+            assert {*map(sealed.step_of, sealed.all_checkpoints(folder))} == kept, states
+        assert [int(path.name.split("-")[2]) for path in sealed.damaged(folder)] == sorted(set_aside), states
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_of_every_combination_the_newest_sound_ones_are_kept(tmp_path: Path, full: bool) -> None:
+    """And what is newer than these, what is suspect, and the one before it."""
+    for states in itertools.product(STATES, repeat=4 if full else 3):
+        folder = tmp_path / "-".join(states)
+        folder.mkdir()
+        run_with(folder, states)
+        numbered = [*enumerate(states, 1)]
+        sound = [step for step, state in numbered if state == "whole"]
+        others = [step for step, state in numbered if "suspect" not in state]
+        wanted = {step for step in others if step >= (sound or [0])[-1]}
+        for step, state in numbered:
+            if "suspect" in state:
+                wanted |= {step, *[other for other in others if other < step][-1:]}
+        sealed.Retention(folder, 1).remove_old()
+        assert {*map(sealed.step_of, sealed.all_checkpoints(folder))} == wanted, states
 
 
 def test_a_step_under_another_name_and_linked_files_are_refused(tmp_path: Path) -> None:

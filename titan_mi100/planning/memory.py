@@ -27,7 +27,7 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD_LOSS, COMMUNIC
 HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_UPDATE_BUFFERS = 40 << 22  # bytes that optim/lean.py needs on a GPU without its Triton kernel
+_AT_A_TIME, _UPDATE_BYTES = 1 << 22, 40  # optim/lean.py: values, and bytes a value, on a GPU without Triton
 _ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
 HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # model/loss.py: logits in one block; 1/64 of the memory may hold logits
 
@@ -122,8 +122,10 @@ class _Rank:
         self.block_bytes = self.block * self.bytes_each
         self.end_bytes = self.vocabulary * self.compute
         adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
-        mine = (math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers)
+        mine = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
         self.adapters = sum(mine) / layout.tp
+        whole = [layer.largest / layout.tp for layer in self.layers] + [self.vocabulary] * (self.ends > 0)
+        self.largest = max(mine if self.lora else whole, default=0)  # values of the largest trained matrix
         master, self.beside = config.optimizer.master_bytes
         self.master = max(master, self.compute) if self.compute > 4 else master
         # bytes of a gradient value where it is reduced
@@ -144,7 +146,7 @@ class _Rank:
         before = sums if several and stay_so_long else 0.0
         copies = self._weight_copies()
         is_kept = self.mode == "none"
-        by_layer = [self._bytes(layer.kept[self.mode]) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        by_layer = [self._kept(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
         kept = sum(by_layer) * self._in_flight() + self._rotary()
         kept += self.weights * copies if is_kept else 0.0
 
@@ -156,7 +158,7 @@ class _Rank:
         if self.last:
             final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
             loss = {"gradients": before, "activations": kept + final}
-            gathered = self._gathered(self.end_bytes + self.block_bytes, self.end_bytes)
+            gathered = self._gathered(self.end_bytes + self.block_bytes, 0.0 if self.tied else self.end_bytes)
             yield "forward of the head", at(**loss, head_loss=self._head(), communication=gathered)
             gathered = self._gathered(self.end_bytes + self.block_bytes)
             yield "backward of the head", at(**loss, head_loss=self._head() + end, communication=gathered)
@@ -197,7 +199,8 @@ class _Rank:
                 more = at(gradients=sums - one + end, activations=rotary, communication=reduced)
                 yield "reduction of the embedding's gradient", more
         has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
-        yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=_UPDATE_BUFFERS if has_buffers else 0)
+        buffers = min(_AT_A_TIME, self.largest / self.shard) * _UPDATE_BYTES if has_buffers else 0.0
+        yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=buffers)
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
@@ -209,7 +212,7 @@ class _Rank:
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
+        each = (self._pinned(self._kept(layer)) for layer in self.layers)
         found = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             found += trained * self.master / self.shard + state
@@ -255,9 +258,16 @@ class _Rank:
         """Bytes on this rank of values per token."""
         return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 
+    def _kept(self, layer: LayerShape) -> float:
+        return self._bytes(layer.kept[self.mode]) - self._for_norms(layer, "none")
+
+    def _for_norms(self, layer: LayerShape, mode: str) -> float:
+        """Bytes that a mode holds for the norms' weights and that LoRA, which freezes them, does not."""
+        return self._bytes(layer.for_norms) if self.lora and self.mode == mode else 0.0
+
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        found = self._bytes(layer.inside[self.mode])
+        found = self._bytes(layer.inside[self.mode]) - self._for_norms(layer, "full")
         # one dequantised matrix, and the indices of its lookup
         return found + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
 

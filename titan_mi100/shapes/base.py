@@ -96,6 +96,7 @@ class LayerShape(NamedTuple):
         pair_flops: FLOPs in forward for each pair of a query and a key inside a document.
         kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
         inside: the same for what its backward needs besides.
+        for_norms: of what it keeps with "none", what the gradients of the norms' weights alone need.
     """
 
     kind: str
@@ -106,6 +107,7 @@ class LayerShape(NamedTuple):
     pair_flops: int
     kept: Mapping[str, Values]
     inside: Mapping[str, Values]
+    for_norms: Values = Values(0)
 
     @property
     def size(self) -> int:

@@ -63,6 +63,7 @@ class Qwen3Spec(ModelSpec):
             pair_flops=4 * q,
             kept={"none": saved, "selective": Values(hidden + 2 * q + 2 * k), "full": Values(hidden)},
             inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": saved + moving},
+            for_norms=Values(0, 2 * hidden + q + k),
         )
         return (layer,) * self.num_hidden_layers
 
