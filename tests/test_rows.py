@@ -78,6 +78,7 @@ def by(speaker: str, value: str, **beside: Any) -> dict[str, Any]:
 
 
 TURN = {"instruction": "2+2?", "output": "4"}
+BLANK, SAID = {"role": "assistant", "content": ""}, [ASSISTANT, USER, ASSISTANT]
 GOOD: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": [USER, ASSISTANT], "id": 7, "source": None}, Example([USER, ASSISTANT])),
     *(("messages", {"messages": messages}, Example(messages)) for messages in UNCHANGED),
@@ -135,18 +136,8 @@ GOOD: list[tuple[str, dict[str, Any], Example]] = [
     ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, Example([SYSTEM, USER, ASSISTANT])),
     (
         "prompt_completion",
-        {
-            "prompt": [USER, {**ASSISTANT, "weight": 1}, USER, {"role": "assistant", "content": ""}],
-            "completion": [ASSISTANT, USER, ASSISTANT],
-            "tools": [TOOL],
-        },
-        Example(
-            [
-                *(USER, {**ASSISTANT, "weight": 0}, USER, {"role": "assistant", "content": "", "weight": 0}),
-                *(ASSISTANT, USER, ASSISTANT),
-            ],
-            [TOOL],
-        ),
+        {"prompt": [USER, {**ASSISTANT, "weight": 1}, USER, BLANK], "completion": SAID, "tools": [TOOL]},
+        Example([USER, {**ASSISTANT, "weight": 0}, USER, {**BLANK, "weight": 0}, *SAID], [TOOL]),
     ),
     ("text", {"text": " two \n", "url": "x"}, Example(text=" two \n")),
     ("tokens", {"input_ids": [0, 151935, 2**31 - 1]}, Example(input_ids=[0, 151935, 2**31 - 1])),
@@ -343,14 +334,14 @@ def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
 
 
 def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() -> None:
-    blank = {**ASSISTANT, "content": ""}
-    row = {"messages": [USER, blank, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
+    row = {"messages": [USER, BLANK, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
     assert [message["weight"] for message in read("messages", row).messages or ()] == [0, 0, 1, 1]
     with pytest.raises(BadRecord, match="contradiction: loss_mask differs from the weight of a message"):
         read("messages", row | {"loss_mask": [0, 0, 1, 0]})
 
 
 LONG = "Ein Satz, der mehr als acht Wörter hat und sonst nirgends in der Zeile steht."
+ADD = {"instruction": "Add.", "input": "2, 2", "output": "4"}
 BY_INSTRUCTION = {"prompt": "instruction", "response": "response"}
 DOLLY = {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"}
 # Rows in the shape of well-known data sets, written for this test; the columns that are named. Expected: the columns
@@ -379,16 +370,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, str], set[str] | str]] = {
         {"prompt": "problem", "response": "solution"},
         {"messages", "problem_type"},
     ),
-    "Alpaca": (
-        {"instruction": "Add.", "input": "2, 2", "output": "4", "text": f"{LONG} ### Add. ### Response: 4"},
-        {},
-        {"!text"},
-    ),
-    "Alpaca with a rendered prompt": (
-        {"instruction": "Add.", "input": "2, 2", "output": "4", "prompt": "### Add.\n### Input:\n2, 2\n### Output:\n4"},
-        {},
-        {"!prompt"},
-    ),
+    "Alpaca": ({**ADD, "text": f"{LONG} ### Instruction: Add. ### Response: 4"}, {}, {"!text"}),
+    "Alpaca with a rendered prompt": ({**ADD, "prompt": "### Add.\n### Input:\n2, 2\n### Output:\n4"}, {}, {"!prompt"}),
     "Alpaca by columns": ({"instruction": "Add.", "input": "2, 2", "response": "4"}, BY_INSTRUCTION, "input"),
     "MetaMath": (
         {"query": "2+2?", "response": "4", "type": "MATH_Rephrased", "original_question": LONG},
@@ -399,7 +382,6 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, str], set[str] | str]] = {
     "Dolly without a context": ({**DOLLY, "context": ""}, BY_INSTRUCTION, {"category"}),
     "Dolly, the context as system message": (DOLLY, {**BY_INSTRUCTION, "system": "context"}, {"category"}),
     "Tulu": ({"id": "personahub_1", "messages": [USER, ASSISTANT], "source": "ai2-adapt-dev/x"}, {}, {"id", "source"}),
-    "SmolTalk": ({"messages": [USER, ASSISTANT], "source": "smol-magpie-ultra"}, {}, {"source"}),
 }
 
 
@@ -409,9 +391,7 @@ def test_well_known_shapes_are_accepted_or_refused_for_a_part_that_would_be_lost
     name = "columns" if columns else "alpaca" if "instruction" in row else "messages"
     findings, form = Findings(), choose("", name, **columns)
     if isinstance(expected, str):
-        with pytest.raises(
-            BadRecord, match=f"part not read: {expected} in a row of format {name} holds a part of the "
-        ):
+        with pytest.raises(BadRecord, match=f"part not read: {expected} in a row of format {name} holds"):
             form.read_row(row, frozenset(), findings)
         form.read_row(row, frozenset({expected}), findings)
     else:
@@ -455,9 +435,7 @@ def test_a_part_of_the_prompt_or_answer_in_a_column_of_its_own_is_refused(
     if not is_part:
         form.read_row(row, frozenset(), Findings())
         return
-    with pytest.raises(
-        BadRecord, match=re.escape("it is for, name it in data.system_column, or name it in data.ignored_")
-    ):
+    with pytest.raises(BadRecord, match=r"name it in data\.system_column, or name it in data\.ignored_"):
         form.read_row(row, frozenset(), Findings())
     form.read_row(row, frozenset({column}), Findings())
     read("text", {"text": "a", column: value})
